@@ -158,7 +158,7 @@ class SequenceParallel(Sharding):
         self, q: Tensor, k: Tensor, v: Tensor, options: input_checks.AttentionOptions, parts: int = 1
     ) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward).
-        parts: above 1 these are the heads of one of so many stages."""
+        parts: above 1 these are the heads of one of so many head chunks."""
         input_checks.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
         return ops.attention(self.runtime, q, k, v, options, agreed=True, parts=parts)[0]

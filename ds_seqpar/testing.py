@@ -162,14 +162,14 @@ def attention(
     input_checks.check_softcap(softcap)
     input_checks.check_sinks(sinks, q)
     scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
-    check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
-    stages = 1 if config.head_stages == "auto" else config.head_stages
+    check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
+    head_chunks = 1 if config.head_chunks == "auto" else config.head_chunks
     dims = q.shape[3], v.shape[3]
     ranks = _Ranks(config, shards, visible, scores, sinks, {} if compilers is None else compilers)
     if dims[0] == dims[1]:
-        return ranks.attention(q, k, v, do, stages)
+        return ranks.attention(q, k, v, do, head_chunks)
     q, k, v, *gradient = input_checks.of_one_head_dim(q, k, v, *(() if do is None else (do,)))
-    return ranks.attention(q, k, v, gradient[0] if gradient else None, stages).of_head_dims(*dims)
+    return ranks.attention(q, k, v, gradient[0] if gradient else None, head_chunks).of_head_dims(*dims)
 
 
 def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
@@ -211,7 +211,7 @@ class _Ranks:
             for positions in members_positions(self.shards, side, inner, members)
         ]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, stages: int) -> Result:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int) -> Result:
         local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
         settings = self.mask, self.shards, self.scores
         saves = NOTHING if self.runtimes[0].members.degree == 1 else OPERANDS_AND_OUT
@@ -220,7 +220,7 @@ class _Ranks:
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
             self.common = common_part(torch.stack([moments(own[1]) for own in local]), k.shape[2])
         walks = [
-            runtime.forward(*own, self.sinks, *settings, stages, saves, common=self.common)
+            runtime.forward(*own, self.sinks, *settings, head_chunks, saves, common=self.common)
             for runtime, own in zip(self.runtimes, local, strict=True)
         ]
         results = self.walk_all(walks)
@@ -229,7 +229,7 @@ class _Ranks:
         if do is None:
             return Result(out, None, None, None, None, received)
         walks = [
-            self.backward(runtime, own_do, own, result, stages, settings)
+            self.backward(runtime, own_do, own, result, head_chunks, settings)
             for runtime, own_do, own, result in zip(self.runtimes, self.shard("q", do), local, results, strict=True)
         ]
         grads = self.walk_all(walks)
@@ -246,12 +246,12 @@ class _Ranks:
         do: Tensor,
         own: Tensors,
         result: list[Tensor],
-        stages: int,
+        head_chunks: int,
         settings: tuple[Mask, Shards, Scores],
     ) -> Walk:
         """The walk of a rank's backward. own: its q, k and v. result: what its forward returned."""
-        out, lses, inner = result[0], result[1 : 1 + stages], result[1 + stages :]
-        operands, outs = (inner[: len(inner) - stages], inner[len(inner) - stages :]) if inner else ([], [])
+        out, lses, inner = result[0], result[1 : 1 + head_chunks], result[1 + head_chunks :]
+        operands, outs = (inner[: len(inner) - head_chunks], inner[len(inner) - head_chunks :]) if inner else ([], [])
         tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), own, strict=True))}
         saved = Saved(lses, operands, outs)
         return runtime.backward(tensors, own[1].shape[2], self.sinks, saved, *settings, self.common)

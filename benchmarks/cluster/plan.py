@@ -48,8 +48,8 @@ def _resolved(spec: Spec, args: argparse.Namespace) -> SequenceParallelConfig:
 
 
 def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
-    if (stages := config.head_stages) == "auto":
-        raise ValueError('the bytes of head_stages "auto" are known to the run only; got it, give a number')
+    if (stages := config.head_chunks) == "auto":
+        raise ValueError('the bytes of head_chunks "auto" are known to the run only; got it, give a number')
     topology, inner = config.topology(args.world), args.world // config.ulysses
     shards, mask = EvenShards(config.layout, args.seq, inner), CAUSAL if args.causal else FULL
     own = shape_of(config.travel_dtype, DTYPES[args.dtype], 1, (args.heads, args.kv_heads, args.head_dim))

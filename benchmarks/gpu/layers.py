@@ -33,7 +33,7 @@ def features(kv_heads: int) -> dict[str, dict[str, Any] | None]:
         "loss_tiles": {"loss_tiles": "auto"},
         "mlp_tiles": {"mlp_tiles": "auto"},
         "keep_attention false": {"keep_attention": False},
-        f"head_stages {kv_heads}": {"head_stages": kv_heads},
+        f"head_chunks {kv_heads}": {"head_chunks": kv_heads},
         "offload_checkpoints": {"offload_checkpoints": True},
     }
 

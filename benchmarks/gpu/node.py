@@ -40,7 +40,7 @@ from ds_seqpar.runtime.comm import ALL_GATHER
 from ds_seqpar.runtime.input_checks import AttentionOptions, agree_on_inputs
 from tests.launch import PRELOAD, Ranks
 
-CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_stages=2+overlap", "u{n}+head_stages=4+overlap", "ring", "u2/ring",
+CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_chunks=2+overlap", "u{n}+head_chunks=4+overlap", "ring", "u2/ring",
               "attention2d=2+overlap")  # fmt: skip
 TRAINING = ("deepspeed", "u{n}", "ring")
 TOLERANCE = 2e-2  # of losses and norms: bf16

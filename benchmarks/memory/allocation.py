@@ -1,7 +1,7 @@
 """Prints how much memory attention takes beyond its inputs, in units of one rank's block of queries.
 
     python -m benchmarks.memory.allocation
-    python -m benchmarks.memory.allocation --heads 16 --head-stages 4
+    python -m benchmarks.memory.allocation --heads 16 --head-chunks 4
 
 bf16, as many key and value heads as query heads, causal. --tokens: of a rank. Counted are the storages of tensors that
 are alive at once (tests/live.py). Each figure is that of the rank with the most, and the least of several rounds, since
@@ -27,10 +27,10 @@ HEAD_DIM = 64
 
 
 def main() -> None:
-    parser = tables.parser(__doc__, tokens=512, heads=8, head_stages=1, ranks=4)
+    parser = tables.parser(__doc__, tokens=512, heads=8, head_chunks=1, ranks=4)
     contenders.add(parser, "u4", "ring", "mesh=2,1,2", "attention2d=2,2")
     args = parser.parse_args()
-    shape, more = (1, args.tokens, args.heads, HEAD_DIM), {"head_stages": args.head_stages}
+    shape, more = (1, args.tokens, args.heads, HEAD_DIM), {"head_chunks": args.head_chunks}
     rows = {"bare kernel": on_ranks(1, taken, shape, None), "one rank": on_ranks(1, taken, shape, {"size": 1, **more})}
     for spec in args.contenders:
         rows[spec.name] = on_ranks(args.ranks, taken, shape, {"size": args.ranks, **spec.section, **more})

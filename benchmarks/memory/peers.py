@@ -11,7 +11,7 @@ Contenders (`benchmarks.contenders`) train the same LLaMA (from a config, fp32 o
 ZeRO-3, AdamW, clipping and gradient checkpointing (`u4+checkpointing=false`). Of the peers, every rank of `plain` has
 the whole sequence, so it works on as many times the tokens; see `memory.ranks.alst` for `deepspeed`. Its logits are in
 tiles of 64 MiB: the 1 GiB of its recipe is for larger machines (`deepspeed+tile_bytes=1073741824`). With
-`deepspeed+upipe=2` it attends in two stages of heads, as UPipe does (`memory.staged`).
+`deepspeed+upipe=2` it attends in two head chunks, as UPipe does (`memory.chunked_by_heads`).
 
 All do the same work: losses and gradient norms must be those of the first contender, to 1e-3 (bf16: 2e-2).
 

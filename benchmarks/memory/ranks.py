@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import ds_seqpar
-from benchmarks.memory import staged
+from benchmarks.memory import chunked_by_heads
 from benchmarks.turns import wall
 from tests.live import Live
 
@@ -209,7 +209,7 @@ def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
     """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
     tutorial sets it up. It has tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are
     sharded by hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for
-    GPUs. upipe: its attention in so many stages of heads; see `memory.staged`.
+    GPUs. upipe: its attention in so many head chunks; see `memory.chunked_by_heads`.
 
     TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so the loss is divided inside.
     """
@@ -230,7 +230,7 @@ def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
     if own["upipe"] > 1:
-        staged.use(llama, own["upipe"], world)
+        chunked_by_heads.use(llama, own["upipe"], world)
     llama.forward = inner  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
     config = model.settings() | {"sequence_parallel_size": world}
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0]

@@ -80,12 +80,12 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of one call, forward and backward, and of comparing its inputs."""
     config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
     config = config.resolve(args.world, (args.heads, args.kv_heads))
-    first = heads.stages(args.heads, args.kv_heads, config.head_stages)[0]
+    first = heads.stages(args.heads, args.kv_heads, config.head_chunks)[0]
     call = AttentionCall(
         config=config, world=args.world, mask=CAUSAL if args.causal else FULL,
         shards=EvenShards(config.layout, args.seq, config.size // config.ulysses),
-        heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], stages=config.head_stages,
-        kept=config.kept(config.head_stages, False, False),
+        heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], stages=config.head_chunks,
+        kept=config.kept(config.head_chunks, False, False),
     )  # fmt: skip
     wire = machine.between if args.nodes > 1 else machine.inside
     return len(distances(args.world)) * wire.latency + sum(call_seconds(machine, call, way) for way in DIRECTIONS)
@@ -94,7 +94,7 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
 def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of a training step."""
     step = step_of(model, training.kind_of(spec, args)[1], args.seq, args.world)
-    stages = step.config.head_stages
+    stages = step.config.head_chunks
     one = call_of(step)
     forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside

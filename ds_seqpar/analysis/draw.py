@@ -32,10 +32,10 @@ def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNS
     lower lane: transfers and exchanges of heads that arrive. Time is in products of two blocks.
     """
     timeline = simulate(programs_of(plan, head_split), costs)
-    bound = head_split.stages * max(communication(plan, costs), computation(plan, costs))
+    bound = head_split.head_chunks * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
-    members, stages = head_split[:2]
-    words = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
+    members, head_chunks = head_split[:2]
+    words = f" in Ulysses {members}" * (members > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
     title = f"{plan.name}{words}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"
     rows = {inner: ranks_in_words(range(inner * members, (inner + 1) * members)) for inner in range(plan.size)}

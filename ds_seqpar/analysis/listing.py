@@ -79,8 +79,8 @@ TEXTS: dict[type, str] = {
     op.Finish: "finish {results}",
     op.PackHeads: "pack heads of {exchange} into {into}",
     op.ExchangeStart: "exchange #{ticket}: {exchange} with {ranks} members, {sent} -> {received}",
-    op.Enter: "enter stage {stage}: {arrived}",
-    op.Leave: "leave stage {stage}",
+    op.Enter: "enter head chunk {head_chunk}: {arrived}",
+    op.Leave: "leave head chunk {head_chunk}",
     op.UnpackHeads: "unpack heads of {exchange} from {received}",
 }
 # field of an instruction -> its value as text, for fields that are neither numbers nor slots

@@ -68,15 +68,17 @@ def _operations(program: Program, rank: int, members: int) -> Iterable[Operation
                 tuple((Channel(where, peers[t.peer], rank), _content(program, t)) for t in one.receives),
             )
         elif isinstance(one, op.GatherStart | op.ScatterStart):
-            ranks, stage = [peers[peer] for peer in one.ranks], program.slots[one.received].stage
-            yield _together(f"{words}: {one.label}", ("axis", *ranks), rank, ranks, (type(one), one.collective, stage))
+            ranks, head_chunk = [peers[peer] for peer in one.ranks], program.slots[one.received].head_chunk
+            yield _together(
+                f"{words}: {one.label}", ("axis", *ranks), rank, ranks, (type(one), one.collective, head_chunk)
+            )
         elif isinstance(one, op.ExchangeStart):
             ranks = [members * inner + peer for peer in one.ranks]
             yield _together(f"{words}: {one.label}", ("ulysses", *ranks), rank, ranks, one.exchange)
 
 
 def _content(program: Program, transfer: Transfer) -> tuple:
-    return transfer.unit, program.slots[transfer.slot].stage, transfer.tag
+    return transfer.unit, program.slots[transfer.slot].head_chunk, transfer.tag
 
 
 def _together(words: str, communicator: tuple, rank: int, ranks: Iterable[int], what: Any) -> Operation:

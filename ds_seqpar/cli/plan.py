@@ -188,15 +188,15 @@ def _notes(one: Prediction) -> str:
 
 
 def _link_lines(best: Prediction, layers: int) -> list[str]:
-    stages = best.config.head_stages
+    head_chunks = best.config.head_chunks
     lines = ["attention of one layer, on the busiest rank:"]
     for name, way in (("forward", best.forward), ("backward", best.backward)):
         took = best.time.parts[f"attention {name}"]
-        share = way.compute * stages * layers / took if took else 1.0
-        near, far = (f"{stages * size / GIB:.3f} GiB" for size in (way.inside, way.between))
+        share = way.compute * head_chunks * layers / took if took else 1.0
+        near, far = (f"{head_chunks * size / GIB:.3f} GiB" for size in (way.inside, way.between))
         lines.append(
-            f"  {name:<9} receives {near} from its node and {far} from others, in {stages * way.messages} messages; "
-            f"computes {min(1.0, share):.0%} of the time"
+            f"  {name:<9} receives {near} from its node and {far} from others, in "
+            f"{head_chunks * way.messages} messages; computes {min(1.0, share):.0%} of the time"
         )
     return lines
 

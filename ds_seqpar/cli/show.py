@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     show.add_argument(
         "--ulysses", type=int, default=1, help="ranks that exchange heads; the schedule runs on the others"
     )
-    show.add_argument("--head-stages", type=int, default=1, help="parts of the heads, attended to one after the other")
+    show.add_argument("--head-chunks", type=int, default=1, help="parts of the heads, attended to one after the other")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
     for name, (setting, schedule) in settings().items():
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
     _check_limits(args)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
-    members, stages = config.ulysses, config.head_stages
-    first = Heads.of(args.heads[0], args.heads[1], Members(members, 0), stages).stages[0]
+    members, head_chunks = config.ulysses, config.head_chunks
+    first = Heads.of(args.heads[0], args.heads[1], Members(members, 0), head_chunks).head_chunks[0]
     own = shape_of(config.travel_dtype, "bfloat16", 1, (*args.heads, 128))
     heads = *largest_share(*first.counts, members), 128  # of the Ulysses member that sets the pace
     shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> None:
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
-    saved = config.kept(stages, False, False) if members > 1 else SAVE_ALL
-    head_split = HeadSplit(members, stages, saved, config.overlap)
+    saved = config.kept(head_chunks, False, False) if members > 1 else SAVE_ALL
+    head_split = HeadSplit(members, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
         pattern = pattern_of(mask, shards)
@@ -111,13 +111,13 @@ def run(args: argparse.Namespace) -> None:
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
         timeline = simulate(programs_of(plan, head_split), costs)
-        slower = timeline.seconds / (stages * bound)
+        slower = timeline.seconds / (head_chunks * bound)
         print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
         print(LEGEND + GROUPS.format(members, config.size) * (members > 1) if index == 0 else "")
         if args.program is not None:
             place = Members(members, busiest_member(*first.counts, members))
             compiler = Compiler(recipe, args.program)
-            call = compiler.bound_call(direction, mask, shards, own, place, PLAIN_KERNEL, stages, saved)
+            call = compiler.bound_call(direction, mask, shards, own, place, PLAIN_KERNEL, head_chunks, saved)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png, head_split)

@@ -112,8 +112,8 @@ def _plan(
 class BoundProgram:
     """A program with the lengths of one call: the walker, the simulator and the memory figure read it.
 
-    shapes: for each stage, the shape of its inner tensors. support: of the kernel. linear_tiles: what gives tiles by
-    the length alone, where there is such a thing. heads: which member has which heads, in which stage."""
+    shapes: for each head chunk, the shape of its inner tensors. support: of the kernel. linear_tiles: what gives tiles
+    by the length alone, where there is such a thing. heads: which member has which heads, in which head chunk."""
 
     def __init__(
         self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, support: KernelSupport,
@@ -147,12 +147,12 @@ class BoundProgram:
 
     def _unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
         """(elements of a unit in this slot, bytes that it takes of the slot)."""
-        tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].stage][kind]
+        tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
     def _exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
         """How many elements this member sends and receives in an exchange of heads."""
-        return exchange_sizes(self.heads, exchange, self.shapes[exchange.stage], self.shards, self.program.rank)
+        return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """Bytes that a unit takes of a slot."""
@@ -164,8 +164,8 @@ class BoundProgram:
 
     def _fields(self, slot: int) -> tuple[Field, ...]:
         """The tensors of a unit in this slot, which is no slot of an exchange."""
-        kind, role, _, stage, _ = self.program.slots[slot]
-        shape = self.shapes[stage]
+        kind, role, _, head_chunk, _ = self.program.slots[slot]
+        shape = self.shapes[head_chunk]
         dtype = shape.wide if role == "wide" else None  # None: results have the dtype in which they travel
         return shape.fields(self.program.direction, kind, dtype)
 
@@ -181,8 +181,8 @@ class BoundProgram:
 
 
 class Compiler:
-    """Makes and caches the programs of one rank. An inner program is one stage's, without exchanges of heads; a call's
-    program has all stages with their exchanges. A bound program also has lengths.
+    """Makes and caches the programs of one rank. An inner program is one head chunk's, without exchanges of heads; a
+    call's program has all head chunks with their exchanges. A bound program also has lengths.
 
     receive_ahead: by how many steps receives are posted early, as the transport needs it; see `lower`."""
 
@@ -209,25 +209,25 @@ class Compiler:
 
     def bound_call(
         self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, support: KernelSupport,
-        stages: int = 1, saved: SaveChoice = SAVE_ALL, lse: bool = False,
+        head_chunks: int = 1, saved: SaveChoice = SAVE_ALL, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
         """The program of one call of attention, with lengths. own: the shape of a rank's own tensors, of all heads.
         lse: whether the caller wants the lse too. Raises as `bound_inner` does."""
 
         def make() -> BoundProgram:
-            heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
-            shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(stages))
+            heads = Heads.of(own.q_heads, own.kv_heads, members, head_chunks)
+            shapes = tuple(own.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
             program = self.program_of_call(inner, members.degree, shards, saved, lse)
             linear = self.linear_tiles(mask, shards, support.square)
             return BoundProgram(program, shapes, shards, mask, support, linear, heads)
 
-        return _cached(self._bound, (direction, mask, shards, own, members, support, stages, saved, lse), make)
+        return _cached(self._bound, (direction, mask, shards, own, members, support, head_chunks, saved, lse), make)
 
     def program_of_call(
         self, inner: tuple[Program, ...], degree: int, shards: Shards, saved: SaveChoice, lse: bool
     ) -> Program:
-        """The program of a call, from the inner program of each stage. degree: Ulysses'."""
+        """The program of a call, from the inner program of each head chunk. degree: Ulysses'."""
         q, kv = (members_tokens(shards, side, self.rank, degree) for side in ("q", "kv"))
         same_tokens = q == kv  # then q, k and v can travel in one exchange
         options = degree, same_tokens, saved, lse, self.recipe.overlap
@@ -236,7 +236,7 @@ class Compiler:
         return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]
 
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
-        """The program of one stage. Raises as `bound_inner` does."""
+        """The program of one head chunk. Raises as `bound_inner` does."""
         pattern = self.pattern(mask, shards)
         results_travel_wide = shape.travel == shape.wide
         # the cache key has of the shape only what the steps depend on

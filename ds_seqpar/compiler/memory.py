@@ -16,7 +16,7 @@ from .program.instructions import is_own, methods_of
 from .program.shape import ITEMSIZE, Shape, shape_of, token_bytes
 from .program.ulysses import PER_ROW, SAVE_NOTHING, SIDE, SaveChoice
 from .schedules.actions import ACCUMULATORS, Unit
-from .sharding.heads import free_stage_counts, largest_share
+from .sharding.heads import free_head_chunk_counts, largest_share
 from .sharding.masks import Mask
 from .sharding.shards import Shards, members_tokens, tokens_of
 from .tiles.tiles import MERGED_AT_ONCE, Tile
@@ -44,7 +44,7 @@ def figures(forward: BoundProgram, backward: BoundProgram, choice: SaveChoice) -
     return Figures(forward=peak_forward, saved=saved, backward=peak_backward, inputs=not choice.operands)
 
 
-@functools.lru_cache(maxsize=8)  # stages of heads are alike, and ask for the same
+@functools.lru_cache(maxsize=8)  # head chunks are alike, and ask for the same
 def peak(bound: BoundProgram) -> int:
     """The most bytes that a walk of the program has at once, its results included."""
     return _Tracker(bound).run()
@@ -84,18 +84,19 @@ class _Rows(NamedTuple):
 
 
 class _Tracker:
-    """Bytes of all tensors while a program is walked. slots: of each slot that is there. stage_results: of the results
-    of the stage that was left last. own_results: of results of own tokens. saved: of what forward saves."""
+    """Bytes of all tensors while a program is walked. slots: of each slot that is there. head_chunk_results: of the
+    results of the head chunk that was left last. own_results: of results of own tokens. saved: of what forward
+    saves."""
 
     def __init__(self, bound: BoundProgram, choice: SaveChoice = SAVE_NOTHING) -> None:
         self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
-        self.enters = {one.stage: one.arrived for one in bound.program.code if isinstance(one, op.Enter)}
+        self.enters = {one.head_chunk: one.arrived for one in bound.program.code if isinstance(one, op.Enter)}
         self.delta = any("delta" in exchange.fields for arrived in self.enters.values() for exchange, _ in arrived)
         self.slots: dict[int, int] = {}
         self.outs: dict[int, int] = {}  # slot of visiting queries -> bytes of their out, which is made again
         self.results: dict[Unit, _Result] = {}
-        self.stage_results: dict[str, int] = {}
+        self.head_chunk_results: dict[str, int] = {}
         self.own_results: dict[str, int] = {}
         self.saved = self.most = 0
         packed = (one.exchange for one in bound.program.code if isinstance(one, op.PackHeads))
@@ -116,7 +117,7 @@ class _Tracker:
     def note(self, more: int = 0) -> None:
         """Notes how many bytes are there now. more: bytes that are there for a moment only."""
         loose = sum(result.loose for result in self.results.values())
-        held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.stage_results, self.own_results))
+        held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.head_chunk_results, self.own_results))
         self.most = max(self.most, held + self.saved + loose + more)
 
     def make(self, *slots: int, more: int = 0) -> None:
@@ -282,69 +283,71 @@ class _Tracker:
 
     # ---- heads
 
-    def own(self, stage: int, field: str) -> int:
-        """Bytes of a field of own tokens and of the stage's heads."""
+    def own(self, head_chunk: int, field: str) -> int:
+        """Bytes of a field of own tokens and of the head chunk's heads."""
         heads, shape = self.bound.heads, self.shape
         tokens = members_tokens(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.members.degree)
-        of_stage = heads.of_stage(stage, field)
+        of_head_chunk = heads.of_head_chunk(head_chunk, field)
         width = ITEMSIZE[shape.wide] if field in PER_ROW else shape.head_dim * shape.itemsize
-        return shape.batch * tokens[heads.members.member] * (of_stage.stop - of_stage.start) * width
+        return shape.batch * tokens[heads.members.member] * (of_head_chunk.stop - of_head_chunk.start) * width
 
     def pack_heads(self, one: op.PackHeads) -> None:
-        stage, inward, fields = one.exchange
+        head_chunk, inward, fields = one.exchange
         if inward:
-            self.make(one.into, more=sum(self.own(stage, field) for field in fields if field in PER_ROW))
+            self.make(one.into, more=sum(self.own(head_chunk, field) for field in fields if field in PER_ROW))
             return
-        size = sum(self.stage_results[field] for field in fields)
+        size = sum(self.head_chunk_results[field] for field in fields)
         if len(fields) > 1 or self.shape.batch > 1:
             self.make(one.into)
         else:  # what is sent is the result as it lies
             self.slots[one.into] = size
         for field in fields:
-            del self.stage_results[field]
+            del self.head_chunk_results[field]
 
     def enter(self, one: op.Enter) -> None:
-        self.shape = self.bound.shapes[one.stage]
+        self.shape = self.bound.shapes[one.head_chunk]
 
     def leave(self, one: op.Leave) -> None:
-        """The stage's results stay; its operands go, or are saved."""
+        """The head chunk's results stay; its operands go, or are saved."""
         tokens = {side: tokens_of(self.bound.shards, side, self.program.rank) for side in ("q", "kv")}
         self.results.clear()
         self.outs.clear()
         for kind in ACCUMULATORS[self.program.direction]:
             for field in self.shape.fields(self.program.direction, kind, self.shape.dtype):
                 rows = self.shape.batch * tokens[SIDE.get(field.name, "q")]
-                self.stage_results[field.name] = rows * field.elements * field.itemsize
+                self.head_chunk_results[field.name] = rows * field.elements * field.itemsize
         if self.forward:
-            arrived = sum(self.slots[slot] for _, slot in self.enters[one.stage])
+            arrived = sum(self.slots[slot] for _, slot in self.enters[one.head_chunk])
             self.saved += self.choice.operands * arrived
             for name in ("lse", "out") if self.choice.out else ("lse",):  # what is saved is not there twice
-                self.saved, self.stage_results[name] = self.saved + self.stage_results[name], 0
+                self.saved, self.head_chunk_results[name] = self.saved + self.head_chunk_results[name], 0
             if "lse" not in self.sent:
-                del self.stage_results["lse"]
+                del self.head_chunk_results["lse"]
         if self.bound.heads.members.degree == 1:
-            for name in list(self.stage_results):
-                self.put(one.stage, name, self.stage_results.pop(name))
+            for name in list(self.head_chunk_results):
+                self.put(one.head_chunk, name, self.head_chunk_results.pop(name))
 
     def unpack_heads(self, one: op.UnpackHeads) -> None:
         for field in one.exchange.fields:
-            self.put(one.exchange.stage, field, self.own(one.exchange.stage, field))
+            self.put(one.exchange.head_chunk, field, self.own(one.exchange.head_chunk, field))
 
-    def put(self, stage: int, field: str, size: int) -> None:
-        stages = len(self.bound.heads.stages)
+    def put(self, head_chunk: int, field: str, size: int) -> None:
+        head_chunks = len(self.bound.heads.head_chunks)
         if field not in self.own_results:
-            self.own_results[field] = sum(self.own(each, field) for each in range(stages)) if stages > 1 else size
-        self.note(size if stages > 1 else 0)
+            self.own_results[field] = (
+                sum(self.own(each, field) for each in range(head_chunks)) if head_chunks > 1 else size
+            )
+        self.note(size if head_chunks > 1 else 0)
 
 
 TRACK = methods_of(_Tracker)
 
 
-def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
-    """The fewest stages of heads with which attention takes no more memory than its q, k, v and out. own: a rank's own
+def fewest_head_chunks(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
+    """The fewest head chunks with which attention takes no more memory than its q, k, v and out. own: a rank's own
     tensors. All ranks look at the program of the first inner rank, so that they agree. members: of Ulysses; travel:
     the setting of `shape_of`."""
-    compiler, free = Compiler(recipe, 0), free_stage_counts(own.q_heads, own.kv_heads, members)
+    compiler, free = Compiler(recipe, 0), free_head_chunk_counts(own.q_heads, own.kv_heads, members)
     for count in free:
         heads = (*largest_share(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
         shape = shape_of(travel, own.dtype, own.batch, heads)

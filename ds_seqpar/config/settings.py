@@ -12,7 +12,7 @@ from ..compiler.compile import Recipe
 from ..compiler.program.ulysses import SaveChoice, saved_for_backward
 from ..compiler.schedules.base import MOVING_SIDES, PLACEMENTS, Schedule, Value, is_count
 from ..compiler.sharding import layout as layouts
-from ..compiler.sharding.heads import has_equal_shares, largest_share, max_stages
+from ..compiler.sharding.heads import has_equal_shares, largest_share, max_head_chunks
 from ..compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from ..compiler.tiles.launches import KERNELS
 from ..errors import SECTION, ConfigError, InputError, check_choice, did_you_mean, quoted_list
@@ -25,9 +25,9 @@ LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
 TRAVELS = ("auto", *MOVING_SIDES)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # settings that only tell the planner what to plan for
-PLANNED = ("size", "ulysses", "schedule", "head_stages")  # if none of them is "auto", there is nothing to plan
+PLANNED = ("size", "ulysses", "schedule", "head_chunks")  # if none of them is "auto", there is nothing to plan
 # settings that save memory
-MEMORY_SETTINGS = ("loss_tiles", "mlp_tiles", "head_stages", "keep_exchanged", "offload_checkpoints", "keep_attention")
+MEMORY_SETTINGS = ("loss_tiles", "mlp_tiles", "head_chunks", "keep_exchanged", "offload_checkpoints", "keep_attention")
 PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
 
 
@@ -53,25 +53,25 @@ class SequenceParallelConfig:
         step. "striped": every A-th token (Striped Attention, section 3). "balanced": packed documents as
         `compiler.balance` deals them, one document as "zigzag". "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
-    head_stages: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
+    head_chunks: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
         part (Untied Ulysses). At most the key/value heads. With `overlap` Ulysses' exchanges run while other stages
-        compute. "auto" with a `seq_len` or a `machine`: the planner chooses stages and overlap. Else "auto" is the
+        compute. "auto" with a `seq_len` or a `machine`: the planner chooses head chunks and overlap. Else "auto" is the
         fewest with which buffers take no more than q, k, v and out do, among those that send no more bytes; or the
         most of these.
     keep_attention: where activations are checkpointed, attention's forward and all that it sends run once a step,
         because its results are kept (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     keep_exchanged: whether backward finds the q, k and v that Ulysses' exchange brought to forward. false: the exchange
-        is repeated, which is slower and takes less memory. "auto": they are kept, unless `head_stages` saves memory:
+        is repeated, which is slower and takes less memory. "auto": they are kept, unless `head_chunks` saves memory:
         more than one, without overlap, and with no checkpoint that keeps attention.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
     mlp_tiles, loss_tiles: in how many tiles of a rank's tokens a patched model computes MLPs and norms, and logits with
         the loss. So what they make never stands whole in memory (ALST, section 3.1). 1: as the model does. "auto" is
         chosen in each forward, by each rank for its own tokens (docs/memory.md).
-    seq_len: tokens of the whole sequence that a size, ulysses, schedule or head_stages of "auto" is planned for
+    seq_len: tokens of the whole sequence that a size, ulysses, schedule or head_chunks of "auto" is planned for
         (docs/planner.md). "auto": with a machine, the longest that a Trainer's data set says it has.
     machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
         with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
-    memory: "auto" plans the fastest that fits the machine of head_stages, keep_attention, keep_exchanged,
+    memory: "auto" plans the fastest that fits the machine of head_chunks, keep_attention, keep_exchanged,
         offload_checkpoints, mlp_tiles and loss_tiles, where the section does not say them. "given": nothing is planned.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     unsaid: what "memory" has still to choose, by name.
@@ -87,7 +87,7 @@ class SequenceParallelConfig:
     placement: Sequence[str] | str = "auto"
     travel_dtype: str = "fp32"
     kernel: str = "auto"
-    head_stages: Count = 1
+    head_chunks: Count = 1
     keep_attention: bool = True
     keep_exchanged: bool | str = "auto"
     offload_checkpoints: bool = False
@@ -122,7 +122,7 @@ class SequenceParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        for field in ("size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles", "seq_len"):
+        for field in ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len"):
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
@@ -219,14 +219,14 @@ class SequenceParallelConfig:
                 f"use one of {divisors(self.size)}"
             )
         if heads:
-            check_heads(ulysses, *heads, size=self.size, stages=self.head_stages)
+            check_heads(ulysses, *heads, size=self.size, head_chunks=self.head_chunks)
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """The largest Ulysses degree that divides the heads equally, leaves each member a head in every stage, and
+        """The largest Ulysses degree that divides the heads equally, leaves each member a head in every head chunk, and
         leaves inner ranks in a number that the schedule's own settings fit."""
-        stages = 1 if self.head_stages == "auto" else self.head_stages
-        legal = [u for u in even_ulysses(self.size, *heads) if max_stages(*heads, u) >= stages]
+        head_chunks = 1 if self.head_chunks == "auto" else self.head_chunks
+        legal = [u for u in even_ulysses(self.size, *heads) if max_head_chunks(*heads, u) >= head_chunks]
         for ulysses in sorted(legal, reverse=True):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
@@ -303,10 +303,10 @@ class SequenceParallelConfig:
         shape = requested and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
         return shape or bool(self.unsaid)
 
-    def kept(self, stages: int, checkpointed: bool, keeps: bool) -> SaveChoice:
+    def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SaveChoice:
         """What attention's forward keeps for backward, of a resolved config. checkpointed: whether a checkpoint is
         around attention; keeps: whether that checkpoint keeps attention's results."""
-        return saved_for_backward(self.ulysses, stages, checkpointed, keeps, self.overlap, self.keep_exchanged)
+        return saved_for_backward(self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.keep_exchanged)
 
     def recipe(self, topology: Topology) -> Recipe:
         """The Recipe that programs are made from, of a resolved config."""
@@ -352,8 +352,8 @@ def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
     return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
 
 
-def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages: Count = 1) -> None:
-    """Raises ConfigError where these heads cannot be dealt to so many Ulysses members, in so many stages."""
+def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: Count = 1) -> None:
+    """Raises ConfigError where these heads cannot be dealt to so many Ulysses members, in so many head chunks."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
@@ -361,11 +361,12 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages:
             f"{SECTION}.ulysses must be at most the number of query heads, so that every member has one; got ulysses "
             f"{ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal_ulysses(size, q_heads)}"
         )
-    most = max_stages(q_heads, kv_heads, ulysses)
-    if stages != "auto" and stages > most:
+    most = max_head_chunks(q_heads, kv_heads, ulysses)
+    if head_chunks != "auto" and head_chunks > most:
         raise ConfigError(
-            f"{SECTION}.head_stages must leave every stage a key/value head, and a query head for each of {ulysses} "
-            f"Ulysses members; got {stages} for {q_heads} query and {kv_heads} key/value heads, use at most {most}"
+            f"{SECTION}.head_chunks must leave every head chunk a key/value head, and a query head for each "
+            f"of {ulysses} Ulysses members; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
+            f"use at most {most}"
         )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..compiler.compile import BoundProgram, Compiler, Recipe, pattern_of
-from ..compiler.memory import Figures, fewest_stages, figures
+from ..compiler.memory import Figures, fewest_head_chunks, figures
 from ..compiler.program.instructions import (
     Assemble,
     ExchangeStart,
@@ -38,8 +38,8 @@ class AttentionCall:
     """Attention of one layer.
 
     config: without any "auto". shards: of the inner ranks. heads: (query heads, key/value heads, head_dim) that are
-    computed at once: the model's, or those of one stage. stages: how many stages there are, all of as many heads. kept:
-    what forward leaves for backward."""
+    computed at once: the model's, or those of one head chunk. head_chunks: how many head chunks there are, all of as
+    many heads. kept: what forward leaves for backward."""
 
     config: SequenceParallelConfig
     world: int
@@ -48,13 +48,13 @@ class AttentionCall:
     heads: tuple[int, int, int]
     dtype: str = "bfloat16"
     batch: int = 1
-    stages: int = 1
+    head_chunks: int = 1
     kept: SaveChoice = SAVE_ALL
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether Ulysses' exchanges of one stage travel while another stage computes."""
-        return self.config.overlap and self.stages > 1 and self.members > 1
+        """Whether Ulysses' exchanges of one head chunk travel while another head chunk computes."""
+        return self.config.overlap and self.head_chunks > 1 and self.members > 1
 
     @functools.cached_property
     def topology(self) -> Topology:
@@ -131,8 +131,8 @@ def simulated_sequences(machine: Machine, call: AttentionCall) -> int:
 
 
 def programs(machine: Machine, call: AttentionCall, direction: str) -> list[Program]:
-    """The programs of all simulated ranks, with Ulysses' exchanges: of all stages where these hide one another's
-    exchanges, else of one stage."""
+    """The programs of all simulated ranks, with Ulysses' exchanges: of all head chunks where these hide one another's
+    exchanges, else of one head chunk."""
     return with_exchanges(machine, call, inner_programs(call, direction))
 
 
@@ -152,7 +152,7 @@ def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
 
 def with_exchanges(machine: Machine, call: AttentionCall, inner: Sequence[Program]) -> list[Program]:
     """The programs of all simulated ranks, given those of the inner ranks without Ulysses' exchanges."""
-    size, stages = call.config.size, call.stages if call.hides_exchanges else 1
+    size, head_chunks = call.config.size, call.head_chunks if call.hides_exchanges else 1
     of_all_ranks = []
     for rank in range(simulated_sequences(machine, call) * size):
         member, inner_rank = call.coordinates[rank % size]
@@ -162,7 +162,9 @@ def with_exchanges(machine: Machine, call: AttentionCall, inner: Sequence[Progra
             return base + call.ranks[member, peer]
 
         group = tuple(base + call.ranks[m, inner_rank] for m in range(call.members))
-        program = call_program([inner[inner_rank]] * stages, call.members, True, call.kept, overlap=stages > 1)
+        program = call_program(
+            [inner[inner_rank]] * head_chunks, call.members, True, call.kept, overlap=head_chunks > 1
+        )
         of_all_ranks.append(with_world_ranks(program, rank, world_rank, group))
     return of_all_ranks
 
@@ -190,7 +192,7 @@ def with_world_ranks(program: Program, rank: int, world_rank: Callable[[int], in
 
 # ---- memory
 
-# cached, since memory settings, head stages included, leave the inner programs as they are
+# cached, since memory settings, head chunks included, leave the inner programs as they are
 cached_compiler = functools.lru_cache(maxsize=256)(Compiler)
 
 
@@ -220,9 +222,9 @@ def call_figures(
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
     own = shape_of(config.travel_dtype, dtype, batch, heads)
-    count = config.head_stages
+    count = config.head_chunks
     if count == "auto":
-        count = fewest_stages(recipe, config.ulysses, config.travel_dtype, own, mask, shards)
+        count = fewest_head_chunks(recipe, config.ulysses, config.travel_dtype, own, mask, shards)
     if member is None:
         member = busiest_member(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))

@@ -1,4 +1,4 @@
-"""The memory that a layer's attention takes on a rank: with all heads at once, or in stages of heads that include their
+"""The memory that a layer's attention takes on a rank: with all heads at once, or in head chunks that include their
 projections. Imports no torch."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 
-from ..compiler.memory import Figures, fewest_stages
+from ..compiler.memory import Figures, fewest_head_chunks
 from ..compiler.program.shape import ITEMSIZE, shape_of
 from ..compiler.schedules import schedule
 from ..compiler.sharding.layout import multiple
@@ -20,17 +20,18 @@ from .request import TrainingStep
 TURNS = 16  # steps round a ring: two more of them never change what attention takes of memory
 
 
-def projecting_stages(step: TrainingStep) -> int:
-    """The number of head stages of a patched model whose projections run inside the stage; 1: all heads at once."""
+def projecting_head_chunks(step: TrainingStep) -> int:
+    """The number of head chunks of a patched model whose projections run inside the head chunk; 1: all heads at
+    once."""
     config, m = step.config, step.model
     if config.overlap or m.norms_heads:
         return 1
-    if config.head_stages != "auto":
-        return config.head_stages
+    if config.head_chunks != "auto":
+        return config.head_chunks
     recipe = config.recipe(config.topology(step.world))
     shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
     own = shape_of(config.travel_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
-    return fewest_stages(recipe, config.ulysses, config.travel_dtype, own, step.mask, shards)
+    return fewest_head_chunks(recipe, config.ulysses, config.travel_dtype, own, step.mask, shards)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
@@ -45,31 +46,34 @@ def is_offloaded(step: TrainingStep) -> bool:
 
 
 def attention_figures(step: TrainingStep) -> Figures:
-    """The memory of attention on the rank that needs most. With stages it includes q, k, v and the gradient of out of a
-    stage, which then exist in no other part of the layer."""
-    m, stages, tokens = step.model, projecting_stages(step), tokens_on_rank(step)
+    """The memory of attention on the rank that needs most. With head chunks it includes q, k, v and the gradient of out
+    of a head chunk, which then exist in no other part of the layer."""
+    m, head_chunks, tokens = step.model, projecting_head_chunks(step), tokens_on_rank(step)
     config = on_fewer_ranks(step.config) if step.mask.scale_free else step.config
     bare = dataclasses.replace(config, placement="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
-    if stages == 1:
+    if head_chunks == 1:
         heads = m.heads, m.kv_heads, m.head_dim
         return _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing)
-    kept = config.kept(stages, step.checkpointing, config.keep_attention)
-    bare = dataclasses.replace(bare, head_stages=1, keep_exchanged=kept.operands, keep_attention=True)
-    kv_heads = math.ceil(m.kv_heads / stages)
+    kept = config.kept(head_chunks, step.checkpointing, config.keep_attention)
+    bare = dataclasses.replace(bare, head_chunks=1, keep_exchanged=kept.operands, keep_attention=True)
+    kv_heads = math.ceil(m.kv_heads / head_chunks)
     heads = m.heads // m.kv_heads * kv_heads, kv_heads, m.head_dim
     one = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, own = heads[0] * width, (heads[0] + 2 * kv_heads) * width
     # offloaded: the results of one stage, which is fetched ahead; else those of all other stages
-    other_stages = one.saved if is_offloaded(step) else (stages - 1) * one.saved
-    in_backward = other_stages
+    other_head_chunks = one.saved if is_offloaded(step) else (head_chunks - 1) * one.saved
+    in_backward = other_head_chunks
     if step.checkpointing and not is_offloaded(step) and not kept.operands:
-        # before the first stage is through there is no gradient of the input yet; after it delta and lse replace out
+        # before the first head chunk is through there is no gradient of the input yet; after it delta and lse replace
+        # out
         rows = 8 * heads[0] * tokens * step.batch
-        in_backward = max((stages - 1) * rows, other_stages - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype])
+        in_backward = max(
+            (head_chunks - 1) * rows, other_head_chunks - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype]
+        )
     return Figures(
-        forward=own + one.forward + other_stages,
-        saved=stages * one.saved,
+        forward=own + one.forward + other_head_chunks,
+        saved=head_chunks * one.saved,
         backward=own + q + one.backward + in_backward,
         inputs=False,
     )

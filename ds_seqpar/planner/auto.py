@@ -97,8 +97,8 @@ def resolve_with_plan(
             f"not say how long its sequences are, say seq_len too, or leave {asking} out"
         )
     result = plan_even_if_too_large(request_of(config, job, seq, world, detect_machine(job.dtype)))
-    planned = (*config.unsaid, *(("head_stages",) if config.head_stages == "auto" else ()))
-    kept = {name: getattr(config, name) for name in ("head_stages", *PLAN_REQUESTS) if name not in planned}
+    planned = (*config.unsaid, *(("head_chunks",) if config.head_chunks == "auto" else ()))
+    kept = {name: getattr(config, name) for name in ("head_chunks", *PLAN_REQUESTS) if name not in planned}
     return Planned(dataclasses.replace(result.best.config, **kept), result)
 
 
@@ -120,10 +120,10 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, d
 
 
 def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:
-    """The settings that the planner must take as they are. With head_stages "auto" it also decides about overlap, by
-    which stages hide exchanges."""
+    """The settings that the planner must take as they are. With head_chunks "auto" it also decides about overlap, by
+    which head chunks hide exchanges."""
     open_settings = {*PLAN_REQUESTS, *config.unsaid}
-    if config.head_stages == "auto" and not config.overlap:
+    if config.head_chunks == "auto" and not config.overlap:
         open_settings.add("overlap")
     return {name: value for name, value in config.settings().items() if name not in open_settings}
 
@@ -134,14 +134,16 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
     result = find_plan(request)
     if result.ranked:
         return result
-    saving = {name: value for name, value in most_saving_settings(request, 1).items() if name != "head_stages"}
+    saving = {name: value for name, value in most_saving_settings(request, 1).items() if name != "head_chunks"}
     without_limit = dataclasses.replace(request, ignores_memory=True)
     result = plan(dataclasses.replace(without_limit, given={**request.given, **saving}))
     ranked = result.ranked
-    if "head_stages" not in request.given:
+    if "head_chunks" not in request.given:
         saving |= most_saving_settings(request, result.best.config.ulysses)
-        staged = predict(dataclasses.replace(without_limit, given={**request.given, **saving}), result.best.candidate)
-        ranked = (staged, *ranked[1:]) if isinstance(staged, Prediction) else ranked
+        chunked_by_heads = predict(
+            dataclasses.replace(without_limit, given={**request.given, **saving}), result.best.candidate
+        )
+        ranked = (chunked_by_heads, *ranked[1:]) if isinstance(chunked_by_heads, Prediction) else ranked
     return dataclasses.replace(result, request=without_limit, ranked=ranked)
 
 

@@ -280,10 +280,10 @@ def call_seconds(machine: Machine, call: AttentionCall, direction: str) -> float
     """Seconds of a call, simulated: on one Ulysses member's ranks where all members do the same at the same time."""
     if call.hides_exchanges:
         return simulate_call(machine, call, direction).seconds
-    return call.stages * _stage_seconds(machine, call, direction)
+    return call.head_chunks * _head_chunk_seconds(machine, call, direction)
 
 
-def _stage_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
+def _head_chunk_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
     if not members_are_alike(machine, call):
         return simulate_call(machine, call, direction).seconds
     inner, ranks = inner_programs(call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]

@@ -19,7 +19,7 @@ from ..compiler.program.shape import ITEMSIZE
 from ..compiler.sharding.layout import multiple
 from ..config.settings import HOST_PIECE, most_logits
 from . import limits
-from .attention_memory import attention_figures, is_offloaded, projecting_stages, tokens_on_rank
+from .attention_memory import attention_figures, is_offloaded, projecting_head_chunks, tokens_on_rank
 from .request import Room, TrainingStep
 from .states import States, pinned_bytes, states
 
@@ -146,7 +146,7 @@ class _StepMemory:
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
         m, self.size = step.model, ITEMSIZE[step.dtype]
-        self.tokens, self.stages = tokens_on_rank(step), projecting_stages(step)
+        self.tokens, self.head_chunks = tokens_on_rank(step), projecting_head_chunks(step)
         self.rows = self.tokens * step.batch
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
@@ -156,8 +156,10 @@ class _StepMemory:
         tiled = self.mlp_tiles() > 1  # with them norms have tiles too
         self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # saved by a norm beside its input
         self.before_mlp = 0 if tiled else self.norm  # saved by the norm before the MLP: tiles compute the norm again
-        self.before_attention = 0 if tiled and self.stages > 1 else self.norm
-        self.normed = 0 if tiled and self.stages > 1 else self.hidden  # attention's input, unless its tiles make it
+        self.before_attention = 0 if tiled and self.head_chunks > 1 else self.norm
+        self.normed = (
+            0 if tiled and self.head_chunks > 1 else self.hidden
+        )  # attention's input, unless its tiles make it
         self.residual = 0 if self.wide and not tiled else self.hidden  # a norm's input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and step.config.keep_attention
@@ -218,7 +220,7 @@ class _StepMemory:
     def saved_attention(self) -> int:
         """Bytes that attention saves for backward: q, k and v (own or exchanged), out and lse. Stages project again, so
         they save no q, k and v of their own."""
-        if self.stages > 1:
+        if self.head_chunks > 1:
             return 0 if is_offloaded(self.step) else self.attention.saved
         return self.attention.saved + (self.q + self.kv) * self.attention.inputs
 
@@ -242,7 +244,7 @@ class _StepMemory:
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
-        output = self.hidden if self.stages > 1 else self.q + self.kv  # stages add to one output
+        output = self.hidden if self.head_chunks > 1 else self.q + self.kv  # head chunks add to one output
         layer = self.normed + output + saved * max(0, self.before_attention - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.saved if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
@@ -304,15 +306,16 @@ class _StepMemory:
             ),
             self.moment(
                 f"backward: {place}, attention", done=done, gathered=gathered, grads=tied,
-                layer=self.hidden + self.before_attention + (self.q if self.stages == 1 else self.hidden),
-                attention=attention.backward + (self.q + self.kv) * attention.inputs * (self.stages == 1), **held,
+                layer=self.hidden + self.before_attention + (self.q if self.head_chunks == 1 else self.hidden),
+                attention=attention.backward + (self.q + self.kv) * attention.inputs * (self.head_chunks == 1), **held,
             ),
         ]  # fmt: skip
         if self.step.checkpointing and not self.keeps:
             found.append(
                 self.moment(
                     f"backward: {place}, attention once more", done=done, gathered=gathered, grads=tied,
-                    layer=self.hidden + self.before_attention + (self.q + self.kv if self.stages == 1 else self.hidden),
+                    layer=self.hidden + self.before_attention
+                    + (self.q + self.kv if self.head_chunks == 1 else self.hidden),
                     attention=attention.forward, **held,
                 )
             )  # fmt: skip
@@ -343,7 +346,7 @@ class _StepMemory:
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []
             host["checkpoints"] = layers * self.hidden
-            host["kept attention"] = layers * sum(kept) or (self.attention.saved if self.stages > 1 else 0)
+            host["kept attention"] = layers * sum(kept) or (self.attention.saved if self.head_chunks > 1 else 0)
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
         host["rounding"] = sum(count * (pinned_bytes(size) - size) for count, size in pinned)
         in_host = _named_moment("in host memory", host, HOST_PARTS)

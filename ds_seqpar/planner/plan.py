@@ -27,14 +27,14 @@ from .search import (
     least_seconds_with_overlap,
     predict,
     simulated_instructions,
-    with_head_stages,
+    with_head_chunks,
     with_simulated_time,
 )
 
 FINALISTS = 6  # predictions with the best bounds, which are simulated
 FAR = 1.25  # candidates whose estimate is more than this times the best get no lower bound
 ORDERED = 3  # predictions with which overlap is tried too
-STAGED = 3  # predictions with which head stages are tried too
+STAGED = 3  # predictions with which head chunks are tried too
 ALIKE = 1.005  # predictions whose times differ by less count as equally fast, and the plainer one is preferred
 EACH = 2  # candidates of a size, Ulysses degree and schedule that get a lower bound
 STEPS, STEPS_EACH = 4000, 80  # that lower bounds may visit: at least, and for each pair of a size and a Ulysses degree
@@ -229,7 +229,7 @@ class _Search:
                 ranked.append(exact)
             else:
                 self.refused["overlap", "looking for the order of its products would take too long"] += 1
-        ranked += self.in_stages(ranked)
+        ranked += self.in_head_chunks(ranked)
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
         return _plainest(self.without_duplicates(ranked))
 
@@ -241,15 +241,17 @@ class _Search:
         self.instructions_left -= cost
         return with_simulated_time(self.request, one)
 
-    def in_stages(self, ranked: list[Prediction]) -> list[Prediction]:
-        """The fastest predictions with Ulysses, simulated in head stages that hide its exchanges."""
+    def in_head_chunks(self, ranked: list[Prediction]) -> list[Prediction]:
+        """The fastest predictions with Ulysses, simulated in head chunks that hide its exchanges."""
         given = self.request.given
-        if given.get("head_stages", "auto") != "auto" or given.get("overlap") is False:
+        if given.get("head_chunks", "auto") != "auto" or given.get("overlap") is False:
             return []
         with_ulysses = [one for one in sorted(ranked, key=SECONDS) if one.config.ulysses > 1 and not one.config.overlap]
         few = [one for one in with_ulysses[:STAGED] if one.candidate.inner <= OVERLAPPED]
-        staged = [self.simulate(stages) for one in few for stages in with_head_stages(self.request, one)]
-        return [one for one in staged if one]
+        chunked_by_heads = [
+            self.simulate(head_chunks) for one in few for head_chunks in with_head_chunks(self.request, one)
+        ]
+        return [one for one in chunked_by_heads if one]
 
     def without_duplicates(self, ranked: list[Prediction]) -> list[Prediction]:
         """The ranked predictions, of those with equal outcomes the one with the shortest section. The overlap pass may
@@ -321,4 +323,4 @@ def _plainest(ranked: list[Prediction]) -> list[Prediction]:
 def received_over_least(result: PlanResult, one: Prediction) -> float | None:
     """Bytes that the busiest rank receives in forward, over the least that any schedule needs; None: it needs none."""
     least = least_received_bytes(result.request, one)
-    return one.config.head_stages * one.forward.received / least if least else None
+    return one.config.head_chunks * one.forward.received / least if least else None

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from ..compiler.memory import Figures
 from ..compiler.overlap.timeline import Timeline
 from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.sharding.heads import free_stage_counts, largest_share
+from ..compiler.sharding.heads import free_head_chunk_counts, largest_share
 from ..compiler.sharding.layout import LAYOUTS, Axes, Topology, contiguous
 from ..compiler.sharding.masks import Mask
 from ..config.settings import MEMORY_SETTINGS, SequenceParallelConfig
 from ..errors import ConfigError
 from . import call_costs
-from .attention_memory import attention_figures, projecting_stages
+from .attention_memory import attention_figures, projecting_head_chunks
 from .candidates import Candidate, travels
 from .footprint import Footprint, fits, footprint, rank_bytes
 from .lower_bound import LowerBound, lower_bound, sampled_ranks
@@ -34,7 +34,7 @@ class Prediction:
     """The predicted time and memory of a candidate that fits.
 
     config: without any "auto". travels: "q" or "kv", forward and backward. spared: the memory settings that it needs.
-    figures: bytes of attention. forward, backward: bounds of attention in one head stage of one layer. time: of a
+    figures: bytes of attention. forward, backward: bounds of attention in one head chunk of one layer. time: of a
     training step, in parts. seconds: of a step, divided by its sequences. memory: of a rank and its host. simulated:
     whether attention's time comes from the simulator; else it is the lower bound."""
 
@@ -195,7 +195,7 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
 
     Returns a sentence instead where the candidate does not fit, or is not legal."""
     least, best = math.inf, None
-    bounds: dict[tuple, list[LowerBound]] = {}  # by (head stages, what forward keeps for backward)
+    bounds: dict[tuple, list[LowerBound]] = {}  # by (head chunks, what forward keeps for backward)
     try:
         without_saving = config_of_candidate(request, candidate)
         for spared in memory_options(request, candidate.ulysses):
@@ -234,11 +234,11 @@ def _prediction(
     figures: Figures, memory: Footprint, known: dict[tuple, list[LowerBound]],
 ) -> Prediction:  # fmt: skip
     """known: bounds that were computed before; takes those that are computed here."""
-    stages, call = config.head_stages, call_of(request.step(config))
-    if (stages, call.kept) not in known:
-        known[stages, call.kept] = [lower_bound(request.machine, call, way) for way in DIRECTIONS]
-    bounds = known[stages, call.kept]
-    attention = [stages * (bound.overlapped if config.overlap else bound.seconds) for bound in bounds]
+    head_chunks, call = config.head_chunks, call_of(request.step(config))
+    if (head_chunks, call.kept) not in known:
+        known[head_chunks, call.kept] = [lower_bound(request.machine, call, way) for way in DIRECTIONS]
+    bounds = known[head_chunks, call.kept]
+    attention = [head_chunks * (bound.overlapped if config.overlap else bound.seconds) for bound in bounds]
     time, seconds = _step_time(request, config, figures, bounds, attention)
     return Prediction(
         candidate=candidate,
@@ -260,36 +260,36 @@ def _step_time(
 ) -> tuple[StepTime, float]:  # fmt: skip
     """(the time of a step, its seconds divided by its sequences). bounds, attention: of one layer, [forward, backward];
     attention is in seconds."""
-    links = [config.head_stages * attention_link_seconds(request.machine, request.world, bound) for bound in bounds]
+    links = [config.head_chunks * attention_link_seconds(request.machine, request.world, bound) for bound in bounds]
     forward, backward = attention
     time = step_time(request.step(config), request.machine, forward, backward, figures, (links[0], links[1]))
     return time, request.seconds_a_sequence(time.seconds, time.sequences)
 
 
-def with_head_stages(request: Request, prediction: Prediction) -> list[Prediction]:
-    """Predictions of the same candidate with overlap, in head stages that hide Ulysses' exchanges: one for each number
-    of stages that sends no more bytes and fits."""
+def with_head_chunks(request: Request, prediction: Prediction) -> list[Prediction]:
+    """Predictions of the same candidate with overlap, in head chunks that hide Ulysses' exchanges: one for each number
+    of head chunks that sends no more bytes and fits."""
     predictions = []
     candidate = dataclasses.replace(prediction.candidate, overlap=True)
-    for stages in free_stage_counts(*request.heads, candidate.ulysses)[1:]:
-        given = {**request.given, **prediction.spared, "head_stages": stages}
-        staged = predict(dataclasses.replace(request, given=given), candidate)
-        if isinstance(staged, Prediction):
-            spared = {**prediction.spared, **staged.spared, "head_stages": stages}
-            predictions.append(dataclasses.replace(staged, spared=spared))
+    for head_chunks in free_head_chunk_counts(*request.heads, candidate.ulysses)[1:]:
+        given = {**request.given, **prediction.spared, "head_chunks": head_chunks}
+        chunked_by_heads = predict(dataclasses.replace(request, given=given), candidate)
+        if isinstance(chunked_by_heads, Prediction):
+            spared = {**prediction.spared, **chunked_by_heads.spared, "head_chunks": head_chunks}
+            predictions.append(dataclasses.replace(chunked_by_heads, spared=spared))
     return predictions
 
 
 def simulated_instructions(request: Request, prediction: Prediction) -> int:
     """About how many instructions the simulator would execute: at most 12 a pair of a simulated and an inner rank."""
     call = call_of(request.step(prediction.config))
-    stages = call.stages if call.hides_exchanges else 1
-    return 12 * call_costs.simulated_ranks(request.machine, call) * (prediction.candidate.inner + 1) * stages
+    head_chunks = call.head_chunks if call.hides_exchanges else 1
+    return 12 * call_costs.simulated_ranks(request.machine, call) * (prediction.candidate.inner + 1) * head_chunks
 
 
 def least_seconds_with_overlap(request: Request, prediction: Prediction) -> float:
     """A lower bound of the seconds of a step with overlap, divided by its sequences."""
-    attention = [prediction.config.head_stages * bound.overlapped for bound in prediction.bounds]
+    attention = [prediction.config.head_chunks * bound.overlapped for bound in prediction.bounds]
     return _step_time(request, prediction.config, prediction.figures, prediction.bounds, attention)[1]
 
 
@@ -302,8 +302,8 @@ def with_simulated_time(request: Request, prediction: Prediction) -> Prediction:
 
 
 def timelines(request: Request, prediction: Prediction) -> dict[str, Timeline]:
-    """Direction -> what all ranks do over time in one layer's attention: of one head stage, or of all stages where they
-    hide one another's exchanges."""
+    """Direction -> what all ranks do over time in one layer's attention: of one head chunk, or of all head chunks where
+    they hide one another's exchanges."""
     call = call_of(request.step(prediction.config))
     return {way: call_costs.simulate_call(request.machine, call, way) for way in DIRECTIONS}
 
@@ -321,7 +321,7 @@ def least_received_bytes(request: Request, prediction: Prediction) -> float:
 
 # ---- settings that save memory
 
-# tried in this order, each together with those before it; head stages are tried after these
+# tried in this order, each together with those before it; head chunks are tried after these
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
 LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"keep_exchanged": False},
@@ -335,16 +335,16 @@ COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that do not di
 
 
 def given_common_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of COMMON that the user gives; a `head_stages` of "auto" counts as not given."""
-    return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
+    """The settings of COMMON that the user gives; a `head_chunks` of "auto" counts as not given."""
+    return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_chunks", "auto")}
 
 
 def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
     """Sets of memory settings to try one after another, each of which saves more. None of them has a given setting."""
     given = given_common_settings(request.given).keys()
-    stages = [{"head_stages": n} for n in free_stage_counts(*request.heads, ulysses) if n > 1]
+    head_chunks = [{"head_chunks": n} for n in free_head_chunk_counts(*request.heads, ulysses) if n > 1]
     options: list[dict[str, Any]] = [{}]
-    for settings in (*TILES, *stages):
+    for settings in (*TILES, *head_chunks):
         if not settings.keys() & given:
             options.append({**options[-1], **settings})
     before_last_resorts = options[-1]
@@ -377,8 +377,8 @@ def least_memory(request: Request, size: int) -> Footprint:
 
 def least_attention(step: TrainingStep) -> Figures:
     """The least memory of attention with any schedule: out, and in backward also dq, dk and dv. With projections inside
-    head stages the bound is 0, since none of these tensors ever exists as a whole."""
-    if projecting_stages(step) > 1:
+    head chunks the bound is 0, since none of these tensors ever exists as a whole."""
+    if projecting_head_chunks(step) > 1:
         return NO_ATTENTION
     m, rows = step.model, step.seq // step.config.size * step.batch
     out, grads = (rows * heads * m.head_dim * ITEMSIZE[step.dtype] for heads in (m.heads, m.heads + 2 * m.kv_heads))

@@ -13,7 +13,7 @@ from ..compiler.program.shape import ITEMSIZE
 from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.shards import EvenShards, Shards
 from .attention_call import AttentionCall
-from .attention_memory import projecting_stages
+from .attention_memory import projecting_head_chunks
 from .lower_bound import LowerBound
 from .machine import Machine
 from .request import TrainingStep
@@ -60,9 +60,9 @@ class StepTime:
 
 
 def call_of(step: TrainingStep) -> AttentionCall:
-    """The attention call of one layer of a step, on the heads of its first stage."""
-    m, inner, stages = step.model, step.config.size // step.config.ulysses, step.config.head_stages
-    kv_heads = math.ceil(m.kv_heads / stages)
+    """The attention call of one layer of a step, on the heads of its first head chunk."""
+    m, inner, head_chunks = step.model, step.config.size // step.config.ulysses, step.config.head_chunks
+    kv_heads = math.ceil(m.kv_heads / head_chunks)
     return AttentionCall(
         config=step.config,
         world=step.world,
@@ -71,8 +71,8 @@ def call_of(step: TrainingStep) -> AttentionCall:
         heads=(kv_heads * (m.heads // m.kv_heads), kv_heads, m.head_dim),
         dtype=step.dtype,
         batch=step.batch,
-        stages=stages,
-        kept=step.config.kept(stages, step.checkpointing, step.config.keep_attention),
+        head_chunks=head_chunks,
+        kept=step.config.kept(head_chunks, step.checkpointing, step.config.keep_attention),
     )
 
 
@@ -87,14 +87,15 @@ def step_time(
     step: TrainingStep, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
     attention_links: tuple[float, float] = (0.0, 0.0),
 ) -> StepTime:  # fmt: skip
-    """The time of a step. forward, backward: seconds of one layer's attention, all stages together. kept: attention's
-    memory, for the bytes that checkpoints offload. attention_links: `attention_link_seconds` of both directions."""
+    """The time of a step. forward, backward: seconds of one layer's attention, all head chunks together. kept:
+    attention's memory, for the bytes that checkpoints offload. attention_links: `attention_link_seconds` of both
+    directions."""
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
     passes = 2 * (m.projections + m.mlp) * rows
-    # flops that backward repeats: tiles, unless a checkpoint repeats the whole layer, and projections of stages
+    # flops that backward repeats: tiles, unless a checkpoint repeats the whole layer, and projections of head chunks
     tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
-    if projecting_stages(step) > 1 and not (step.checkpointing and step.config.keep_attention):
+    if projecting_head_chunks(step) > 1 and not (step.checkpointing and step.config.keep_attention):
         tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
     attention_again = step.checkpointing and not step.config.keep_attention
     elementwise = rows * elementwise_bytes(step)
@@ -144,7 +145,9 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
         checkpoint = rows * step.model.hidden * size + (kept.saved if kept and config.keep_attention else 0)
-        lent = kept.saved if kept and projecting_stages(step) > 1 else 0  # offloaded when a layer is computed again
+        lent = (
+            kept.saved if kept and projecting_head_chunks(step) > 1 else 0
+        )  # offloaded when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
     # stage 3 copies gradients as they come, and once more in fp32
     gradients = (MASTER * on_host + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0

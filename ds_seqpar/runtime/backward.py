@@ -5,7 +5,7 @@ sequence numbers, the latest first. So ranks that have the same nodes run them i
 each task: at the first node that communicates, on the numbers of all those that the task will run.
 
 A node is known by the number of the call that was made in its forward. It may be attention's own, or that of a function
-around it whose backward runs attention again, as reentrant checkpoints, stages of heads and compiled graphs do. What
+around it whose backward runs attention again, as reentrant checkpoints, head chunks and compiled graphs do. What
 such a node's backward runs was agreed on with the node.
 """
 

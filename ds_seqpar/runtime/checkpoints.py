@@ -32,16 +32,16 @@ Result = TypeVar("Result")
 class Replay:
     """The results of attention in one checkpointed call of a function, in the order of the calls of attention.
 
-    saves: whether the first run saves them. checkpoint_saves: whether a checkpoint does; a stage's own backward may
-    save them without one (see `StageReplay`). store: the host memory that they go to; None leaves them on the device.
-    runs: how often the function was run. saved: the results that no later run has replayed yet. stage_results: those
-    that each `StageResults` of this call holds."""
+    saves: whether the first run saves them. checkpoint_saves: whether a checkpoint does; a head chunk's own backward
+    may save them without one (see `HeadChunkReplay`). store: the host memory that they go to; None leaves them on the
+    device. runs: how often the function was run. saved: the results that no later run has replayed yet.
+    head_chunk_results: those that each `HeadChunkResults` of this call holds."""
 
     outer: Replay | None = None
 
     def __init__(self, saves: bool, store: Store | None) -> None:
         self.saved: deque[list[HostTensor | Tensor]] = deque()
-        self.stage_results: list[list[list[HostTensor | Tensor]]] = []
+        self.head_chunk_results: list[list[list[HostTensor | Tensor]]] = []
         self.saves = self.checkpoint_saves = saves
         self.runs, self.store = 0, store
 
@@ -60,7 +60,7 @@ class Replay:
         self.runs += 1
         if self.runs > 2:
             self.saved.clear()  # of a second run that ended early
-        self.stage_results = []
+        self.head_chunk_results = []
         token = _current.set(self)
         try:
             return function(*args, **kwargs)
@@ -92,8 +92,8 @@ class Replay:
             self.saved.append(self.pack(result))
 
 
-class StageReplay(Replay):
-    """The results of attention in a function whose own backward runs it again, as that of a stage of heads does.
+class HeadChunkReplay(Replay):
+    """The results of attention in a function whose own backward runs it again, as that of head chunks does.
 
     The function's caller saves the results, and gives them to the replay of the second run. Without results this is the
     replay of the first run. checkpoint_saves: said in the second run, as the replay of the first run had it."""
@@ -112,34 +112,35 @@ class StageReplay(Replay):
         return tuple(x for result in self.saved for x in result if isinstance(x, Tensor))
 
 
-class StageResults:
-    """A stack of the stages' results, for a backward that runs stages again inside of a checkpointed function.
+class HeadChunkResults:
+    """A stack of the head chunks' results, for a backward that runs head chunks again inside of a checkpointed
+    function.
 
     It is filled in the function's second run alone, just before backward. The results go to host memory where the
-    checkpoint's do. Backward takes the last stage first, so that the one before it is fetched meanwhile."""
+    checkpoint's do. Backward takes the last head chunk first, so that the one before it is fetched meanwhile."""
 
     def __init__(self, replay: Replay) -> None:
-        self.replay, self.number = replay, len(replay.stage_results)
-        replay.stage_results.append([])
+        self.replay, self.number = replay, len(replay.head_chunk_results)
+        replay.head_chunk_results.append([])
 
     @classmethod
-    def in_checkpoint(cls) -> StageResults | None:
+    def in_checkpoint(cls) -> HeadChunkResults | None:
         """A stack of the checkpointed function that runs now; None outside of one."""
         replay = _innermost()
         return None if replay is None else cls(replay)
 
     def push(self, result: Tensors) -> None:
-        """Adds a stage's result, if this is the function's second run."""
+        """Adds a head chunk's result, if this is the function's second run."""
         if self.replay.runs > 1:
-            self.replay.stage_results[self.number].append(self.replay.pack(result))
+            self.replay.head_chunk_results[self.number].append(self.replay.pack(result))
 
     def pop(self) -> Tensors:
-        """Takes the last stage's result off the stack."""
-        return self.replay.unpack(self.replay.stage_results[self.number].pop())
+        """Takes the last head chunk's result off the stack."""
+        return self.replay.unpack(self.replay.head_chunk_results[self.number].pop())
 
     def on_device(self) -> list[Any]:
         """The results still on the stack, to be changed in place; none where they are in host memory."""
-        return self.replay.stage_results[self.number] if self.replay.store is None else []
+        return self.replay.head_chunk_results[self.number] if self.replay.store is None else []
 
 
 TORCH_CHECKPOINT_FILE = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function

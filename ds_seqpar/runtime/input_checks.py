@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter, functional
 
-from ..compiler.sharding.heads import max_stages
+from ..compiler.sharding.heads import max_head_chunks
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config.settings import check_heads, check_length
@@ -29,7 +29,7 @@ from .runtime import Runtime
 
 def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
     """Whether attention can be an op of a compiled graph: it needs the right types, and heads that can be dealt to
-    members and stages. All else is checked when the agreement runs."""
+    members and head chunks. All else is checked when the agreement runs."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
     values = isinstance(options.mask, Mask) and (options.shards is None or isinstance(options.shards, UnevenShards))
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
@@ -38,10 +38,10 @@ def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: Attent
 
 
 def _can_be_dealt(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
-    degree, stages = runtime.members.degree, runtime.config.head_stages
+    degree, head_chunks = runtime.members.degree, runtime.config.head_chunks
     if kv_heads < 1 or q_heads % kv_heads or q_heads < degree:
         return False
-    return stages == "auto" or stages <= max_stages(q_heads, kv_heads, degree)
+    return head_chunks == "auto" or head_chunks <= max_head_chunks(q_heads, kv_heads, degree)
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
@@ -283,7 +283,7 @@ def check_shares(
     """Raises ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
     is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
-    check_heads(members, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
+    check_heads(members, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
         check_documents(mask, q.shape[1] * config.size)

@@ -33,24 +33,24 @@ CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
 class _Settings(NamedTuple):
-    """All that a call of attention is given but its tensors. shards: None for the configured layout. stages, saves,
-    lse: as `Runtime.forward` takes them."""
+    """All that a call of attention is given but its tensors. shards: None for the configured layout. head_chunks,
+    saves, lse: as `Runtime.forward` takes them."""
 
     runtime: Runtime
     mask: Mask
     shards: UnevenShards | None
     scores: Scores
-    stages: int
+    head_chunks: int
     saves: int
     lse: bool
 
     @classmethod
     def from_numbers(
-        cls, handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, saves: int, lse: bool
+        cls, handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, lse: bool
     ) -> _Settings:
         """The inverse of `_as_numbers`, with lse."""
         scores = Scores(scale, softcap)
-        return cls(object_of(handle), object_of(mask), _shards_of(shards), scores, stages, saves, lse)
+        return cls(object_of(handle), object_of(mask), _shards_of(shards), scores, head_chunks, saves, lse)
 
     def attended(self, tokens: int) -> tuple[Mask, Shards, Scores]:
         """Mask, shards and scores for `tokens` of q on this rank."""
@@ -64,10 +64,10 @@ class _Settings(NamedTuple):
 
 
 def _as_numbers(
-    runtime: Runtime, mask: Mask, shards: UnevenShards | None, scores: Scores, stages: int, saves: int
+    runtime: Runtime, mask: Mask, shards: UnevenShards | None, scores: Scores, head_chunks: int, saves: int
 ) -> tuple:
     """The settings as the arguments of an op."""
-    return runtime.handle, mask.handle, handle_of_shards(shards), *scores, stages, saves
+    return runtime.handle, mask.handle, handle_of_shards(shards), *scores, head_chunks, saves
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
@@ -116,7 +116,7 @@ def attention(
     out (B, s, Hq, Dv), lse (B, s, Hq) or None where the options do not ask for it.
 
     agreed: whether ranks have agreed on the inputs. parts: above 1, the tensors hold the heads of one of so many
-    stages, and the caller goes through the stages.
+    head chunks, and the caller goes through the head chunks.
     """
     dependency = None if agreed else agree(runtime, q, k, v, options)
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
@@ -139,19 +139,19 @@ def _attention(
     """
     checkpointed = not torch.compiler.is_compiling() and checkpoints.is_checkpointed()
     q, k, _ = tensors
-    stages = stages_of(runtime, q, k, mask, shards) if parts == 1 else 1
-    saves = sum(runtime.config.kept(max(stages, parts), checkpointed, checkpointed and checkpoints.is_saved()))
+    head_chunks = head_chunks_of(runtime, q, k, mask, shards) if parts == 1 else 1
+    saves = sum(runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved()))
     own_lse = lse and runtime.members.degree > 1
-    settings = _Settings(runtime, mask, shards, scores, stages, saves, own_lse)
+    settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, own_lse)
     if _runs_as_op() and not checkpointed:
-        numbers = _as_numbers(runtime, mask, shards, scores, stages, saves)
+        numbers = _as_numbers(runtime, mask, shards, scores, head_chunks, saves)
         out, *rest = attention_op(*tensors, sinks, *numbers, own_lse, _sizes(runtime, tensors, shards), dependency)
     else:
         out, *rest = Attention.apply(*tensors, sinks, settings)
     common = rest.pop() if has_common(q) else None
     if not lse:
         return out, None
-    rows = rest[-1] if own_lse else torch.cat(rest, dim=2) if stages > 1 else rest[0]
+    rows = rest[-1] if own_lse else torch.cat(rest, dim=2) if head_chunks > 1 else rest[0]
     return out, rows if common is None else rows + offsets(q.detach(), common, scores.scale)
 
 
@@ -160,15 +160,16 @@ def _runs_as_op() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def stages_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: UnevenShards | None) -> int:
-    """In how many stages heads are attended to. q, k: of this rank's tokens; only their shape and dtype are read."""
-    count = runtime.config.head_stages
+def head_chunks_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: UnevenShards | None) -> int:
+    """In how many head chunks heads are attended to. q, k: of this rank's tokens; only their shape and dtype are
+    read."""
+    count = runtime.config.head_chunks
     if count != "auto":
         return count
     if torch.compiler.is_compiling():
         return 1  # a figure of memory needs numbers, and the compiler may have symbols
     inner_shards = runtime.shards(q.shape[1] * runtime.members.degree) if shards is None else shards
-    return runtime.fewest_stages(q, k, mask, inner_shards)
+    return runtime.fewest_head_chunks(q, k, mask, inner_shards)
 
 
 def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[int]:
@@ -193,7 +194,7 @@ def _forward(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
     if settings.takes_common_off(q.dtype):
         with runtime.recorded("agree", "common part of keys"):
             common = common_part(runtime.comm.parts_of_all(moments(k)), k.shape[2])
-    walk = runtime.forward(q, k, v, sinks, *attended, settings.stages, settings.saves, settings.lse, common)
+    walk = runtime.forward(q, k, v, sinks, *attended, settings.head_chunks, settings.saves, settings.lse, common)
     results = _run_without_autocast(walk, q.device)
     return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q) else results
 
@@ -208,26 +209,28 @@ def _run_without_autocast(walk: Walk, device: torch.device) -> list[Tensor]:
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, stages: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
+    softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Attention's forward. Returns what `ForwardCall.results` does: out, each stage's inner lse, the inner tensors that
-    `saves` names, and with `lse` that of own rows. In fp32 also the keys' common part (see `runtime.work`), which no
-    lse has.
+    """Attention's forward. Returns what `ForwardCall.results` does: out, each head chunk's inner lse, the inner tensors
+    that `saves` names, and with `lse` that of own rows. In fp32 also the keys' common part (see `runtime.work`), which
+    no lse has.
 
     sizes: as `_sizes` gives them. They are arguments because a compiler's cache serves several ranks."""
     keep_alive(mask, *(() if shards == CONFIGURED else (shards,)))
-    return _forward(_Settings.from_numbers(handle, mask, shards, scale, softcap, stages, saves, lse), q, k, v, sinks)
+    return _forward(
+        _Settings.from_numbers(handle, mask, shards, scale, softcap, head_chunks, saves, lse), q, k, v, sinks
+    )
 
 
 @attention_op.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, stages: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
+    softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     degree, member, *tokens, in_one_message = sizes
-    heads = Heads.of(q.shape[2], k.shape[2], Members(degree, member), stages)
+    heads = Heads.of(q.shape[2], k.shape[2], Members(degree, member), head_chunks)
     batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
-    widths = [[part.stop - part.start for part in heads.inner(stage)] for stage in range(stages)]
+    widths = [[part.stop - part.start for part in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
     results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
     for q_width, kv_width in widths if saves else ():
         if in_one_message:
@@ -249,13 +252,13 @@ def _backward(
     """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks and common."""
     with settings.runtime.recorded("agree", "backward"):
         settings.runtime.calls.enter()
-    own, inner, stages = {"do": do}, list(saved), settings.stages
+    own, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
     if settings.saves == NOTHING:
         own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
     if settings.saves < OPERANDS_AND_OUT:
         own["out"] = inner.pop()
-    lses, inner = inner[:stages], inner[stages:]
-    outs = inner[len(inner) - stages :] if settings.saves == OPERANDS_AND_OUT else []
+    lses, inner = inner[:head_chunks], inner[head_chunks:]
+    outs = inner[len(inner) - head_chunks :] if settings.saves == OPERANDS_AND_OUT else []
     left = Saved(lses, inner[: len(inner) - len(outs)], outs)
     common = common if settings.takes_common_off(do.dtype) else None
     walk = settings.runtime.backward(own, kv_heads, sinks, left, *settings.attended(do.shape[1]), common)
@@ -263,8 +266,8 @@ def _backward(
 
 
 def _save(ctx: Context, own: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: int, lse: bool) -> None:
-    """Saves sinks, the keys' common part, each stage's lse, the inner tensors that forward left, and where backward
-    needs them the caller's own out and q, k and v. own: q, k and v. results: those of forward."""
+    """Saves sinks, the keys' common part, each head chunk's lse, the inner tensors that forward left, and where
+    backward needs them the caller's own out and q, k and v. own: q, k and v. results: those of forward."""
     ctx.set_materialize_grads(False)
     common = results[-1] if has_common(own[0]) else None
     out, *inner = results[: len(results) - (common is not None) - lse]
@@ -336,10 +339,10 @@ class Attention(torch.autograd.Function):
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
 def attention_backward_op(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
-    handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, saves: int,
+    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int,
 ) -> list[Tensor]:  # fmt: skip
     """Attention's backward. Returns [dq, dk, dv], and with sinks their gradient. saved: as `_save` orders it."""
-    settings = _Settings.from_numbers(handle, mask, shards, scale, softcap, stages, saves, lse=False)
+    settings = _Settings.from_numbers(handle, mask, shards, scale, softcap, head_chunks, saves, lse=False)
     return _backward(settings, do, sinks, common, saved, k_shape[2])
 
 

@@ -32,8 +32,8 @@ class Runtime:
 
     rank: the inner rank. members: Ulysses' degree and this rank's member number. calls: those whose backward ranks
     agree on. checked: the key of the inputs that `inputs` checked last, and the form in which ranks compare them.
-    last_bound, last_stages: the arguments and the result of the last `bound` of each direction, and of the last
-    `fewest_stages`. recorder: records when this rank does what, while somebody asks for it. measured: the order of
+    last_bound, last_head_chunks: the arguments and the result of the last `bound` of each direction, and of the last
+    `fewest_head_chunks`. recorder: records when this rank does what, while somebody asks for it. measured: the order of
     kernels of each `BlockSpec.case` that was measured. handle: of this object, for ops."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Runtime:
         self.members = Members(config.ulysses, member)
         self.checked: tuple | None = None
         self.recorder: Recorder | None = None
-        self.last_stages: tuple[tuple, int] | None = None
+        self.last_head_chunks: tuple[tuple, int] | None = None
         self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(config.recipe(topology), rank, comm.early)
@@ -64,7 +64,7 @@ class Runtime:
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *around: Any
     ) -> tuple[BoundProgram, Kernel]:
         """The program for a rank's own tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
-        around: stages, kept and lse, as `Compiler.bound_call` takes them."""
+        around: head_chunks, kept and lse, as `Compiler.bound_call` takes them."""
         key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, around, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
@@ -86,23 +86,23 @@ class Runtime:
         dtype = str(q.dtype).removeprefix("torch.")
         return shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
-    def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        """`memory.fewest_stages` of heads for a rank's own q and k."""
+    def fewest_head_chunks(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
+        """`memory.fewest_head_chunks` of heads for a rank's own q and k."""
         key = q.shape, k.shape, q.dtype, mask, shards
-        if self.last_stages is None or self.last_stages[0] != key:
-            from ..compiler.memory import fewest_stages  # which only "auto" asks for
+        if self.last_head_chunks is None or self.last_head_chunks[0] != key:
+            from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
 
             settings = self.config.ulysses, self.config.travel_dtype, self.own_shape(q, k.shape[2])
-            self.last_stages = key, fewest_stages(self.compiler.recipe, *settings, mask, shards)
-        return self.last_stages[1]
+            self.last_head_chunks = key, fewest_head_chunks(self.compiler.recipe, *settings, mask, shards)
+        return self.last_head_chunks[1]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, shards: Shards, scores: Scores,
-        stages: int = 1, saves: int = OPERANDS_AND_OUT, lse: bool = False, common: Tensor | None = None,
+        head_chunks: int = 1, saves: int = OPERANDS_AND_OUT, lse: bool = False, common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
-        """A walk over a rank's own tensors, which returns what `ForwardCall` does. stages: of heads. saves, lse,
+        """A walk over a rank's own tensors, which returns what `ForwardCall` does. head_chunks: of heads. saves, lse,
         common: as `ForwardCall` takes them."""
-        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, SAVE_ALL, lse)
+        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SAVE_ALL, lse)
         own = _readable({"q": q, "k": k, "v": v})
         return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, common, saves, lse), self.comm, self.recorder)
 

@@ -37,9 +37,9 @@ class Recorder(Protocol):
 class Walk:
     """One rank's part of one attention call. Each method that takes an instruction, `one`, executes it.
 
-    at: the number of the next instruction, or of the one that failed. work: of the stage that was entered; result: what
-    it returned. tickets: transfers that were started, until they are waited for. results: running results of units.
-    recorder: records when each instruction is executed."""
+    at: the number of the next instruction, or of the one that failed. work: of the head chunk that was entered; result:
+    what it returned. tickets: transfers that were started, until they are waited for. results: running results of
+    units. recorder: records when each instruction is executed."""
 
     work: Work
     result: Tensors
@@ -80,7 +80,7 @@ class Walk:
     def pack_heads(self, one: op.PackHeads) -> None:
         exchange = one.exchange
         if exchange.inward:
-            parts = [self.call.part(exchange.stage, field) for field in exchange.fields]
+            parts = [self.call.part(exchange.head_chunk, field) for field in exchange.fields]
             message = self.buffers.elements(one.into, self.bound.exchange_sizes(exchange).dtype)
             pack_in(parts, self.call.heads.shares(exchange), message)
         else:
@@ -98,10 +98,10 @@ class Walk:
             heads = sum(self.call.heads.inner_counts(exchange))
             shape = sum(sizes.tokens), self.bound.shape.batch, heads, sizes.width
             self.call.arrive(exchange, self.buffers.elements(slot, sizes.dtype).view(shape))
-        self.work, self.entered = self.call.enter(one.stage), True
+        self.work, self.entered = self.call.enter(one.head_chunk), True
 
     def leave(self, one: op.Leave) -> None:
-        self.call.leave(one.stage, self.result)
+        self.call.leave(one.head_chunk, self.result)
         del self.work, self.result
         self.entered = False
 
@@ -111,7 +111,7 @@ class Walk:
         tokens = sizes.tokens[self.call.heads.members.member]
         results = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, sizes.width)
         for field, x in zip(exchange.fields, results, strict=True):
-            self.call.put_result(exchange.stage, field, x)
+            self.call.put_result(exchange.head_chunk, field, x)
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
         return self.own(unit) if slot <= OWN else self.buffers.tensors(slot, unit)

@@ -21,8 +21,8 @@ FEW = 256  # below so many tokens several heads are computed at once: calls woul
 
 
 class Work(abc.ABC):
-    """The products of one stage in one direction. Every tensor has its tokens on dim 1. "Wide" is fp32, or fp64 for
-    fp64."""
+    """The products of one head chunk in one direction. Every tensor has its tokens on dim 1. "Wide" is fp32, or fp64
+    for fp64."""
 
     def __init__(self, kernel: Kernel, scale: float, q: Tensor) -> None:
         self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype

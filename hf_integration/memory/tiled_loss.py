@@ -30,7 +30,7 @@ from ..graph_breaks import between_graphs
 from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
-STAGED = "_sequence_parallel_staged"  # an attribute of an attention module that has stages: its hook
+STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
 # kinds of hooks that see a module's inputs or outputs; packages whose hooks do not read the values

@@ -161,16 +161,16 @@ def _norms(model: Any) -> list[nn.Module]:
 
 
 def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """(layer, what computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
+    """(layer, what computes a norm with its own tiles: an attention in head chunks or a tiled MLP, that norm)."""
     for layer in getattr(model.base_model, "layers", ()):
         first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
         if layer.mlp not in mlps or first is None:
             continue
-        staged = hasattr(layer.self_attn, STAGED)
-        if staged and not _has_other_forward(first):
+        chunked_by_heads = hasattr(layer.self_attn, STAGED)
+        if chunked_by_heads and not _has_other_forward(first):
             yield layer, layer.self_attn, first
         norm = next(getattr(layer, name) for name in NORMS_BEFORE_MLP if hasattr(layer, name))
-        if (staged or norm is not first) and not _has_other_forward(norm):
+        if (chunked_by_heads or norm is not first) and not _has_other_forward(norm):
             yield layer, layer.mlp, norm
 
 

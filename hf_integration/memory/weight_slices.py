@@ -1,4 +1,4 @@
-"""The slices of an attention module's weights that compute one head stage, and the sums of their gradients.
+"""The slices of an attention module's weights that compute one head chunk, and the sums of their gradients.
 
 Linear layers may have LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
 """
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_seqpar.compiler.sharding.heads import Stage
+from ds_seqpar.compiler.sharding.heads import HeadChunk
 
 from .tiled_function import GradientSums
 
-PARTS = "sequence_parallel_parts"  # attribute of a twin: the number of its module's stages
+PARTS = "sequence_parallel_parts"  # attribute of a twin: the number of its module's head chunks
 # names of the projections before attention, and of the one after it
 INWARD, OUTWARD = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -33,7 +33,8 @@ def heads_of(module: Any) -> tuple[int, int]:
 class Leaf(NamedTuple):
     """A tensor that is differentiated in place of a parameter, or of a slice of it.
 
-    place: the index of the slice in the parameter; None: it stands for the whole parameter, which every stage uses."""
+    place: the index of the slice in the parameter; None: it stands for the whole parameter, which every head chunk
+    uses."""
 
     parameter: nn.Parameter
     place: tuple[slice, ...] | None
@@ -41,19 +42,19 @@ class Leaf(NamedTuple):
 
 
 class Slice:
-    """The part of an attention module that computes one stage of heads.
+    """The part of an attention module that computes one head chunk.
 
-    inward: name -> a projection with only the rows that make the stage's q, k, v. outward: the output projection with
-    only the columns of the stage's heads. twin: a copy of the module with the stage's heads, for what comes between
-    projections. normed: the norm that is applied to the input first; norm: (module, forward) of it; None: there is
-    none. With `grad`, leaves_in (those of the norm included), leaves_out and leaves_between are the leaves of these
-    parts; else they are empty."""
+    inward: name -> a projection with only the rows that make the head chunk's q, k, v. outward: the output projection
+    with only the columns of the head chunk's heads. twin: a copy of the module with the head chunk's heads, for what
+    comes between projections. normed: the norm that is applied to the input first; norm: (module, forward) of it; None:
+    there is none. With `grad`, leaves_in (those of the norm included), leaves_out and leaves_between are the leaves of
+    these parts; else they are empty."""
 
     def __init__(
-        self, module: Any, stages: Sequence[Stage], index: int, norm: tuple[Any, Callable[..., Tensor]] | None,
+        self, module: Any, head_chunks: Sequence[HeadChunk], index: int, norm: tuple[Any, Callable[..., Tensor]] | None,
         grad: bool,
     ) -> None:  # fmt: skip
-        self.grad, heads, dim = grad, stages[index], module.head_dim
+        self.grad, heads, dim = grad, head_chunks[index], module.head_dim
         q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
         self.inward: dict[str, Callable[[Tensor], Tensor]] = {}
         self.leaves_in: list[Leaf] = []
@@ -72,7 +73,7 @@ class Slice:
             own = {name: self.leaf(self.leaves_in, p) for name, p in norm[0].named_parameters(recurse=False)}
             self.normed = functools.partial(norm[1], _copy_with(norm[0], **own))
         self.outward = self.columns(getattr(module, OUTWARD), q, index == 0)
-        self.twin = self.twin_of(module, heads, len(stages))
+        self.twin = self.twin_of(module, heads, len(head_chunks))
 
     def leaf(self, into: list[Leaf], parameter: Any, *index: slice) -> Any:
         """A tensor with the data of parameter[index]. Where gradients are wanted, its Leaf is added to `into`."""
@@ -93,7 +94,7 @@ class Slice:
         return _copy_with(module, base_layer=self.rows(module.base_layer, rows), lora_A=downs, lora_B=ups)
 
     def columns(self, module: Any, columns: slice, first: bool) -> Callable[[Tensor], Tensor]:
-        """A linear layer (LoRA included) that takes only these input features; the first stage adds the bias."""
+        """A linear layer (LoRA included) that takes only these input features; the first head chunk adds the bias."""
         leaf, every = functools.partial(self.leaf, self.leaves_out), slice(None)
         if not hasattr(module, "base_layer"):
             bias = leaf(module.bias) if first else None
@@ -102,8 +103,9 @@ class Slice:
         ups = {name: _Linear(leaf(one.weight)) for name, one in module.lora_B.items()}
         return _copy_with(module, base_layer=self.columns(module.base_layer, columns, first), lora_A=downs, lora_B=ups)
 
-    def twin_of(self, module: Any, heads: Stage, parts: int) -> Any:
-        """A copy of the module that has the stage's heads alone, and an output projection that returns its input."""
+    def twin_of(self, module: Any, heads: HeadChunk, parts: int) -> Any:
+        """A copy of the module that has the head chunk's heads alone, and an output projection that returns its
+        input."""
         q_heads, kv_heads = heads.counts
         view = _copy_with(module.config, num_attention_heads=q_heads, num_key_value_heads=kv_heads)
         new: dict[str, Any] = {"config": view, "num_key_value_heads": kv_heads, OUTWARD: lambda x: x}
@@ -115,8 +117,8 @@ class Slice:
         return _copy_with(module, **{PARTS: parts, **new})
 
     def project(self, x: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
-        """Name of a projection -> its output (B, s, features of the stage), without autograd. x (B, s, d). cuts: the
-        slices of tokens that are projected one after another."""
+        """Name of a projection -> its output (B, s, features of the head chunk), without autograd. x (B, s, d). cuts:
+        the slices of tokens that are projected one after another."""
         found: dict[str, Tensor] = {}
         with torch.no_grad():
             for cut in cuts:
@@ -134,7 +136,7 @@ class Slice:
         return {name: one.new_zeros(()).expand(*x.shape[:2], one.shape[-1]) for name, one in found.items()}
 
     def attend(self, forward: Callable[..., tuple], projected: dict[str, Tensor]) -> Tensor:
-        """The attention output of the stage's heads (B, s, heads of the stage x head_dim).
+        """The attention output of the head chunk's heads (B, s, heads of the head chunk x head_dim).
 
         forward: the forward of the module's class, which is called with the twin. projected: as `project` returns it;
         emptied, so that each tensor is freed after its use."""
@@ -167,10 +169,10 @@ def _copy_with(module: Any, **new: Any) -> Any:
 
 
 class Gradients:
-    """Gradients of an attention module's parameters, stage by stage.
+    """Gradients of an attention module's parameters, head chunk by head chunk.
 
-    whole: of parameters of which each stage has a slice, in the parameter's dtype. shared: of parameters that every
-    stage uses, summed over stages in fp32 or wider."""
+    whole: of parameters of which each head chunk has a slice, in the parameter's dtype. shared: of parameters that
+    every head chunk uses, summed over head chunks in fp32 or wider."""
 
     def __init__(self) -> None:
         self.whole: dict[nn.Parameter, Tensor] = {}
@@ -201,7 +203,7 @@ class Gradients:
                 self.put(leaf, total)
 
     def put(self, leaf: Leaf, total: Tensor) -> None:
-        """Adds the gradient of a leaf in one stage to its parameter's."""
+        """Adds the gradient of a leaf in one head chunk to its parameter's."""
         parameter = leaf.parameter
         if leaf.place is None:
             self.shared[parameter] = self.shared[parameter].add_(total) if parameter in self.shared else total
@@ -211,7 +213,8 @@ class Gradients:
         self.whole[parameter][leaf.place] = total
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Removes and returns the gradient of a parameter, in its dtype; None where no stage used the parameter."""
+        """Removes and returns the gradient of a parameter, in its dtype; None where no head chunk used the
+        parameter."""
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

@@ -49,7 +49,7 @@ from ..families import (
     windows,
 )
 from ..graph_breaks import between_graphs
-from ..memory import head_stages, tiled_modules
+from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import PARTS
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_on_shard, tokens_of, warn_of_cache, wrong_inputs
@@ -106,7 +106,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         module.config = ConfigView(module.config)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
-        head_stages.use_stages(module)
+        head_chunks.use_head_chunks(module)
     above = heads_around(model)
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in above)]
     hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *above)]
@@ -164,7 +164,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
         return
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
-    check_heads(sp.config.ulysses, *heads(inner), size=sp.size, stages=sp.config.head_stages)
+    check_heads(sp.config.ulysses, *heads(inner), size=sp.size, head_chunks=sp.config.head_chunks)
     tiled_modules.check_tiles(inner, sp.config)
 
 
@@ -179,7 +179,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for module in attentions(inner):
         if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.own
-            head_stages.remove_stages(module)
+            head_chunks.remove_head_chunks(module)
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)

@@ -59,14 +59,14 @@ def test_training_steps_over_links(per_node, ours, links):
 
 def test_what_is_planned_of_training_steps():
     """The planner chooses u4 here; what cannot run is said in a sentence below the table, as of other benchmarks."""
-    names = ["u4", "auto+checkpointing=false", "u2+checkpointing=false", "u2+head_stages=auto", "u2+foo=1", "u16"]
+    names = ["u4", "auto+checkpointing=false", "u2+checkpointing=false", "u2+head_chunks=auto", "u2+foo=1", "u16"]
     args = training.arguments(["--nodes", "1", "--ranks-per-node", "4", "--seq", "512", "--", *names])
     args.nodes, args.ranks_per_node = 4, 1  # nothing is started
     bench = Bench(args)
     u4, auto, u2, *refused = (training.planned(spec, bench, args) for spec in args.contenders)
     assert auto == u4
     assert u2["plan"] > u4["plan"] > 0
-    for found, word in zip(refused, ("head_stages", "'foo'", "divide"), strict=True):
+    for found, word in zip(refused, ("head_chunks", "'foo'", "divide"), strict=True):
         assert is_one_sentence(found["cannot"])
         assert word in found["cannot"]
     rows = [{"name": name, **found} for name, found in zip(names[3:], refused, strict=True)]

@@ -12,7 +12,7 @@ from tests.unit.test_common_part import TIMES, dense, given
 
 SETTINGS = (
     ({}, Mask()),
-    ({"layout": "striped", "head_stages": 2}, Mask()),
+    ({"layout": "striped", "head_chunks": 2}, Mask()),
     ({"ulysses": 2, "kernel": "reference"}, Mask(window=50)),
 )
 

@@ -46,28 +46,32 @@ OTHERS = {
     "two blocks a rank, bf16 travels": ({"size": 3, "schedule": "triangle", "travel_dtype": "bf16"}, Mask(), 2),
     "two blocks a rank, overlap": ({"size": 3, "schedule": "triangle", "overlap": True}, Mask(window=700), 8),
     "two blocks of a rank's members": ({"size": 6, "ulysses": 2, "schedule": "triangle"}, Mask(), 4),
-    "stages that hide exchanges": ({"size": 4, "ulysses": 4, "head_stages": 2, "overlap": True}, Mask(), 8),
-    "stages that hide exchanges, around": ({"size": 4, "ulysses": 2, "head_stages": 4, "overlap": True}, Mask(), 4),
+    "head chunks that hide exchanges": ({"size": 4, "ulysses": 4, "head_chunks": 2, "overlap": True}, Mask(), 8),
+    "head chunks that hide exchanges, around": (
+        {"size": 4, "ulysses": 2, "head_chunks": 4, "overlap": True},
+        Mask(),
+        4,
+    ),
 }
 
 
 STAGES = {
-    f"{name}, {stages} stages{', kept' if kept else ''}": ({**settings, "head_stages": stages}, kept)
+    f"{name}, {head_chunks} head chunks{', kept' if kept else ''}": ({**settings, "head_chunks": head_chunks}, kept)
     for name, settings in {
         "ring": {"size": 4, "ulysses": 1, "schedule": "ring"},
         "ulysses": {"size": 4, "ulysses": 4},
         "u2r2": {"size": 4, "ulysses": 2, "schedule": "ring"},
     }.items()
-    for stages, kept in ((1, True), (2, False), (2, True), (4, False), (4, True))
-    if stages < 4 or name != "ulysses"
+    for head_chunks, kept in ((1, True), (2, False), (2, True), (4, False), (4, True))
+    if head_chunks < 4 or name != "ulysses"
 }
-# of other settings what no other case has; of stages each number of them, kept and not, and each exchange
+# of other settings what no other case has; of head chunks each number of them, kept and not, and each exchange
 WHOLE = (
     "ulysses around", "grouped heads dealt unevenly", "members that share heads unevenly", "two blocks a rank",
     "two blocks of a rank's members", "two blocks a rank, overlap", "bf16 travels", "q travels",
-    "members that share heads", "stages that hide exchanges, around",
+    "members that share heads", "head chunks that hide exchanges, around",
 )  # fmt: skip
-FEW_STAGES = ("ring, 1 stages, kept", "ulysses, 2 stages", "u2r2, 2 stages, kept")
+FEW_STAGES = ("ring, 1 head chunks, kept", "ulysses, 2 head chunks", "u2r2, 2 head chunks, kept")
 
 
 def names(table, few):
@@ -115,7 +119,7 @@ def test_the_program_knows_its_memory_for_other_settings(name):
 
 @pytest.mark.parametrize("name", names(STAGES, FEW_STAGES))
 def test_stages_and_what_a_checkpoint_keeps(name):
-    """Buffers are those of one stage; a checkpoint keeps what backward needs, and no more."""
+    """Buffers are those of one head chunk; a checkpoint keeps what backward needs, and no more."""
     setting, kept = STAGES[name]
     for measured, said, left in on_ranks(setting["size"], _measured, setting, Mask(), HEADS, kept):
         assert said == pytest.approx(measured, rel=0.05)

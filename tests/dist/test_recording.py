@@ -53,7 +53,7 @@ CASES = {
     "mesh": ({"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2]}, False),
     "ulysses": ({"ulysses": 4}, False),
     "ulysses around a ring": ({"ulysses": 2}, False),
-    "ulysses around a ring, watched, in stages": ({"ulysses": 2, "head_stages": 2}, True),
+    "ulysses around a ring, watched, in head chunks": ({"ulysses": 2, "head_chunks": 2}, True),
 }
 
 
@@ -101,15 +101,15 @@ def walks(events):
     return [(walk, [e for e in events if e.call == walk.call and e is not walk]) for walk in starts]
 
 
-def stages_of(code):
-    """(first, last) instruction of each stage of heads."""
+def head_chunks_of(code):
+    """(first, last) instruction of each head chunks."""
     ends = [at for at, one in enumerate(code) if isinstance(one, Enter | Leave)]
     return zip(ends[::2], ends[1::2], strict=True)
 
 
 def test_products_and_messages_are_those_of_the_plan(results, case):
-    ulysses, stages = (CASES[case][0].get(name, 1) for name in ("ulysses", "head_stages"))
-    units = block_units(4 // ulysses, ulysses * stages, HEADS)
+    ulysses, head_chunks = (CASES[case][0].get(name, 1) for name in ("ulysses", "head_chunks"))
+    units = block_units(4 // ulysses, ulysses * head_chunks, HEADS)
     for found in results:
         events, _, _, plans, _ = found[case]
         assert [walk.direction for walk, _ in walks(events)] == ["forward", "backward"]
@@ -119,7 +119,7 @@ def test_products_and_messages_are_those_of_the_plan(results, case):
             messages = [(e.kind, e.step, e.label, e.what, e.blocks, e.peer, e.bytes) for e in its
                         if e.kind in ("move", "send")]  # fmt: skip
             computed, wanted = [], []
-            for first, last in stages_of(code):
+            for first, last in head_chunks_of(code):
                 asked = {(t.peer, t.unit): one.step - code[first].step for one in code[first:last]
                          if isinstance(one, Post) for t in one.receives}  # fmt: skip
                 begin = code[first].step
@@ -127,7 +127,7 @@ def test_products_and_messages_are_those_of_the_plan(results, case):
                     computed += [(begin + n, str(c), (c.q, c.kv)) for c in one.computes]
                     found_here = messages_of(n, one, rank, asked, units[walk.direction])
                     wanted += [(kind, begin + step, *rest) for kind, step, *rest in found_here]
-            assert len(list(stages_of(code))) == stages
+            assert len(list(head_chunks_of(code))) == head_chunks
             assert products == computed
             assert Counter(messages) == Counter(wanted)
             assert [m[1] for m in messages] == sorted(m[1] for m in messages)
@@ -184,7 +184,7 @@ def test_exchanges_of_heads_are_part_of_the_walk(results, case):
             labels = [e.label for e in its if e.kind == "exchange"]
             if CASES[case][0]["ulysses"] == 1:
                 assert labels == []
-            elif "head_stages" not in CASES[case][0]:
+            elif "head_chunks" not in CASES[case][0]:
                 wanted = {"forward": ["q k v in", "out out"], "backward": ["do in", "dk dv out", "dq out"]}
                 assert labels == wanted[walk.direction]
             for event in its:

@@ -50,7 +50,7 @@ def test_sequences_of_any_length_are_placed():
 
 @on_each_of(3)
 def test_stages_and_checkpoints_are_exact():
-    with make(size=3, ulysses=1, schedule="triangle", head_stages=2) as sp:
+    with make(size=3, ulysses=1, schedule="triangle", head_chunks=2) as sp:
         way = functools.partial(checkpoint, sp.attention, use_reentrant=False)
         assert_exact(sp, oracle.tensors(1, 24, HEADS), way=way)
 

@@ -23,7 +23,7 @@ ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1,
 WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
-    "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "keep_exchanged", "offload_checkpoints",
+    "placement", "travel_dtype", "kernel", "head_chunks", "keep_attention", "keep_exchanged", "offload_checkpoints",
     "mlp_tiles", "loss_tiles", "seq_len", "machine",
 )  # fmt: skip
 MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
@@ -51,7 +51,7 @@ def sections(draw, sizes):
         "placement": draw(_placements(axes)),
         "travel_dtype": draw(st.sampled_from((*TRAVEL_DTYPES, "fp32"))),
         "kernel": draw(st.sampled_from(ON_CPU)),
-        "head_stages": draw(st.sampled_from((1, "auto"))),
+        "head_chunks": draw(st.sampled_from((1, "auto"))),
         "keep_attention": draw(st.booleans()),
         "keep_exchanged": draw(st.sampled_from(["auto", True, False])),
         "offload_checkpoints": draw(st.booleans()),

@@ -67,18 +67,18 @@ DEEPSPEED = (
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
         "sequence_parallel": {},
     },
-    {"sequence_parallel": {"schedule": "ring", "layout": "zigzag", "head_stages": 2, "mlp_tiles": 4,
+    {"sequence_parallel": {"schedule": "ring", "layout": "zigzag", "head_chunks": 2, "mlp_tiles": 4,
                            "machine": "h100-ib"},
      "zero_optimization": {"stage": 1}, "bfloat16": {"enabled": True}},
 )  # fmt: skip
-EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "window", "placement", "seq_len", "head_stages",
+EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "window", "placement", "seq_len", "head_chunks",
          "machine", "zero_optimization", "bf16", "amp", "torch_autocast", "checkpoint", "compile", "flops_profiler", "",
          "communication_data_type", "comms_logger", "elasticity", "hidden_act", "layer_types", "id2label",
          "_name_or_path", "auto_map", "attn_implementation", "quantization_config", "self", "per_node")  # fmt: skip
 GOOD_SETS = 5  # of these, from the first on
 SETS = (
     "size=2", "bf16.enabled=true", "zero_optimization.stage=2", "loss_tiles=4", "ulysses=2", "ulysses=16", "size=3",
-    "layout=zigzag", "head_stages=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "placement=[]",
+    "layout=zigzag", "head_chunks=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "placement=[]",
     "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3",
     "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9",
     "zero_optimization.stage=1",

@@ -23,10 +23,10 @@ TILES = {"mlp_tiles": 2, "loss_tiles": 2}
 STEPS = {
     "plain": ({}, None),
     "tiles": (TILES, None),
-    "stages of heads": ({"head_stages": 2}, None),
+    "head_chunks": ({"head_chunks": 2}, None),
     "checkpoints": ({}, {"use_reentrant": False}),
     "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
     "reentrant checkpoints": ({}, {"use_reentrant": True}),
     "checkpoints without attention": ({"keep_attention": False}, {"use_reentrant": False}),
-    "all": ({**TILES, "head_stages": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
+    "all": ({**TILES, "head_chunks": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
 }

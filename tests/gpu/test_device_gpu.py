@@ -13,7 +13,7 @@ from tests.hf.llama import SEQ, small
 from tests.launch import on_each_of
 
 pytestmark = pytest.mark.usefixtures("compiled")
-EVERYTHING = {"mlp_tiles": 2, "loss_tiles": 2, "head_stages": 2, "offload_checkpoints": True}
+EVERYTHING = {"mlp_tiles": 2, "loss_tiles": 2, "head_chunks": 2, "offload_checkpoints": True}
 
 
 @both()

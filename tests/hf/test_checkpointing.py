@@ -97,7 +97,7 @@ def test_attention_runs_once_and_sends_once(cases):
 @pytest.mark.whole
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stages_of_heads_run_once_too(overlap):
-    check([("ring", 2, "3", {"head_stages": 2, "overlap": overlap})], stages=1 if overlap else 2)
+    check([("ring", 2, "3", {"head_chunks": 2, "overlap": overlap})], stages=1 if overlap else 2)
 
 
 def ways(section):

@@ -35,8 +35,8 @@ def compiled_gradients(degree, checkpointing, section):
     ("degree", "checkpointing", "section"),
     [
         *(pytest.param(n, False, {}, marks=pytest.mark.whole) for n in (1, 2)),
-        pytest.param(2, False, {"head_stages": 2, "overlap": True}, marks=pytest.mark.whole),
-        (2, True, {"head_stages": 2, "overlap": True}),
+        pytest.param(2, False, {"head_chunks": 2, "overlap": True}, marks=pytest.mark.whole),
+        (2, True, {"head_chunks": 2, "overlap": True}),
     ],
 )
 def test_a_compiled_patched_model_is_one_graph(degree, checkpointing, section):

@@ -24,10 +24,10 @@ AWAY = {**OPTIMISER, "offload_param": {"device": "cpu"}}
 # ranks, settings, stage, checkpointing, what ZeRO offloads
 CASES = {
     "loss of two": (2, {"ulysses": 2}, 3, True, {}),
-    "attention of two": (2, {**RING, "head_stages": 2, **TILES}, 3, True, {}),
+    "attention of two": (2, {**RING, "head_chunks": 2, **TILES}, 3, True, {}),
     "offloaded, of two": (2, {**RING, **TILES}, 3, True, AWAY),
     "loss": (4, {"ulysses": 4}, 3, True, {}),
-    "attention": (4, {"ulysses": 2, "schedule": "ring", "head_stages": 2, **TILES}, 3, True, {}),
+    "attention": (4, {"ulysses": 2, "schedule": "ring", "head_chunks": 2, **TILES}, 3, True, {}),
     "mesh": (4, {**MESH, **TILES}, 3, True, {}),
     "again": (4, {**RING, **TILES, "keep_attention": False}, 2, True, {}),
     "saved": (4, {**RING, **TILES}, 1, False, {}),

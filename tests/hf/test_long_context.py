@@ -19,14 +19,14 @@ TILES = {"mlp_tiles": 3, "loss_tiles": 5}
 FEATURES = {
     "checkpoints": ({}, True),
     "attention again": ({"keep_attention": False}, True),
-    "stages": ({"head_stages": 2}, False),
-    "stages, kept": ({"head_stages": 2}, True),
+    "stages": ({"head_chunks": 2}, False),
+    "stages, kept": ({"head_chunks": 2}, True),
     "mlp": ({"mlp_tiles": 3}, False),
     "loss": ({"loss_tiles": 5}, False),
     "offload": ({"offload_checkpoints": True}, True),
-    "all": ({"head_stages": 2, "offload_checkpoints": True, **TILES}, True),
+    "all": ({"head_chunks": 2, "offload_checkpoints": True, **TILES}, True),
     "all, attention again": (
-        {"head_stages": "auto", "keep_attention": False, "offload_checkpoints": True, **TILES},
+        {"head_chunks": "auto", "keep_attention": False, "offload_checkpoints": True, **TILES},
         True,
     ),
 }
@@ -82,7 +82,7 @@ def large(tokens):
     """A step under ZeRO-3: the loss, and the most elements that a tensor had."""
     model = llama(vocab_size=VOCABULARY, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
     model.gradient_checkpointing_enable()
-    section = {"size": WORLD, "ulysses": 2, "mlp_tiles": "auto", "loss_tiles": "auto", "head_stages": "auto"}
+    section = {"size": WORLD, "ulysses": 2, "mlp_tiles": "auto", "loss_tiles": "auto", "head_chunks": "auto"}
     changes = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2**20, "stage3_prefetch_bucket_size": 2**20}}
     engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, "3", 1, 1, **OPTIMIZER, **changes))
     sp, ids = engine.sequence_parallel, torch.arange(tokens)[None] % VOCABULARY

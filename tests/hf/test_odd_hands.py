@@ -337,7 +337,7 @@ def test_inputs_that_are_none_are_refused_on_all_ranks(world):
 def inside():
     """By way: gaps of gradients of functions that are checkpointed inside checkpointed ones."""
     found = {}
-    for settings_of in ({}, {"head_stages": 2}, {"offload_checkpoints": True}):
+    for settings_of in ({}, {"head_chunks": 2}, {"offload_checkpoints": True}):
         sp = make(size=2, ulysses=2, **settings_of)
         torch.manual_seed(sp.rank)
         given = [torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]

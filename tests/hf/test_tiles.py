@@ -198,7 +198,7 @@ def seen_by_hooks():
         ("self_attn", "before", False),
     ):
         (plain, right), (mine, grads) = (
-            seen(part, kind, checkpointing, section) for section in ({}, {"mlp_tiles": 3, "head_stages": 2})
+            seen(part, kind, checkpointing, section) for section in ({}, {"mlp_tiles": 3, "head_chunks": 2})
         )
         pairs = zip(mine, plain, strict=True)
         found[part, kind] = [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), gap(grads, right)]
@@ -269,7 +269,7 @@ def with_other_readers(how, section):
 
 
 def other_readers():
-    both = {}, {"mlp_tiles": 3, "head_stages": 2}
+    both = {}, {"mlp_tiles": 3, "head_chunks": 2}
     return [gap(*(with_other_readers(how, section) for section in both)) for how in ("reader", "layer")]
 
 

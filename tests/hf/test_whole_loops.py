@@ -197,19 +197,19 @@ WRAPPERS = {
     "DDP that looks for unused parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
     "DDP of a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
     "FSDP2": lambda model: fully_shard([fully_shard(layer) for layer in model.model.layers] and model),
-    "FSDP2, stages of heads and tiles": lambda model: WRAPPERS["FSDP2"](model),
-    "DDP, stages of heads and tiles": DistributedDataParallel,
+    "FSDP2, head chunks and tiles": lambda model: WRAPPERS["FSDP2"](model),
+    "DDP, head chunks and tiles": DistributedDataParallel,
 }
 
 
 def wrapped(names):
     """By wrapper the gradients after two micro-batches."""
     sp, found = make(**SECTION), {}
-    staged = make(**SECTION, head_stages=2, mlp_tiles=3)
+    chunked_by_heads = make(**SECTION, head_chunks=2, mlp_tiles=3)
     for name in names:
-        model = small().patch_attention(staged if "stages" in name else sp)
+        model = small().patch_attention(chunked_by_heads if "stages" in name else sp)
         around = WRAPPERS[name](model)
-        for loss in losses_of(around, staged if "stages" in name else sp):
+        for loss in losses_of(around, chunked_by_heads if "stages" in name else sp):
             (loss / STEPS).backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         found[name] = {name: array(getattr(x, "full_tensor", lambda x=x: x)()) for name, x in grads.items()}

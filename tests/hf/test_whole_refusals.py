@@ -203,8 +203,8 @@ def looked_at_alone():
 
 
 def losses_in_another_order(checkpoints):
-    """What ranks say whose losses are of logits, or come from a model with checkpoints and stages of heads."""
-    sp = make(**MODES["r2"], head_stages=2)
+    """What ranks say whose losses are of logits, or come from a model with checkpoints and head chunks."""
+    sp = make(**MODES["r2"], head_chunks=2)
     model = small().patch_attention(sp)
     if checkpoints is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})

@@ -24,7 +24,7 @@ CASES = {
     "mesh": ({"size": 4, "schedule": "mesh", "mesh": (2, 1, 2), "overlap": True}, Mask()),
     "distflash": ({"size": 4, "schedule": "distflash"}, Mask()),
     "triangle": ({"size": 3, "schedule": "triangle"}, Mask()),
-    "ulysses around a ring": ({"size": 4, "ulysses": 2, "head_stages": 1}, Mask()),
+    "ulysses around a ring": ({"size": 4, "ulysses": 2, "head_chunks": 1}, Mask()),
     "window on one rank": ({"size": 1, "kernel": "reference"}, WINDOW),
     "window on 4 ranks": ({"size": 4, "kernel": "reference"}, WINDOW),
     "pack on one rank": ({"size": 1, "kernel": "reference"}, PACK),
@@ -105,7 +105,7 @@ def test_a_sink_keeps_its_weight():
     leaves = [x.double().requires_grad_() for x in (*tensors, sinks)]
     out = oracle.attention(*leaves[:3], sinks=leaves[3])
     wanted = out.detach(), *torch.autograd.grad(out, leaves, do.double())
-    for settings in ({"size": 2}, {"size": 4, "ulysses": 2}, {"size": 4, "ulysses": 2, "head_stages": 2}):
+    for settings in ({"size": 2}, {"size": 4, "ulysses": 2}, {"size": 4, "ulysses": 2, "head_chunks": 2}):
         config = SequenceParallelConfig(**{"ulysses": 1, **settings})
         found = attention(config, *tensors, do, sinks=sinks)
         results = found.out, found.dq, found.dk, found.dv, found.dsinks

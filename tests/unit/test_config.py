@@ -25,7 +25,7 @@ def _message(call, *arguments, **settings):
 
 KEYS = (
     "size", "ulysses", "schedule", "layout", "forward", "backward", "overlap", "placement", "travel_dtype", "kernel",
-    "head_stages", "keep_attention", "keep_exchanged", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len",
+    "head_chunks", "keep_attention", "keep_exchanged", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len",
     "machine", "memory", "rows", "cols", "window", "mesh", "strips", "team",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ def test_a_config_is_frozen_and_its_error_a_value_error():
     assert issubclass(SeqParError, ValueError)
 
 
-SIZES = ("size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles", "seq_len", "window", "rows", "cols", "team")
+SIZES = ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len", "window", "rows", "cols", "team")
 LAYOUTS = ("auto", "balanced", "contiguous", "striped", "zigzag")
 # field -> values that are wrong for it, and what the sentence has beside both
 WRONG = {
@@ -226,8 +226,8 @@ def test_a_schedules_own_settings_are_read_compared_and_replaced_as_the_others()
 
 
 def test_ulysses_auto_leaves_a_head_in_every_stage():
-    for stages, ulysses in ((1, 8), (2, 4), ("auto", 8)):
-        assert Config(size=16, head_stages=stages).resolve(16, (8, 2)).ulysses == ulysses
+    for head_chunks, ulysses in ((1, 8), (2, 4), ("auto", 8)):
+        assert Config(size=16, head_chunks=head_chunks).resolve(16, (8, 2)).ulysses == ulysses
 
 
 def test_a_list_in_json_is_as_good_as_a_tuple():

@@ -1,4 +1,5 @@
-"""The program of a whole call: exchanges of heads around stages, one after the other, or behind one another's work."""
+"""The program of a whole call: exchanges of heads around head chunks, one after the other, or behind one another's
+work."""
 
 import functools
 from collections import Counter
@@ -27,13 +28,13 @@ from tests.unit.plans import DIRECTIONS
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]
 
 
-def _call(settings, direction, stages, overlap, saved=SAVE_ALL, lse=False):
+def _call(settings, direction, head_chunks, overlap, saved=SAVE_ALL, lse=False):
     config = SequenceParallelConfig(**settings, overlap=overlap).resolve(settings["size"], (16, 16))
     recipe = config.recipe(config.topology(config.size))
     shards = EvenShards(config.layout, 16 * config.size, recipe.size)
     own = shape_of("fp32", "float32", 1, (16, 16, 8))
     place = Members(config.ulysses, 0), PLAIN_KERNEL
-    return Compiler(recipe, 0).bound_call(direction, CAUSAL, shards, own, *place, stages, saved, lse).program
+    return Compiler(recipe, 0).bound_call(direction, CAUSAL, shards, own, *place, head_chunks, saved, lse).program
 
 
 def _where(code, kind, wanted=lambda one: True):
@@ -65,12 +66,14 @@ def test_while_a_stage_computes_its_neighbours_travel(settings, direction, lse):
     code = _call(settings, direction, 4, True, lse=lse).code
     waits = {one.ticket: at for at, one in enumerate(code) if isinstance(one, Wait)}
     going = [(at, waits[code[at].ticket], code[at].exchange) for at in _where(code, ExchangeStart)]
-    for stage in range(4):
-        (enter,), (leave,) = (_where(code, kind, lambda one, s=stage: one.stage == s) for kind in (Enter, Leave))
+    for head_chunk in range(4):
+        (enter,), (leave,) = (
+            _where(code, kind, lambda one, s=head_chunk: one.head_chunk == s) for kind in (Enter, Leave)
+        )
         assert _where(code[enter:leave], Product)
-        under_way = {(t.stage, t.inward) for start, end, t in going if start < enter and end > leave}
-        wanted = {(stage + 1, True)} if stage < 3 else set()
-        assert under_way == wanted | ({(stage - 1, False)} if stage else set())
+        under_way = {(t.head_chunk, t.inward) for start, end, t in going if start < enter and end > leave}
+        wanted = {(head_chunk + 1, True)} if head_chunk < 3 else set()
+        assert under_way == wanted | ({(head_chunk - 1, False)} if head_chunk else set())
 
 
 def test_one_stage_has_nothing_to_hide():
@@ -80,21 +83,22 @@ def test_one_stage_has_nothing_to_hide():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(direction, stages):
+@pytest.mark.parametrize("head_chunks", [2, 4, 8])
+def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(direction, head_chunks):
     """Of Ulysses alone, where exchanging takes as long as computing: 1 + 1 / n of either, without overlap 2."""
     config = SequenceParallelConfig(size=4, ulysses=4).resolve(4, (32, 32))
     recipe, shards = config.recipe(config.topology(4)), EvenShards("contiguous", 64, 1)
-    shape = shape_of("fp32", "float32", 1, (8 // stages, 8 // stages, 8))
+    shape = shape_of("fp32", "float32", 1, (8 // head_chunks, 8 // head_chunks, 8))
     plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)
     bytes_each = functools.partial(exchanging.exchange_bytes_per_token, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
     costs = Costs(transfer={}, product=1.0, exchange=lambda exchange: bytes_each(exchange) / all_bytes)
     seconds = [
-        simulate(programs_of(plan, HeadSplit(4, stages, overlap=overlap)), costs).seconds for overlap in (False, True)
+        simulate(programs_of(plan, HeadSplit(4, head_chunks, overlap=overlap)), costs).seconds
+        for overlap in (False, True)
     ]
-    assert seconds[0] == pytest.approx(2 * stages)
-    assert seconds[1] == pytest.approx(stages + 1, abs=0.5)
+    assert seconds[0] == pytest.approx(2 * head_chunks)
+    assert seconds[1] == pytest.approx(head_chunks + 1, abs=0.5)
 
 
 def _trades(plan, direction):

@@ -39,15 +39,17 @@ def made_for(config, rank):
 
 def walk(rank, size=4, ulysses=1, **settings):
     """One rank's forward and backward."""
-    stages = 1 + (ulysses > 1)
-    config = SequenceParallelConfig(size=size, ulysses=ulysses, head_stages=stages, **settings).resolve(size, (8, 4))
+    head_chunks = 1 + (ulysses > 1)
+    config = SequenceParallelConfig(size=size, ulysses=ulysses, head_chunks=head_chunks, **settings).resolve(
+        size, (8, 4)
+    )
     made = made_for(config, rank)
     member = config.topology(size).index(rank, "ulysses")
     runtime = Runtime(config, config.topology(size), made.inner_rank, comm.TorchComm(made), member)
     tokens = 2 * multiple(config.layout, size, ulysses) // size
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
     for keep in range(3 if ulysses > 1 else 1):
-        settings = ops._Settings(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
+        settings = ops._Settings(runtime, CAUSAL, None, Scores(1.0, 0.0), head_chunks, keep, False)
         out, *rest = ops._forward(settings, q, k, v, None)
         saved = [*rest, *([] if keep > 1 else [out]), *([] if keep else [q, k, v])]
         ops._backward(settings, do, None, None, saved, 4)

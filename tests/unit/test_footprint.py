@@ -119,7 +119,7 @@ def test_tied_weights_wait_for_the_gradient_of_the_other_end():
 
 
 def test_more_stages_of_heads_take_less():
-    taken = [_moments(_step({"head_stages": n}))["backward: layer 3, attention"].parts["attention"] for n in (1, 2)]
+    taken = [_moments(_step({"head_chunks": n}))["backward: layer 3, attention"].parts["attention"] for n in (1, 2)]
     assert taken[1] < taken[0]
 
 

@@ -49,7 +49,7 @@ LATER = {
     "runtime.recording": "sp.record, with time lines and traces",
     "config.deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
-    "compiler.memory": "head_stages auto",
+    "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
     "compiler.tiles.varlen": "kernels with windows, which are those for GPUs",
     "runtime.mismatch_hints": "what to say where ranks differ",

@@ -72,7 +72,7 @@ def test_a_machine_without_a_length_is_refused():
 
 def test_what_is_given_stays():
     given = {"size": 8, "ulysses": 2, "layout": "striped", "travel_dtype": "bf16", "kernel": "reference",
-             "seq_len": 4096, "head_stages": 2, "mlp_tiles": "auto", "loss_tiles": 3,
+             "seq_len": 4096, "head_chunks": 2, "mlp_tiles": "auto", "loss_tiles": 3,
              "keep_attention": False}  # fmt: skip
     found = _planned(**given).config
     assert {name: getattr(found, name) for name in given} == given
@@ -80,15 +80,15 @@ def test_what_is_given_stays():
     assert not found.overlap
 
 
-@pytest.mark.parametrize(("rate", "stages"), [(2e10, True), (1e13, False)])
-def test_stages_left_open_are_planned_with_overlap(rate, stages):
+@pytest.mark.parametrize(("rate", "head_chunks"), [(2e10, True), (1e13, False)])
+def test_stages_left_open_are_planned_with_overlap(rate, head_chunks):
     """Where all else is given too; by links, on which alone the two machines differ."""
     wire = Wire(latency=1e-6, rate=rate)
     seen = dataclasses.replace(Machine.load("h100-ib"), per_node=1, between=wire, uplink=None, memory=1e15)
-    config = Config(size=4, ulysses=4, schedule="ring", head_stages="auto", seq_len=65536)
+    config = Config(size=4, ulysses=4, schedule="ring", head_chunks="auto", seq_len=65536)
     job = dataclasses.replace(JOB, model=dataclasses.replace(JOB.model, kv_heads=32))
     found = resolve_with_plan(config, job, (32, 32), 4, lambda _: seen).config
-    assert (found.head_stages > 1, found.overlap) == (stages, stages)
+    assert (found.head_chunks > 1, found.overlap) == (head_chunks, head_chunks)
 
 
 def test_a_length_said_goes_before_that_of_the_data():
@@ -165,7 +165,7 @@ def test_too_little_memory_is_said_and_the_fastest_taken():
     assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
 
 
-SPARED = ("loss_tiles", "mlp_tiles", "head_stages", "offload_checkpoints", "keep_attention")
+SPARED = ("loss_tiles", "mlp_tiles", "head_chunks", "offload_checkpoints", "keep_attention")
 
 
 @pytest.mark.parametrize(("seq", "spared"), [(2**15, ()), (2**18, SPARED[:1]), (2**21, (*SPARED[:2], SPARED[3]))])
@@ -173,7 +173,7 @@ def test_memory_auto_spares_what_a_length_needs(seq, spared):
     """And nothing else: what spares least and takes no time first."""
     found = _planned(world=8, seq_len=seq, memory="auto", size=8, ulysses=8)
     changed = {name for name in SPARED if getattr(found.config, name) != getattr(Config(), name)}
-    assert changed - {"head_stages"} == set(spared)
+    assert changed - {"head_chunks"} == set(spared)
     assert found.plan.best.memory.peak.total <= _seen().usable
     assert (found.config.memory, found.config.asks_for_plan) == ("auto", False)
     line = line_of(found.plan)
@@ -181,7 +181,7 @@ def test_memory_auto_spares_what_a_length_needs(seq, spared):
 
 
 def test_memory_auto_leaves_what_is_said():
-    said = {"mlp_tiles": 3, "keep_attention": True, "size": 8, "ulysses": 8, "schedule": "ring", "head_stages": 1}
+    said = {"mlp_tiles": 3, "keep_attention": True, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1}
     found = _planned(world=8, seq_len=2**21, memory="auto", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert found.config.loss_tiles == "auto"
@@ -198,7 +198,7 @@ def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
     found = _planned(world=8, seq_len=2**24, memory="auto", size=8, ulysses=2)
     its = found.config
     assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.keep_attention) == ("auto", "auto", True, False)
-    assert its.head_stages > 1
+    assert its.head_chunks > 1
     assert missing(line_of(found.plan), "attention runs twice", " GiB a rank where the machine has ") == []
     saving = _planned(world=8, seq_len=2**24, memory="auto", size=8, job=dataclasses.replace(JOB, checkpointing=False))
     assert "gradient checkpointing would spare most" in line_of(saving.plan)

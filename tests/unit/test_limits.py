@@ -229,9 +229,9 @@ def test_stages_and_the_most_heads_are_known_without_dealing_them():
             largest = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
             assert heads.largest_share(q_heads, kv_heads, members) == largest
             legal = [n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= members]
-            assert heads.max_stages(q_heads, kv_heads, members) == legal[-1]
+            assert heads.max_head_chunks(q_heads, kv_heads, members) == legal[-1]
             free = [n for n in legal if n == 1 or (kv_heads % n == 0 and kv_heads // n % members == 0)]
-            assert heads.free_stage_counts(q_heads, kv_heads, members) == free
+            assert heads.free_head_chunk_counts(q_heads, kv_heads, members) == free
 
 
 def _figures(config, tokens=256):

@@ -180,7 +180,7 @@ REFUSED = [
     (["--set", "ulises=2"], ("--set", "got 'ulises'", "'ulysses'")),
     (["--set", "zero_optimization.reduce_bucket_size=big"], ("reduce_bucket_size", "big")),
     (["--set", "ulysses=3"], ("ulysses 3", "size 4", "[1, 2, 4]")),
-    (["--set", "head_stages=4"], ("head_stages", "got 4", "at most")),
+    (["--set", "head_chunks=4"], ("head_chunks", "got 4", "at most")),
     (["--ranks", 16, "--set", "ulysses=16"], ("ulysses 16", "8 query")),
     (["--machine", "h1000"], ("h1000", "h100-ib")),
     (["--set", "memory=auto"], ("memory", "say --machine", "loss_tiles")),

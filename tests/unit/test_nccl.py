@@ -39,7 +39,7 @@ GRID = {
     "schedule": tuple(sorted(SCHEDULES)),
     "inner": (1, 2, 3, 4, 6, 8, 10, 12, 16),
     "ulysses": (1, 2),
-    "stages": (1, 2),
+    "head_chunks": (1, 2),
     "heads": ((4, 4), (5, 5), (8, 2)),  # those that members do not divide may choose what travels member by member
     "mask": tuple(MASKS),
     "overlap": (False, True),
@@ -56,9 +56,9 @@ def _legal(case):
         return False
     if case["travel"] not in ("auto", *schedule.moving_sides):
         return False
-    if case["heads"] == (5, 5) and (case["ulysses"], case["stages"]) != (2, 1):
+    if case["heads"] == (5, 5) and (case["ulysses"], case["head_chunks"]) != (2, 1):
         return False
-    return case["ulysses"] > 1 or (case["stages"], case["kept"]) == (1, "kept")
+    return case["ulysses"] > 1 or (case["head_chunks"], case["kept"]) == (1, "kept")
 
 
 def _calls(case, own, early=0):
@@ -72,7 +72,7 @@ def _calls(case, own, early=0):
     shards, mask = EvenShards(config.layout, seq, recipe.size), MASKS[case["mask"]](seq)
     shape = shape_of("fp32", "float32", 1, (*case["heads"], 8))
     compilers = [Compiler(recipe, inner, early) for inner in range(recipe.size)]
-    options = PLAIN_KERNEL, case["stages"], SAVED[case["kept"]]
+    options = PLAIN_KERNEL, case["head_chunks"], SAVED[case["kept"]]
     return [
         [
             compiler.bound_call(direction, mask, shards, shape, Members(members, member), *options).program
@@ -110,7 +110,7 @@ def test_programs_of_every_schedule_end(schedule, cases):
 
 
 def _ring(**changes):
-    case = {"schedule": "ring", "inner": 4, "ulysses": 1, "stages": 1, "heads": (4, 4), "mask": "full"}
+    case = {"schedule": "ring", "inner": 4, "ulysses": 1, "head_chunks": 1, "heads": (4, 4), "mask": "full"}
     return _calls({**case, "overlap": False, "kept": "kept", "travel": "kv", **changes}, {})
 
 
@@ -242,7 +242,7 @@ def _attend(config, mask, inputs, changed, early=0):
         runtime.comm = _Nccl(rank, wire)
         runtime.compiler = _Changed(runtime.compiler.recipe, rank, early)
         runtime.compiler.changed = changed
-    found = ranks.attention(*inputs, stages=1)
+    found = ranks.attention(*inputs, head_chunks=1)
     assert not any(wire.queues.values())
     return found.out, found.dq, found.dk, found.dv
 
@@ -287,7 +287,7 @@ def _swapped(dice, program):
 
 
 def _inner(program):
-    """Without what begins and ends the one stage of heads."""
+    """Without what begins and ends the one head chunk."""
     inner = [x for x in zip(program.code, program.frees, strict=True) if hasattr(Model, f"on_{type(x[0]).__name__}")]
     code, frees = zip(*inner, strict=True)
     return dataclasses.replace(program, code=code, frees=frees)

@@ -53,14 +53,14 @@ def test_one_node_is_ulysses_where_heads_allow():
 def test_stages_are_taken_where_exchanges_take_time(rate, gain):
     machine = dataclasses.replace(H100, per_node=1, between=Wire(latency=1e-5, rate=rate), uplink=None)
     found = plan(_asked(machine=machine, world=4, model=_model(16, 16), given={"size": 4, "ulysses": 4}))
-    (plain,) = (one for one in found.ranked if one.config.head_stages == 1)
+    (plain,) = (one for one in found.ranked if one.config.head_chunks == 1)
     assert plain.seconds / found.best.seconds >= gain
-    assert found.best.config.overlap == (found.best.config.head_stages > 1) == (gain > 1)
+    assert found.best.config.overlap == (found.best.config.head_chunks > 1) == (gain > 1)
 
 
 def test_what_is_sent_again_is_priced():
-    """Stages without overlap send q, k and v in backward too, unless they are kept."""
-    given = {"size": 4, "ulysses": 4, "overlap": False, "head_stages": 4}
+    """Head chunks without overlap send q, k and v in backward too, unless they are kept."""
+    given = {"size": 4, "ulysses": 4, "overlap": False, "head_chunks": 4}
     asked = [_asked(world=4, given={**given, "keep_exchanged": kept}, checkpointing=False) for kept in (True, False)]
     kept, again = (plan(one).best for one in asked)
     assert again.forward == kept.forward
@@ -108,7 +108,7 @@ def test_slow_links_between_nodes_carry_the_fewest_bytes():
         ROOMY, between=dataclasses.replace(ROOMY.between, rate=3.6e9), uplink=3.6e9,
     )  # fmt: skip
     choice = plan(_asked(machine=slow, world=16, model=_model(32, 8), given={"size": 16}))
-    across = [one.config.head_stages * (one.forward.between + one.backward.between) for one in choice.ranked]
+    across = [one.config.head_chunks * (one.forward.between + one.backward.between) for one in choice.ranked]
     assert across[0] <= 1.05 * min(across)
     assert choice.best.config.ulysses <= 8  # its exchange stays in the node
     whole = predict(choice.request, next(
@@ -119,7 +119,7 @@ def test_slow_links_between_nodes_carry_the_fewest_bytes():
 def test_a_limit_of_memory_rejects_what_gathers_much():
     """Attention2D gathers blocks of q and of k/v; beneath what that takes a ring is left."""
     spared = {
-        "head_stages": 1,
+        "head_chunks": 1,
         "loss_tiles": 64,
         "mlp_tiles": 64,
         "keep_attention": False,

@@ -200,7 +200,7 @@ def test_virtual_ranks_refuse_what_real_ones_do():
 
 
 @pytest.mark.parametrize("dims", [(16, 8), (8, 24), (20, 5)])
-@pytest.mark.parametrize("settings", [{"ulysses": 1}, {"ulysses": 2, "head_stages": 2}, {"ulysses": 4}])
+@pytest.mark.parametrize("settings", [{"ulysses": 1}, {"ulysses": 2, "head_chunks": 2}, {"ulysses": 4}])
 def test_values_may_have_another_head_dim(dims, settings):
     q, k, v, do = (tensors(1, 16, (4, 4), dim)[n] for n, dim in enumerate((dims[0], dims[0], dims[1], dims[1])))
     config = SequenceParallelConfig(size=4, **settings)

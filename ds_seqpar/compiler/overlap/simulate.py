@@ -108,15 +108,17 @@ def communication(plan: Plan, costs: Costs) -> float:
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
     """All inner ranks' programs, for results that travel in the dtype of sums. They are those of one Ulysses member,
-    since all members do the same at the same time; stages are alike."""
+    since all members do the same at the same time; head chunks are alike."""
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
         for rank, steps in enumerate(plan.ranks)
     ]
-    members, stages, saved, overlap = head_split
-    if (members, stages) == (1, 1):
+    members, head_chunks, saved, overlap = head_split
+    if (members, head_chunks) == (1, 1):
         return inner
-    return [_by_itself(call_program([program] * stages, members, True, saved, overlap=overlap)) for program in inner]
+    return [
+        _by_itself(call_program([program] * head_chunks, members, True, saved, overlap=overlap)) for program in inner
+    ]
 
 
 def _by_itself(program: Program) -> Program:

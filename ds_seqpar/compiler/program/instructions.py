@@ -16,16 +16,16 @@ from ..sharding.layout import Key
 
 STEP_CHARACTERS = 600  # of a step that `Program.where` shows: it may have a product for each of many blocks
 SlotNumber = Annotated[int, "slot"]  # or what `own_slot` gives
-OWN = -1  # in place of a slot number: the tensors that the stage was given, or those of its first block
+OWN = -1  # in place of a slot number: the tensors that the head chunk was given, or those of its first block
 
 
 def own_slot(part: int) -> int:
-    """In place of a slot number: block number `part` of the tensors that the stage was given."""
+    """In place of a slot number: block number `part` of the tensors that the head chunk was given."""
     return OWN - part
 
 
 def is_own(slot: int) -> bool:
-    """Whether a slot number stands for tensors that the stage was given."""
+    """Whether a slot number stands for tensors that the head chunk was given."""
     return slot <= OWN
 
 
@@ -153,18 +153,18 @@ class Fold(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The running results of the own blocks become those of the stage."""
+    """The running results of the own blocks become those of the head chunk."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a stage's heads that Ulysses' members exchange in one all-to-all. inward: own tokens of all the
-    stage's heads become all the inner rank's tokens of a member's own heads; else the reverse. fields: the tensors'
-    names, of `compiler.exchange`."""
+    """Tensors of a head chunk's heads that Ulysses' members exchange in one all-to-all. inward: own tokens of all the
+    head chunk's heads become all the inner rank's tokens of a member's own heads; else the reverse. fields: the
+    tensors' names, of `compiler.program.ulysses`."""
 
-    stage: int
+    head_chunk: int
     inward: bool
     fields: tuple[str, ...]
 
@@ -175,7 +175,7 @@ class HeadExchange(NamedTuple):
 
 class PackHeads(NamedTuple):
     """What each member is sent is put side by side: inward some of the caller's tensors, outward results of the
-    stage."""
+    head chunk."""
 
     step: int
     exchange: HeadExchange
@@ -198,19 +198,19 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """A stage begins: from here on, own tensors are the stage's. arrived: the exchanges that brought them, with their
-    slots."""
+    """A head chunk begins: from here on, own tensors are the head chunk's. arrived: the exchanges that brought them,
+    with their slots."""
 
     step: int
-    stage: int
+    head_chunk: int
     arrived: tuple[tuple[HeadExchange, int], ...]
 
 
 class Leave(NamedTuple):
-    """A stage ends: what its `Finish` gave is its result, and its operands are given up."""
+    """A head chunk ends: what its `Finish` gave is its result, and its operands are given up."""
 
     step: int
-    stage: int
+    head_chunk: int
 
 
 class UnpackHeads(NamedTuple):
@@ -259,7 +259,7 @@ def label_of(one: Instruction) -> str:
         case PackHeads() | UnpackHeads():
             return f"{name_of_kind(type(one))} {one.exchange.words}".replace("_heads", "")
         case Enter() | Leave():
-            return f"{name_of_kind(type(one))} stage {one.stage}"
+            return f"{name_of_kind(type(one))} head chunk {one.head_chunk}"
         case _:
             return name_of_kind(type(one))
 
@@ -296,12 +296,12 @@ def slots_of(instruction: Instruction) -> list[int]:
 class Slot(NamedTuple):
     """A buffer. kind: of the units that it holds. role: "operand"; "wide", a running result in the dtype of sums;
     "travel", a result in the dtype that it travels in; "sent" or "received", of an exchange of heads, `exchange`. keys:
-    the units' blocks, as many in each. stage: whose heads it has."""
+    the units' blocks, as many in each. head_chunk: whose heads it has."""
 
     kind: str
     role: str
     keys: tuple[Key, ...]
-    stage: int = 0
+    head_chunk: int = 0
     exchange: HeadExchange | None = None
 
 

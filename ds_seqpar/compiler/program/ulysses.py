@@ -1,8 +1,8 @@
-"""Ulysses' exchanges of heads, and stages of heads, as instructions around the programs of the inner ranks.
+"""Ulysses' exchanges of heads, and head chunks, as instructions around the programs of the inner ranks.
 
 An all-to-all among neighbouring ranks, the members, gives each of them some heads of their common tokens (DeepSpeed
-Ulysses, Jacobs et al., 2023). A stage attends to some of the heads, so that the inner tensors of all heads are never
-there together (Untied Ulysses). These fields are exchanged:
+Ulysses, Jacobs et al., 2023). A head chunk attends to some of the heads, so that the inner tensors of all heads are
+never there together (Untied Ulysses). These fields are exchanged:
 
 forward: q, k and v inward; out, and lse where it is asked for, outward.
 backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out;
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..sharding import heads as rules
-from ..sharding.heads import HeadShares, Stage
+from ..sharding.heads import HeadChunk, HeadShares
 from ..sharding.shards import Shards, members_tokens
 from . import instructions as op
 from .instructions import HeadExchange, Instruction, Program, Slot, renamed
@@ -53,11 +53,11 @@ SAVE_NOTHING = SaveChoice(operands=False, out=False)
 
 
 class HeadSplit(NamedTuple):
-    """How a call divides its heads: among so many Ulysses members, and in stages. saved: what forward saves. overlap:
-    whether a stage's exchanges run while another one computes."""
+    """How a call divides its heads: among so many Ulysses members, and in head chunks. saved: what forward saves.
+    overlap: whether a head chunk's exchanges run while another one computes."""
 
     members: int = 1
-    stages: int = 1
+    head_chunks: int = 1
     saved: SaveChoice = SAVE_ALL
     overlap: bool = False
 
@@ -66,49 +66,49 @@ UNSPLIT = HeadSplit()
 
 
 def saved_for_backward(
-    degree: int, stages: int, checkpointed: bool, keep_attention: bool, overlap: bool = False,
+    degree: int, head_chunks: int, checkpointed: bool, keep_attention: bool, overlap: bool = False,
     chosen: bool | str = "auto",
 ) -> SaveChoice:  # fmt: skip
     """What forward saves for backward; without other members nothing, since nothing is exchanged.
 
     checkpointed: whether a checkpoint is around attention; keep_attention: whether that keeps attention's results.
-    chosen: whether the exchanged q, k and v are saved. "auto": they are not where stages are there to save memory. They
-    are where stages hide exchanges, or a checkpoint keeps attention."""
+    chosen: whether the exchanged q, k and v are saved. "auto": they are not where head chunks are there to save memory.
+    They are where head chunks hide exchanges, or a checkpoint keeps attention."""
     if degree == 1:
         return SAVE_NOTHING
     if chosen == "auto":
-        chosen = stages == 1 or overlap or (checkpointed and keep_attention)
+        chosen = head_chunks == 1 or overlap or (checkpointed and keep_attention)
     return SaveChoice(operands=bool(chosen), out=bool(chosen) and not checkpointed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of a call: which member this rank is, and the stages that all heads are attended to in."""
+    """The heads of a call: which member this rank is, and the head chunks that all heads are attended to in."""
 
     members: Members
-    stages: tuple[Stage, ...]
+    head_chunks: tuple[HeadChunk, ...]
 
     @classmethod
-    def of(cls, q: int, kv: int, members: Members = ONE_MEMBER, stages: int = 1) -> Heads:
-        return cls(members, rules.stages(q, kv, stages))
+    def of(cls, q: int, kv: int, members: Members = ONE_MEMBER, head_chunks: int = 1) -> Heads:
+        return cls(members, rules.head_chunks(q, kv, head_chunks))
 
-    def inner(self, stage: int) -> tuple[slice, slice]:
-        """Which of a stage's query heads and key/value heads this member works on."""
-        return rules.heads_of_member(*self.stages[stage].counts, *self.members)
+    def inner(self, head_chunk: int) -> tuple[slice, slice]:
+        """Which of a head chunk's query heads and key/value heads this member works on."""
+        return rules.heads_of_member(*self.head_chunks[head_chunk].counts, *self.members)
 
-    def of_stage(self, stage: int, field: str) -> slice:
-        """Which of all heads of a field are the stage's."""
-        return self.stages[stage].kv if field in SIDE else self.stages[stage].q
+    def of_head_chunk(self, head_chunk: int, field: str) -> slice:
+        """Which of all heads of a field are the head chunk's."""
+        return self.head_chunks[head_chunk].kv if field in SIDE else self.head_chunks[head_chunk].q
 
     def shares(self, exchange: HeadExchange) -> HeadShares:
         """Which member gets which heads in an exchange."""
-        q, kv = self.stages[exchange.stage].counts
+        q, kv = self.head_chunks[exchange.head_chunk].counts
         totals = tuple(kv if field in SIDE else q for field in exchange.fields)
         return rules.head_shares(totals, kv, self.members.degree)
 
     def inner_counts(self, exchange: HeadExchange) -> list[int]:
         """For each exchanged tensor, how many of its heads this member works on."""
-        q, kv = self.inner(exchange.stage)
+        q, kv = self.inner(exchange.head_chunk)
         return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in exchange.fields]
 
 
@@ -132,7 +132,7 @@ class ExchangeSizes(NamedTuple):
 
 
 def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: Shards, inner: int) -> ExchangeSizes:
-    """shape: of any stage's inner tensors; inner: the inner rank."""
+    """shape: of any head chunk's inner tensors; inner: the inner rank."""
     side, per_row = SIDE.get(exchange.fields[0], "q"), exchange.fields[0] in PER_ROW
     tokens, width = members_tokens(shards, side, inner, heads.members.degree), 1 if per_row else shape.head_dim
     counts = rules.element_counts(heads.shares(exchange), tokens, heads.members.member, shape.batch * width)
@@ -150,7 +150,7 @@ def exchange_bytes_per_token(shape: Shape, members: int, exchange: HeadExchange)
 
 
 def exchanges(direction: str, together: bool = True, saved: SaveChoice = SAVE_ALL) -> list[HeadExchange]:
-    """The exchanges of a call of one stage, in order. together: see `call_program`."""
+    """The exchanges of a call of one head chunk, in order. together: see `call_program`."""
     inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved)]
     return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False)]
 
@@ -159,29 +159,30 @@ def call_program(
     inner: Sequence[Program], members: int, together: bool, saved: SaveChoice = SAVE_ALL, lse: bool = False,
     overlap: bool = False,
 ) -> Program:  # fmt: skip
-    """The program of a call, stage by stage. inner: the inner program of each stage. together: whether q, k and v can
-    travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a stage computes, the next
-    stage's operands arrive and the previous stage's results leave; without it, each exchange is waited for at once."""
+    """The program of a call, head chunk by head chunk. inner: the inner program of each head chunk. together: whether
+    q, k and v can travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a head chunk
+    computes, the next head chunk's operands arrive and the previous head chunk's results leave; without it, each
+    exchange is waited for at once."""
     building, direction, overlap = _CallBuilder(members), inner[0].direction, overlap and len(inner) > 1
     inward, outward = list(_inward(direction, together, saved)), list(_outward(direction, lse))
     if members == 1:
         inward, outward = [], []
     arriving: list[op.ExchangeStart] = []
     leaving: list[op.ExchangeStart] = []
-    for stage, program in enumerate(inner):
+    for head_chunk, program in enumerate(inner):
         arrived = [building.end(start) for start in arriving]
         if not arrived:
-            arrived = [building.end(building.start(HeadExchange(stage, True, fields))) for fields in inward]
-        if overlap and stage + 1 < len(inner):
-            arriving = [building.start(HeadExchange(stage + 1, True, fields)) for fields in inward]
-        building.stage(stage, program, arrived)
+            arrived = [building.end(building.start(HeadExchange(head_chunk, True, fields))) for fields in inward]
+        if overlap and head_chunk + 1 < len(inner):
+            arriving = [building.start(HeadExchange(head_chunk + 1, True, fields)) for fields in inward]
+        building.head_chunk(head_chunk, program, arrived)
         for start in leaving:
             building.unpack(start)
         if overlap:
-            leaving = [building.start(HeadExchange(stage, False, fields)) for fields in outward]
+            leaving = [building.start(HeadExchange(head_chunk, False, fields)) for fields in outward]
         else:
             for fields in outward:
-                building.unpack(building.start(HeadExchange(stage, False, fields)))
+                building.unpack(building.start(HeadExchange(head_chunk, False, fields)))
     for start in leaving:
         building.unpack(start)
     return building.program(inner[0])
@@ -221,7 +222,7 @@ class _CallBuilder:
         self.frees.append(list(frees))
 
     def slot(self, exchange: HeadExchange, role: str) -> int:
-        self.slots.append(Slot("+".join(exchange.fields), role, ((),), exchange.stage, exchange))
+        self.slots.append(Slot("+".join(exchange.fields), role, ((),), exchange.head_chunk, exchange))
         return len(self.slots) - 1
 
     def start(self, exchange: HeadExchange) -> op.ExchangeStart:
@@ -252,12 +253,13 @@ class _CallBuilder:
             self.words.append(words)
         return len(self.words) - 1
 
-    def stage(self, stage: int, program: Program, arrived: list[tuple[HeadExchange, int]]) -> None:
-        """Adds a stage's inner program, its slots, tickets and steps renumbered. arrived: its operands, by slot."""
+    def head_chunk(self, head_chunk: int, program: Program, arrived: list[tuple[HeadExchange, int]]) -> None:
+        """Adds a head chunk's inner program, its slots, tickets and steps renumbered. arrived: its operands, by
+        slot."""
         slots, steps, tickets = len(self.slots), len(self.words), {}
-        self.slots += [slot._replace(stage=stage) for slot in program.slots]
+        self.slots += [slot._replace(head_chunk=head_chunk) for slot in program.slots]
         self.words += program.words
-        self.add(op.Enter(steps, stage, tuple(arrived)))
+        self.add(op.Enter(steps, head_chunk, tuple(arrived)))
         for one, frees in zip(program.code, program.frees, strict=True):
             if isinstance(one, op.Started):
                 tickets[one.ticket] = next(self.tickets)
@@ -265,7 +267,7 @@ class _CallBuilder:
             if isinstance(one, op.Started | op.Wait):
                 one = one._replace(ticket=tickets[one.ticket])
             self.add(one, *(slot + slots for slot in frees))
-        self.add(op.Leave(max(steps, len(self.words) - 1), stage), *(slot for _, slot in arrived))
+        self.add(op.Leave(max(steps, len(self.words) - 1), head_chunk), *(slot for _, slot in arrived))
 
     def program(self, inner: Program) -> Program:
         return dataclasses.replace(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .layout import divisors
 
 
-class Stage(NamedTuple):
+class HeadChunk(NamedTuple):
     """Heads that are attended to together."""
 
     q: slice
@@ -27,21 +27,21 @@ class Stage(NamedTuple):
         return self.q.stop - self.q.start, self.kv.stop - self.kv.start
 
 
-def stages(q_heads: int, kv_heads: int, count: int) -> tuple[Stage, ...]:
-    """`count` stages, at most kv_heads: neighbouring key/value heads with the query heads that read them."""
+def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...]:
+    """`count` head chunks, at most kv_heads: neighbouring key/value heads with the query heads that read them."""
     group, parts = q_heads // kv_heads, [_part(kv_heads, count, index) for index in range(count)]
-    return tuple(Stage(slice(kv.start * group, kv.stop * group), kv) for kv in parts)
+    return tuple(HeadChunk(slice(kv.start * group, kv.stop * group), kv) for kv in parts)
 
 
-def max_stages(q_heads: int, kv_heads: int, members: int) -> int:
-    """The most stages with which every member has a query head in each."""
+def max_head_chunks(q_heads: int, kv_heads: int, members: int) -> int:
+    """The most head chunks with which every member has a query head in each."""
     group = q_heads // kv_heads
-    return max(1, kv_heads // -(-members // group))  # a stage has a whole number of key/value heads
+    return max(1, kv_heads // -(-members // group))  # a head chunk has a whole number of key/value heads
 
 
-def free_stage_counts(q_heads: int, kv_heads: int, members: int) -> list[int]:
-    """The numbers of equal stages that send no more bytes than one stage does, ascending."""
-    limit = max_stages(q_heads, kv_heads, members)
+def free_head_chunk_counts(q_heads: int, kv_heads: int, members: int) -> list[int]:
+    """The numbers of equal head chunks that send no more bytes than one head chunk does, ascending."""
+    limit = max_head_chunks(q_heads, kv_heads, members)
     return [n for n in divisors(kv_heads) if n == 1 or (n <= limit and kv_heads // n % members == 0)]
 
 

@@ -1,4 +1,4 @@
-"""Attention on some heads at a time: the same numbers, in every schedule, and buffers of one stage."""
+"""Attention on some heads at a time: the same numbers, in every schedule, and buffers of one head chunk."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.sharding.heads import max_stages
+from ds_seqpar.compiler.sharding.heads import max_head_chunks
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards, members_positions
@@ -30,25 +30,26 @@ WHOLE = GRID[::5]  # every two settings meet, and nearly every three
 
 
 def legal(case):
-    _, ulysses, heads, stages, *_ = case
-    return stages == "auto" or stages <= max_stages(*HEADS[heads], ulysses)
+    _, ulysses, heads, head_chunks, *_ = case
+    return head_chunks == "auto" or head_chunks <= max_head_chunks(*HEADS[heads], ulysses)
 
 
 def errors(cases):
     """Of every case: the greatest error of out and gradients against dense attention, and for two of five that of the
-    lse and of attention with a window, sinks and a softcap against one stage of the same settings, 0 for the others."""
+    lse and of attention with a window, sinks and a softcap against one head chunk of the same settings, 0 for the
+    others."""
     return [_errors(*case, full=at % 5 < 2) for at, case in enumerate(cases)]
 
 
-def _errors(schedule, ulysses, heads, stages, overlap, kept, full):
+def _errors(schedule, ulysses, heads, head_chunks, overlap, kept, full):
     section = {"size": 4, "ulysses": ulysses, "schedule": schedule, "overlap": overlap, "keep_exchanged": kept}
-    staged, plain = make(**section, head_stages=stages), make(**section)
+    chunked_by_heads, plain = make(**section, head_chunks=head_chunks), make(**section)
     whole = oracle.tensors(2, 48, HEADS[heads])
-    error = max(oracle.errors(attend(staged, *whole), oracle.dense(*whole)))
+    error = max(oracle.errors(attend(chunked_by_heads, *whole), oracle.dense(*whole)))
     if not full:
         return error, 0.0
     sinks = torch.linspace(-1, 1, HEADS[heads][0], dtype=torch.float64)
-    found = [_full(sp, whole, sinks.clone().requires_grad_()) for sp in (plain, staged)]
+    found = [_full(sp, whole, sinks.clone().requires_grad_()) for sp in (plain, chunked_by_heads)]
     return error, max(oracle.errors(found[1], found[0]))
 
 
@@ -57,7 +58,7 @@ def _full(sp, whole, sinks):
     local = leaves(sp, *whole[:3])
     out, lse = sp.attention(*local, mask=Mask(window=11), softcap=3.0, sinks=sinks, return_lse=True)
     out.backward(sp.shard(whole[3], 1))
-    dist.all_reduce(sinks.grad)  # of a rank's own heads, which are others in stages
+    dist.all_reduce(sinks.grad)  # of a rank's own heads, which are others in head chunks
     return [out.detach(), lse.detach(), *(x.grad for x in local), sinks.grad]
 
 
@@ -65,17 +66,17 @@ def _full(sp, whole, sinks):
 def test_stages_are_exact(cases):
     cases = [case for case in cases if legal(case)]
     for found in on_ranks(4, errors, cases, timeout=500):
-        for case, (dense, staged) in zip(cases, found, strict=True):
+        for case, (dense, chunked_by_heads) in zip(cases, found, strict=True):
             assert dense < 1e-10, case
-            assert staged < 1e-10, case
+            assert chunked_by_heads < 1e-10, case
 
 
 def uneven():
-    """Queries and keys shared otherwise, and in other numbers, in stages."""
+    """Queries and keys shared otherwise, and in other numbers, in head chunks."""
     shards = UnevenShards([(Run(0, 1, 20),), (Run(20, 1, 28),)], [(Run(0, 1, 31),), (Run(31, 1, 17),)])
     whole, found = oracle.tensors(1, 48, (8, 4)), []
-    for stages in (1, 2):
-        sp = make(size=4, ulysses=2, head_stages=stages)
+    for head_chunks in (1, 2):
+        sp = make(size=4, ulysses=2, head_chunks=head_chunks)
         own = {
             side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.members.member] for side in ("q", "kv")
         }
@@ -91,11 +92,11 @@ def test_shares_that_differ():
 
 
 def traffic():
-    """What arrives in a call, forward and backward, by kind: of one stage, of four that hide exchanges, of four that
-    send q, k and v again. Of plain causal attention, and of packed documents of other lengths."""
+    """What arrives in a call, forward and backward, by kind: of one head chunk, of four that hide exchanges, of four
+    that send q, k and v again. Of plain causal attention, and of packed documents of other lengths."""
     whole, found = oracle.tensors(1, 64, (16, 16)), []
     for mask in (Mask(), Mask(documents=Mask.documents_of([7, 30, 27]))):
-        for settings in ({}, {"head_stages": 4}, {"head_stages": 4, "keep_exchanged": False}):
+        for settings in ({}, {"head_chunks": 4}, {"head_chunks": 4, "keep_exchanged": False}):
             sp = make(size=4, ulysses=2, overlap=True, **settings)
             local = leaves(sp, *whole[:3])
             sp.attention(*local, mask=mask).sum().backward()
@@ -111,16 +112,16 @@ def test_stages_that_hide_exchanges_send_what_one_stage_sends():
 
 
 def memory(section, counts):
-    """In so many stages each: units of q at the most, forward and backward, beyond what is whole: out and lse, and
-    in backward three gradients, which are all made before the last of several stages is (of one stage they are its own
-    buffers); what is left."""
+    """In so many head chunks each: units of q at the most, forward and backward, beyond what is whole: out and lse, and
+    in backward three gradients, which are all made before the last of several head chunks is (of one head chunk they
+    are its own buffers); what is left."""
     torch.manual_seed(0)
     q, k, v, do = torch.randn(4, 1, 512, 16, 64)
     unit, out, found = 4 * q.numel(), 4 * (q.numel() + q.numel() // 64), []
-    for stages in counts:
-        with make(**section, head_stages=stages) as sp:
+    for head_chunks in counts:
+        with make(**section, head_chunks=head_chunks) as sp:
             seen = live.least(lambda sp=sp: live.measure(sp.attention, q, k, v, do))
-        whole = (0, out) if stages == 1 else (out, out + 3 * unit)
+        whole = (0, out) if head_chunks == 1 else (out, out + 3 * unit)
         found.append(((seen.forward - whole[0]) / unit, (seen.backward - whole[1]) / unit, seen.left))
     return found
 
@@ -139,15 +140,15 @@ SECTIONS = {
 )
 def test_buffers_are_those_of_one_stage(name, counts):
     for whole, *parts in on_ranks(SECTIONS[name]["size"], memory, SECTIONS[name], counts):
-        for stages, part in zip(counts[1:], parts, strict=True):
-            assert part[0] <= 1.15 * whole[0] / stages
-            assert part[1] <= 1.15 * whole[1] / stages
+        for head_chunks, part in zip(counts[1:], parts, strict=True):
+            assert part[0] <= 1.15 * whole[0] / head_chunks
+            assert part[1] <= 1.15 * whole[1] / head_chunks
             assert part[2] == 0
 
 
 def refused():
-    return [refusal(make, size=2, head_stages=stages, heads=(8, 4)) for stages in (0, "two", True, 8)] + [
-        refusal(make, size=2, ulysses=2, head_stages=2, heads=(2, 2))
+    return [refusal(make, size=2, head_chunks=head_chunks, heads=(8, 4)) for head_chunks in (0, "two", True, 8)] + [
+        refusal(make, size=2, ulysses=2, head_chunks=2, heads=(2, 2))
     ]
 
 
@@ -156,6 +157,6 @@ def test_wrong_stages_are_refused():
         kinds, messages = zip(*found, strict=True)
         assert set(kinds) == {"ConfigError"}
         for given, message in zip(("0", "'two'", "True"), messages[:3], strict=True):
-            assert missing(message, "head_stages", '"auto"', f"got {given}") == []
-        assert missing(messages[3], "head_stages", "got 8", "at most 4") == []
-        assert missing(messages[4], "head_stages", "2 Ulysses members", "got 2") == []
+            assert missing(message, "head_chunks", '"auto"', f"got {given}") == []
+        assert missing(messages[3], "head_chunks", "got 8", "at most 4") == []
+        assert missing(messages[4], "head_chunks", "2 Ulysses members", "got 2") == []

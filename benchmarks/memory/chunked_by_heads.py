@@ -31,7 +31,7 @@ def use(llama: nn.Module, stages: int, world: int) -> None:
     config = llama.config
     if config.num_key_value_heads % world or (config.num_attention_heads // config.num_key_value_heads) % stages:
         raise ValueError(
-            f"head stages by hand need key/value heads that the {world} ranks divide, each with query heads that the "
+            f"head chunks by hand need key/value heads that the {world} ranks divide, each with query heads that the "
             f"stages divide; got {config.num_attention_heads}/{config.num_key_value_heads} heads and {stages} stages"
         )
     for module in llama.modules():
@@ -41,7 +41,7 @@ def use(llama: nn.Module, stages: int, world: int) -> None:
             rows = rearrange(module.q_proj.weight.data, "(kv n g d) c -> n (kv g d) c", **axes)
             columns = rearrange(module.o_proj.weight.data, "c (kv n g d) -> n c (kv g d)", **axes)
             module.q_proj, module.o_proj = linears(rows), linears(columns)
-            module.forward = functools.partial(staged, module, world)
+            module.forward = functools.partial(chunked_by_heads, module, world)
 
 
 def linears(weights: Tensor) -> nn.ModuleList:
@@ -52,7 +52,7 @@ def linears(weights: Tensor) -> nn.ModuleList:
     return found
 
 
-def staged(
+def chunked_by_heads(
     module: Any, world: int, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
 ) -> tuple[Tensor, None]:
     """LlamaAttention.forward. hidden_states (B, s, hidden): of this rank's tokens."""

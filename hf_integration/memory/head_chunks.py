@@ -1,13 +1,13 @@
 """Attention modules that compute some heads at a time, projections included.
 
-A stage is a slice of heads: rows of the weights that make q, k and v, and columns of the output projection's weight. It
-projects the layer's input, attends, and adds its part to the output. So q, k, v and the attention output never exist
-for all heads at once. Backward goes through the stages again: it projects once more, uses the attention results that
-forward saved, and adds the stage's part to the gradient of the input. The gradients of a weight's slices fill one
-gradient of the weight, which reaches the parameter, and so ZeRO and DDP, once.
+A head chunk is a slice of heads: rows of the weights that make q, k and v, and columns of the output projection's
+weight. It projects the layer's input, attends, and adds its part to the output. So q, k, v and the attention output
+never exist for all heads at once. Backward goes through the head chunks again: it projects once more, uses the
+attention results that forward saved, and adds the head chunk's part to the gradient of the input. The gradients of a
+weight's slices fill one gradient of the weight, which reaches the parameter, and so ZeRO and DDP, once.
 
 Between projections and attention, families have norms of q and k, RoPE, or sinks. These are computed by the forward of
-the family's own class, on a copy of the module (its twin) that has the stage's heads.
+the family's own class, on a copy of the module (its twin) that has the head chunk's heads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ds_seqpar.compiler.sharding.heads import Stage, stages
+from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
 from ds_seqpar.data.placement import Placement
-from ds_seqpar.runtime.checkpoints import StageReplay, StageResults, is_replayed
-from ds_seqpar.runtime.ops import stages_of
+from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, is_replayed
+from ds_seqpar.runtime.ops import head_chunks_of
 from ds_seqpar.runtime.work import rowsum
 
 from ..families import FAMILIES
@@ -36,11 +36,11 @@ from .tiled_modules import before_leaf, normed
 from .weight_slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 
 
-def use_stages(module: Any) -> None:
-    """Makes the sharded forwards of an attention module go through its heads in stages, as its SequenceParallel's
+def use_head_chunks(module: Any) -> None:
+    """Makes the sharded forwards of an attention module go through its heads in head chunks, as its SequenceParallel's
     settings say. ZeRO-3 then gathers all parameters of the module together, as a leaf."""
     config, unhooked = module.sequence_parallel.config, not hasattr(module, "ds_id") or hasattr(module, LEAF)
-    if config.head_stages == 1 or config.overlap or "forward" in vars(module) or not unhooked:
+    if config.head_chunks == 1 or config.overlap or "forward" in vars(module) or not unhooked:
         return
 
     @functools.wraps(type(module).forward)
@@ -52,8 +52,8 @@ def use_stages(module: Any) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def remove_stages(module: Any) -> None:
-    """Undoes `use_stages`."""
+def remove_head_chunks(module: Any) -> None:
+    """Undoes `use_head_chunks`."""
     hook = vars(module).pop(STAGED, None)
     if hook is None:
         return
@@ -72,34 +72,36 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
-    if torch.compiler.is_compiling() or not kwargs.get("sequence_parallel") or not _has_stages(module):
+    if torch.compiler.is_compiling() or not kwargs.get("sequence_parallel") or not _has_head_chunks(module):
         return own(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
-    count = _stage_count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
+    count = _head_chunk_count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
     if count == 1:
         return own(module, normed(module, x), *args, **kwargs)
     tiling = getattr(module, TILING, None)
     source = None if tiling is None else tiling.source(x, module)
-    run = _StagedForward(module, stages(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args, source)
-    return _Staged.apply(run, None if source is None else source.x, x, *run.parameters), None
+    run = _HeadChunkForward(
+        module, head_chunks(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args, source
+    )
+    return _ByHeadChunks.apply(run, None if source is None else source.x, x, *run.parameters), None
 
 
-def _stage_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
-    """The number of stages of a forward. given: the batch's Placement, if it has one."""
+def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
+    """The number of head chunks of a forward. given: the batch's Placement, if it has one."""
     sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
-    if sp.config.head_stages != "auto":
-        return sp.config.head_stages
+    if sp.config.head_chunks != "auto":
+        return sp.config.head_chunks
     if isinstance(given, Placement):
         mask, shards = given.mask_with_window(mask.window), given.shards
     cast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     q, k = (torch.empty(*x.shape[:2], n, module.head_dim, dtype=dtype, device="meta") for n in (q_heads, kv_heads))
-    return stages_of(sp.runtime, q, k, mask, shards)
+    return head_chunks_of(sp.runtime, q, k, mask, shards)
 
 
-def _has_stages(module: Any) -> bool:
-    """Whether stages can project their own heads. They cannot where q and k have norms over all heads, where adapters
-    have dropout, or where a projection is not a plain linear layer without hooks."""
+def _has_head_chunks(module: Any) -> bool:
+    """Whether head chunks can project their own heads. They cannot where q and k have norms over all heads, where
+    adapters have dropout, or where a projection is not a plain linear layer without hooks."""
     if FAMILIES[module.config.own.model_type].norms_heads:
         return False
     return all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD))
@@ -126,25 +128,32 @@ def _is_lora(module: Any) -> bool:
 SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0")
 
 
-class _StagedForward:
-    """One forward of an attention module in stages, with all that its backward repeats. own: the forward of the
+class _HeadChunkForward:
+    """One forward of an attention module in head chunks, with all that its backward repeats. own: the forward of the
     module's class. source: what x stands for, if the norm before the module is deferred; x is then the norm's input."""
 
     def __init__(
-        self, module: Any, its: Sequence[Stage], x: Tensor, own: Callable[..., Any], args: tuple, source: Source | None
+        self,
+        module: Any,
+        its: Sequence[HeadChunk],
+        x: Tensor,
+        own: Callable[..., Any],
+        args: tuple,
+        source: Source | None,
     ) -> None:
-        self.module, self.stages, self.own, self.args = module, its, own, args
+        self.module, self.head_chunks, self.own, self.args = module, its, own, args
         self.norm = None if source is None else (source.norm, source.forward)
         self.parameters = (*trained_parameters(module), *([] if source is None else trained_parameters(source.norm)))
         self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
         self.tiles = tile_slices(x.shape[1], tile_count(x.shape[0] * x.shape[1], x.shape[2]))
-        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, StageResults.in_checkpoint()
+        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, HeadChunkResults.in_checkpoint()
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(the output, the attention results of all stages that backward needs; [] where a checkpoint keeps them)."""
+        """(the output, the attention results of all head chunks that backward needs; [] where a checkpoint keeps
+        them)."""
         out, given = torch.empty(0), list[Tensor]()
-        for index in range(len(self.stages)):
-            part, kept = Slice(self.module, self.stages, index, self.norm, grad=False), StageReplay()
+        for index in range(len(self.head_chunks)):
+            part, kept = Slice(self.module, self.head_chunks, index, self.norm, grad=False), HeadChunkReplay()
             self.keeps = kept.checkpoint_saves
             inner = part.blank(x) if is_replayed() else part.project(x, self.tiles)
             attended = kept.run(part.attend, self.attention(x), inner)
@@ -167,35 +176,35 @@ class _StagedForward:
 
     def backward(self, saved: Tensor, given: list[Tensor], grad: Tensor, wants_x: bool) -> Iterator[Tensor | None]:
         """Yields the gradient of the input x, and then those of the parameters. saved: x. given: the attention results
-        of all stages; emptied, so that each is freed after its stage."""
-        found, each = Gradients(), len(given) // len(self.stages)
+        of all head chunks; emptied, so that each is freed after its head chunk."""
+        found, each = Gradients(), len(given) // len(self.head_chunks)
         dx: Tensor | None = None
         with self.conditions.restored():
             torch.set_autocast_cache_enabled(False)  # casts that were cached without a graph must not be used in one
-            for index in reversed(range(len(self.stages))):
+            for index in reversed(range(len(self.head_chunks))):
                 its = tuple(given[index * each :]) if self.lent is None else self.lent.pop()
                 del given[index * each :]
-                dx = self.stage_backward(self.part(index), saved, its, grad, dx, found, wants_x)
+                dx = self.head_chunk_backward(self.part(index), saved, its, grad, dx, found, wants_x)
                 del its
-                if self.plain and self.lent is not None and index == len(self.stages) - 1:
+                if self.plain and self.lent is not None and index == len(self.head_chunks) - 1:
                     self.without_outs(self.lent.on_device(), grad, found)
         yield dx
         yield from map(found.pop, self.parameters)
 
     def part(self, index: int) -> Slice:
-        return Slice(self.module, self.stages, index, self.norm, grad=True)
+        return Slice(self.module, self.head_chunks, index, self.norm, grad=True)
 
     def without_outs(self, its: list[Any], grad: Tensor, found: Gradients) -> None:
-        """Replaces out by delta = rowsum(do * out) (B, s, heads) in the attention results of stages, `its`. Once the
-        output projection has its gradients, backward needs nothing else of out."""
+        """Replaces out by delta = rowsum(do * out) (B, s, heads) in the attention results of head chunks, `its`. Once
+        the output projection has its gradients, backward needs nothing else of out."""
         for index, (out, lse, *common) in enumerate(its):
             do = self.outward_backward(self.part(index), out.flatten(2), grad, found)
             its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse, *common]
             del out, do
 
     def outward_backward(self, part: Slice, attended: Tensor, grad: Tensor, found: Gradients | None) -> Tensor:
-        """The gradient of a stage's attention output (B, s, heads x head_dim). grad: of the module's output. found:
-        takes the gradients of the output projection; None: it has them already."""
+        """The gradient of a head chunk's attention output (B, s, heads x head_dim). grad: of the module's output.
+        found: takes the gradients of the output projection; None: it has them already."""
         d_attended = torch.empty_like(attended)
         with (found or Gradients()).adding([] if found is None else part.leaves_out) as differentiate:
             for cut in self.tiles:
@@ -205,18 +214,18 @@ class _StagedForward:
                 (d_attended[:, cut],) = differentiate([out], [tile], [grad[:, cut]])
         return d_attended
 
-    def stage_backward(
+    def head_chunk_backward(
         self, part: Slice, saved: Tensor, its: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None, found: Gradients,
         wants_x: bool,
     ) -> Tensor | None:  # fmt: skip
-        """Adds the gradients of one stage to `found`, and to dx, the gradient of x, which it returns. dx None: this is
-        the first stage."""
+        """Adds the gradients of one head chunk to `found`, and to dx, the gradient of x, which it returns. dx None:
+        this is the first head chunk."""
         anchor = torch.zeros((), requires_grad=True, device=saved.device)
         has_delta = its[0].dim() == 3  # `without_outs` has replaced out
         with torch.enable_grad():
             inner = {name: _GraphStart.apply(anchor, one) for name, one in part.project(saved, self.tiles).items()}
             asked = [get_gradient_edge(one) for one in inner.values()]  # edges do not keep the tensors alive
-            attended = StageReplay(its, self.keeps).run(part.attend, self.attention(saved), inner)
+            attended = HeadChunkReplay(its, self.keeps).run(part.attend, self.attention(saved), inner)
         self.plain = all(one.dim() == 2 for one in its[2:]) and _is_all(attended)  # beside out and lse a common part
         d_attended = self.outward_backward(part, attended, grad, None if has_delta else found)
         ends = [get_gradient_edge(attended)]
@@ -257,11 +266,13 @@ class _GraphStart(Function):
         return None, None
 
 
-class _Staged(Function):
+class _ByHeadChunks(Function):
     """The module's output (B, s, d). Saves the module's input, or the source of it, and attention's results."""
 
     @staticmethod
-    def forward(ctx: Any, run: _StagedForward, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, run: _HeadChunkForward, source: Tensor | None, x: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
         ctx.run, real = run, x if source is None else source
         out, given = run.forward(real)
         ctx.save_for_backward(real, *given)

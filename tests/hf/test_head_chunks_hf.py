@@ -1,5 +1,5 @@
-"""Attention modules that project the heads of one stage at a time: numbers as without stages, no tensor of all heads,
-nothing sent twice, under every ZeRO stage."""
+"""Attention modules that project the heads of one head chunk at a time: numbers as without head chunks, no tensor of
+all heads, nothing sent twice, under every ZeRO stage."""
 
 import types
 
@@ -14,7 +14,7 @@ from tests.hf.test_checkpointing import CHECKPOINTING, enable
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-STAGES = {"head_stages": 2}
+STAGES = {"head_chunks": 2}
 SECTIONS = {"r2": {"size": 2, "ulysses": 1}, "u2": {"size": 2, "ulysses": 2}}
 CASES = [("odd", "r2", None), ("packed", "u2", "plain"), ("left", "r2", "reentrant"), ("packed", "r2", "plain")]
 
@@ -31,7 +31,7 @@ def results(name, sp, kind, how):
 
 
 def beside_whole(cases):
-    """By family and case: errors of loss and gradients, and how many stages each attention had."""
+    """By family and case: errors of loss and gradients, and how many head chunks each attention had."""
     found = {}
     sps = {name: [make(**section, **more) for more in ({}, STAGES)] for name, section in SECTIONS.items()}
     for name, kind, section, how in cases:
@@ -61,7 +61,8 @@ EVERY = [(name, *case) for name in NAMES for case in CASES]
 
 @pytest.mark.parametrize("cases", [COVER, pytest.param(EVERY, marks=pytest.mark.whole)], ids=["cover", "whole"])
 def test_every_family_is_what_it_is_without_stages(cases):
-    """Norms of q and k, biases, sinks, projections in one; OLMo's norms are over all heads: one call has its stages."""
+    """Norms of q and k, biases, sinks, projections in one; OLMo's norms are over all heads: one call has its head
+    chunks."""
     for found in on_ranks(2, beside_whole, cases, timeout=600):
         assert len(found) == len(cases)
         for (name, *case), (loss, grads, calls) in found.items():
@@ -87,12 +88,12 @@ def test_training_is_that_of_one_process_without_stages(cases):
                 assert mine == pytest.approx(theirs, rel=1e-5), case
 
 
-def sent(stages):
+def sent(head_chunks):
     """By section and way to checkpoint: heads of each attention, and what arrived, by kind."""
     found = {}
     for name, section in SECTIONS.items():
         for how, given in CHECKPOINTING.items():
-            sp, model = make(**section, **stages), small(num_key_value_heads=4)
+            sp, model = make(**section, **head_chunks), small(num_key_value_heads=4)
             calls = counted(sp)
             model.patch_attention(sp)
             enable(model, given)
@@ -107,7 +108,7 @@ def test_attention_runs_once_and_sends_once():
             expected = whole[case][1]
             assert whole[case][0] == [(8, 4)]
             assert calls == [(4, 2), (4, 2)]
-            if case == ("u2", "none"):  # without a checkpoint stages keep nothing that they have sent
+            if case == ("u2", "none"):  # without a checkpoint head chunks keep nothing that they have sent
                 expected["qkv"] *= 2
                 expected["delta_heads"] = arrived["delta_heads"]
             assert arrived == expected, case
@@ -117,12 +118,12 @@ HEADS, LENGTH = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim":
 
 
 def largest():
-    """By way to checkpoint: the most elements that a tensor has in a step, without stages and with four."""
-    return {how: [largest_of(stages, how) for stages in ({}, {"head_stages": 4})] for how in CHECKPOINTING}
+    """By way to checkpoint: the most elements that a tensor has in a step, without head chunks and with four."""
+    return {how: [largest_of(head_chunks, how) for head_chunks in ({}, {"head_chunks": 4})] for how in CHECKPOINTING}
 
 
-def largest_of(stages, how):
-    sp, model = make(size=1, **stages), llama(**HEADS)
+def largest_of(head_chunks, how):
+    sp, model = make(size=1, **head_chunks), llama(**HEADS)
     model.patch_attention(sp)
     enable(model, CHECKPOINTING[how])
     ids = torch.arange(LENGTH)[None] % 64
@@ -139,9 +140,9 @@ def test_no_query_of_all_heads_stands():
         assert mine <= LENGTH * 96, how  # an intermediate of the MLP
 
 
-def one_adapted(name, stages):
+def one_adapted(name, head_chunks):
     """Gradients of a first layer of which one projection alone has LoRA."""
-    sp, model = make(size=1, **stages), with_lora(small(num_key_value_heads=4), name)
+    sp, model = make(size=1, **head_chunks), with_lora(small(num_key_value_heads=4), name)
     model.patch_attention(sp)
     model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
     return averaged(model)
@@ -159,10 +160,11 @@ def test_lora_may_be_on_one_projection_of_a_first_layer():
 
 
 def with_other_norms():
-    """Gradients without stages and with them, where norms of q and k have forwards of their own, as Liger gives."""
+    """Gradients without head chunks and with them, where norms of q and k have forwards of their own, as Liger
+    gives."""
     found = []
-    for stages in ({}, STAGES):
-        sp, model = make(size=1, **stages), model_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
+    for head_chunks in ({}, STAGES):
+        sp, model = make(size=1, **head_chunks), model_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
         for norm in (model.model.layers[0].self_attn.q_norm, model.model.layers[0].self_attn.k_norm):
             norm.forward = types.MethodType(type(norm).forward, norm)
         model.patch_attention(sp)
@@ -177,10 +179,10 @@ def test_norms_with_other_forwards_keep_their_gradients():
 
 
 def under_autocast():
-    """The gap of gradients, in bf16 by autocast, to those without stages."""
+    """The gap of gradients, in bf16 by autocast, to those without head chunks."""
     found = []
-    for stages in ({}, STAGES):
-        sp, model = make(size=1, **stages), model_of("qwen3")
+    for head_chunks in ({}, STAGES):
+        sp, model = make(size=1, **head_chunks), model_of("qwen3")
         model.patch_attention(sp)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model.train()(**sp.shard_batch(batch_of("odd"))).loss

@@ -1,0 +1,99 @@
+"""Names of version 0.1 that have changed. Until 0.3 they are still read, with one warning each."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .errors import SECTION, ConfigError
+
+# old setting -> new; a schedule's own ones too
+SETTINGS = {
+    "forward": "rotate_forward",
+    "backward": "rotate_backward",
+    "placement": "rank_order",
+    "travel_dtype": "comm_dtype",
+    "head_stages": "head_chunks",
+    "keep_attention": "recompute_attention",
+    "keep_exchanged": "save_qkv_after_all_to_all",
+    "window": "ring_size",
+}
+OPPOSITE = "keep_attention"  # true then is false now
+_warned: set[str] = set()
+
+
+def warn(kind: str, old: str, new: str) -> None:
+    """Warn of an old name, once in each process, on the first rank only. kind: "setting", "argument", ..."""
+    if (name := f"{kind} {old}") in _warned:
+        return
+    _warned.add(name)
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"ds_seqpar: {kind} {old!r} is called {new} since 0.2, and goes in 0.3", FutureWarning, stacklevel=3
+        )
+
+
+def settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings under their new names.
+
+    Raises:
+        ConfigError: A setting is given by its old and its new name.
+    """
+    check_one_name(f"{SECTION}.", given, SETTINGS)
+    renamed = {}
+    for name, value in given.items():
+        if name in SETTINGS:
+            not_value = " with the opposite value" if name == OPPOSITE else ""
+            warn("setting", name, f"{SETTINGS[name]!r}{not_value}")
+            value = not value if name == OPPOSITE and isinstance(value, bool) else value
+        renamed[SETTINGS.get(name, name)] = value
+    return renamed
+
+
+def check_one_name(prefix: str, given: Iterable[str], names: Mapping[str, str]) -> None:
+    """Raise ConfigError where both the old and the new of `names` (old -> new) are given."""
+    for old, new in names.items():
+        if old in given and new in given:
+            raise ConfigError(f"{prefix}{new} is the new name of {prefix}{old}; got both, leave out {old}")
+
+
+def argument(call: str, old: str, new: str, given: dict[str, Any], value: Any, default: Any = None) -> Any:
+    """Return an argument that may be among keyword arguments by its old name; take it out of `given`.
+
+    Args:
+        call: What the argument is of, for the sentence, such as "shard_batches".
+        given: The call's keyword arguments that have no parameter.
+        value: What was given by the new name.
+        default: What `value` is where nothing was given.
+
+    Raises:
+        ConfigError: Both names are given.
+        TypeError: Another argument is given, which the call does not have.
+    """
+    if unknown := [name for name in given if name != old]:
+        raise TypeError(f"{call}() got an unexpected keyword argument {unknown[0]!r}")
+    if old not in given:
+        return value
+    if value is not default:
+        raise ConfigError(f"{call} takes {new}, once called {old}; got both, leave out {old}")
+    warn(f"argument of {call}", old, repr(new))
+    return given.pop(old)
+
+
+class Renamed:
+    """An attribute's old name: a descriptor that warns and answers with the new one."""
+
+    def __init__(self, new: str, opposite: bool = False) -> None:
+        self.new, self.opposite = new, opposite
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.owner, self.old = owner.__name__, name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        warn(f"attribute of {self.owner}", self.old, repr(self.new))
+        value = getattr(instance, self.new)
+        return not value if self.opposite else value
