@@ -19,7 +19,7 @@ SHAPES = {
     "ring": (),
     "triangle": ("strips",),
     "distflash": (),
-    "double_ring": ("window",),
+    "double_ring": ("ring_size",),
     "wallfacer": ("team",),
     "attention2d": ("rows", "cols"),
     "mesh": ("mesh",),

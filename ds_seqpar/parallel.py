@@ -165,9 +165,9 @@ class SequenceParallel(Sharding):
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of your own. It keeps the results of `attention` in
-        the function, which is then neither computed nor sent again, unless the settings say keep_attention false. With
-        offload_checkpoints what is saved goes to host memory. A patched model's `gradient_checkpointing_enable` does
-        the same."""
+        the function, which is then neither computed nor sent again, unless the settings say recompute_attention true.
+        With offload_checkpoints what is saved goes to host memory. A patched model's `gradient_checkpointing_enable`
+        does the same."""
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
@@ -176,7 +176,7 @@ class SequenceParallel(Sharding):
             from .runtime.offload import store_of
 
             self.store = store_of(self.device)
-        return checkpoints.Checkpoint(checkpoint, self.config.keep_attention, self.store)
+        return checkpoints.Checkpoint(checkpoint, not self.config.recompute_attention, self.store)
 
     def record(self, *, watch: bool = False) -> Record:
         """`with sp.record() as record:` writes down when this rank computes, waits, sends and receives; afterwards

@@ -21,6 +21,7 @@ SETTINGS = {
     "window": "ring_size",
 }
 OPPOSITE = "keep_attention"  # true then is false now
+AXES = {"window": "inner_ring", "windows": "outer_ring"}  # of double_ring, in a list for rank_order
 _warned: set[str] = set()
 
 
@@ -48,8 +49,24 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
             not_value = " with the opposite value" if name == OPPOSITE else ""
             warn("setting", name, f"{SETTINGS[name]!r}{not_value}")
             value = not value if name == OPPOSITE and isinstance(value, bool) else value
+        if name in ("placement", "rank_order") and isinstance(value, (list, tuple)):
+            value = [_axis(axis) for axis in value]
         renamed[SETTINGS.get(name, name)] = value
     return renamed
+
+
+def _axis(name: Any) -> Any:
+    if name in ("window", "windows"):
+        warn("axis", name, repr(AXES[name]))
+        return AXES[name]
+    return name
+
+
+def setting(config: Any, old: str) -> Any:
+    """Return the value of a setting that is asked for by its old name."""
+    value = getattr(config, SETTINGS[old])
+    warn("setting", old, repr(SETTINGS[old]))
+    return not value if old == OPPOSITE else value
 
 
 def check_one_name(prefix: str, given: Iterable[str], names: Mapping[str, str]) -> None:
@@ -85,8 +102,8 @@ def argument(call: str, old: str, new: str, given: dict[str, Any], value: Any, d
 class Renamed:
     """An attribute's old name: a descriptor that warns and answers with the new one."""
 
-    def __init__(self, new: str, opposite: bool = False) -> None:
-        self.new, self.opposite = new, opposite
+    def __init__(self, new: str) -> None:
+        self.new = new
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.owner, self.old = owner.__name__, name
@@ -95,5 +112,4 @@ class Renamed:
         if instance is None:
             return self
         warn(f"attribute of {self.owner}", self.old, repr(self.new))
-        value = getattr(instance, self.new)
-        return not value if self.opposite else value
+        return getattr(instance, self.new)

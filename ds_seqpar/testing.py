@@ -15,13 +15,14 @@ from torch import Tensor
 
 from .compiler.compile import Compiler
 from .compiler.program.instructions import Wait
+from .compiler.program.ulysses import SavedForBackward
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import EvenShards, Shards, members_positions, tokens_of
 from .config.settings import SequenceParallelConfig, check_heads, check_length
 from .errors import ConfigError, InputError
 from .runtime import input_checks
 from .runtime.buffers import Tensors
-from .runtime.call_io import NOTHING, OPERANDS_AND_OUT, Saved
+from .runtime.call_io import Saved
 from .runtime.comm import EXCHANGE_TAG, Message, Sizes
 from .runtime.kernels import Scores
 from .runtime.runtime import Runtime
@@ -214,7 +215,7 @@ class _Ranks:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int) -> Result:
         local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
         settings = self.mask, self.shards, self.scores
-        saves = NOTHING if self.runtimes[0].members.degree == 1 else OPERANDS_AND_OUT
+        saves = SavedForBackward.NOTHING if self.runtimes[0].members.degree == 1 else SavedForBackward.QKV_AND_OUT
         for runtime, (own_q, own_k, _) in zip(self.runtimes, local, strict=True):
             input_checks.check_programs(runtime, own_q, own_k, self.mask, self.shards, self.scores.softcap)
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):

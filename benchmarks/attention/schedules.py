@@ -59,7 +59,16 @@ def names(ranks: int) -> list[str]:
     mesh = f"mesh={side // 2},1,{others}"
     teams = [f"wallfacer={team}" for team in sorted({2, side // 2})]
     shapes = [f"attention2d={rows}" for rows in (side, side * 2, side // 2)]
-    found = ["ring", "ring+backward=q", f"double_ring={side}", "distflash", *shapes, *teams, mesh, f"{mesh}+backward=q"]
+    found = [
+        "ring",
+        "ring+rotate_backward=q",
+        f"double_ring={side}",
+        "distflash",
+        *shapes,
+        *teams,
+        mesh,
+        f"{mesh}+rotate_backward=q",
+    ]
     fitting = []
     for name in (*found, "triangle"):
         with contextlib.suppress(ConfigError):
@@ -69,7 +78,7 @@ def names(ranks: int) -> list[str]:
 
 
 def config_of(ranks: int, name: str) -> SequenceParallelConfig:
-    both = {way: "kv" for way in ("forward", "backward") if not causal(name)}
+    both = {f"rotate_{way}": "kv" for way in ("forward", "backward") if not causal(name)}
     return SequenceParallelConfig(**{"size": ranks, **both, **parse(name).section}).resolve(ranks)
 
 

@@ -52,7 +52,7 @@ def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[
         raise ValueError('the bytes of head_chunks "auto" are known to the run only; got it, give a number')
     topology, inner = config.topology(args.world), args.world // config.ulysses
     shards, mask = EvenShards(config.layout, args.seq, inner), CAUSAL if args.causal else FULL
-    own = shape_of(config.travel_dtype, DTYPES[args.dtype], 1, (args.heads, args.kv_heads, args.head_dim))
+    own = shape_of(config.comm_dtype, DTYPES[args.dtype], 1, (args.heads, args.kv_heads, args.head_dim))
     at = {(topology.index(r, "ulysses"), topology.index(r, *topology.inner_axes)): r for r in range(args.world)}
     recipe, kept = config.recipe(topology), config.kept(stages, False, False)
     for place, rank in at.items():

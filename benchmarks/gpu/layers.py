@@ -32,7 +32,7 @@ def features(kv_heads: int) -> dict[str, dict[str, Any] | None]:
         "ours": {},
         "loss_tiles": {"loss_tiles": "auto"},
         "mlp_tiles": {"mlp_tiles": "auto"},
-        "keep_attention false": {"keep_attention": False},
+        "recompute_attention true": {"recompute_attention": True},
         f"head_chunks {kv_heads}": {"head_chunks": kv_heads},
         "offload_checkpoints": {"offload_checkpoints": True},
     }

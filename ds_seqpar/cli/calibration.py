@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.tiles.tiles import Tile
 from ..config.settings import SequenceParallelConfig
 from ..errors import ConfigError, KernelError
 from ..planner.machine import FLOPS_PER_PAIR
-from ..runtime.call_io import NOTHING, Saved
+from ..runtime.call_io import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
 from ..runtime.devices import device_name, host_memory, own_device, ranks_per_node
 from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select
@@ -166,7 +167,7 @@ class Calibration:
         settings = mask, alone.shards(q.shape[1]), Scores(q.shape[3] ** -0.5)
 
         def once() -> None:
-            out, lse, *_ = run(alone.forward(q, k, v, None, *settings, saves=NOTHING))
+            out, lse, *_ = run(alone.forward(q, k, v, None, *settings, saves=SavedForBackward.NOTHING))
             own = {"do": do, "q": q, "k": k, "v": v, "out": out}
             run(alone.backward(own, k.shape[2], None, Saved([lse], [], []), *settings))
 

@@ -91,9 +91,10 @@ def config_of(told: Told) -> tuple[SequenceParallelConfig, PlanResult | None]:
             machine = dataclasses.replace(machine, memory=float(told.memory), spare=0.0)
         asked = dataclasses.replace(config, machine="auto", seq_len=told.seq)
         return resolve_with_plan(asked, told.job, heads, told.world, lambda dtype: machine)
-    if config.unsaid:
+    if config.auto_fields:
         raise ConfigError(
-            f'{SECTION}.memory "auto" chooses for a machine; got none, say --machine, or say {", ".join(config.unsaid)}'
+            f'{SECTION}.memory "auto" chooses for a machine; got none, say --machine, or say '
+            f"{', '.join(config.auto_fields)}"
         )
     sharing = told.world if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.MAX_SHARING_RANKS, "say --set size=8, or what is meant")

@@ -13,14 +13,14 @@ from ..analysis.validate import validate
 from ..compiler.compile import Compiler, pattern_of, visible_share
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.shape import shape_of
-from ..compiler.program.ulysses import SAVE_ALL, Heads, HeadSplit, Members, exchange_bytes_per_token
+from ..compiler.program.ulysses import Heads, HeadSplit, Members, SavedForBackward, exchange_bytes_per_token
 from ..compiler.schedules import SCHEDULES, settings
 from ..compiler.sharding.heads import busiest_member, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL
 from ..compiler.sharding.shards import EvenShards
 from ..compiler.tiles.launches import PLAIN_KERNEL
-from ..config.settings import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, check_length, setting_names
+from ..config.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
 from ..planner import limits
 
@@ -28,6 +28,11 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 """
 
 
+# options of version 0.1 -> how they are read
+OLD_OPTIONS: dict[str, dict[str, Any]] = {
+    "forward": {}, "backward": {}, "placement": {"nargs": "+"}, "travel_dtype": {}, "head_stages": {"type": int},
+    "window": {"type": int},
+}  # fmt: skip
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
 """
 
@@ -44,20 +49,22 @@ def add_parser(commands: Any) -> None:
     show.add_argument(
         "--ulysses", type=int, default=1, help="ranks that exchange heads; the schedule runs on the others"
     )
-    show.add_argument("--head-chunks", type=int, default=1, help="parts of the heads, attended to one after the other")
+    show.add_argument("--head-chunks", type=int, help="chunks of the heads, attended to one after the other")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"
         show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)
     for direction in ("forward", "backward"):
-        show.add_argument(f"--{direction}", default="auto", help=f"what travels: one of {', '.join(TRAVELS)}")
+        show.add_argument(f"--rotate-{direction}", help=f"one of {', '.join(ROTATES)}")
     show.add_argument("--overlap", action="store_true", help="order products as operands arrive")
-    show.add_argument("--placement", nargs="+", default=["auto"], help=f"one of {', '.join(PLACEMENTS)}, or axes")
-    show.add_argument("--travel-dtype", default="fp32", help=f"one of {', '.join(TRAVEL_DTYPES)}")
+    show.add_argument("--rank-order", nargs="+", help=f"one of {', '.join(RANK_ORDERS)}, or axes")
+    show.add_argument("--comm-dtype", help=f"one of {', '.join(COMM_DTYPES)}")
     show.add_argument(
         "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
     )
+    for old, option in OLD_OPTIONS.items():
+        show.add_argument(f"--{old.replace('_', '-')}", dest=f"old_{old}", help=argparse.SUPPRESS, **option)
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one inner rank executes")
     show.add_argument(
@@ -75,24 +82,26 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command. Raises ConfigError for settings that do not fit."""
     given = {name: getattr(args, name, None) for name in setting_names()}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if len(args.placement) == 1:
-        chosen["placement"] = args.placement[0]
+    old = {name: getattr(args, f"old_{name}") for name in OLD_OPTIONS}
+    chosen = {name: value for name, value in (given | old).items() if value is not None}
+    for name in ("rank_order", "placement"):
+        if len(chosen.get(name, ())) == 1:
+            chosen[name] = chosen[name][0]
     config = SequenceParallelConfig(**chosen)
     _check_limits(args)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     members, head_chunks = config.ulysses, config.head_chunks
     first = Heads.of(args.heads[0], args.heads[1], Members(members, 0), head_chunks).head_chunks[0]
-    own = shape_of(config.travel_dtype, "bfloat16", 1, (*args.heads, 128))
+    own = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, 128))
     heads = *largest_share(*first.counts, members), 128  # of the Ulysses member that sets the pace
-    shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
+    shape = shape_of(config.comm_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
-    saved = config.kept(head_chunks, False, False) if members > 1 else SAVE_ALL
+    saved = config.kept(head_chunks, False, False) if members > 1 else SavedForBackward.QKV_AND_OUT
     head_split = HeadSplit(members, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):

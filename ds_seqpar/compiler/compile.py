@@ -15,7 +15,7 @@ from typing import TypeVar
 from .program.instructions import HeadExchange, Program
 from .program.lower import lower
 from .program.shape import Field, FieldLocation, Shape, buffer_bytes, locations_of
-from .program.ulysses import SAVE_ALL, ExchangeSizes, Heads, Members, SaveChoice, call_program, exchange_sizes
+from .program.ulysses import ExchangeSizes, Heads, Members, SavedForBackward, call_program, exchange_sizes
 from .schedules import Schedule
 from .schedules.actions import Steps
 from .schedules.plan import Counted, Pattern, Plan
@@ -209,7 +209,7 @@ class Compiler:
 
     def bound_call(
         self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, support: KernelSupport,
-        head_chunks: int = 1, saved: SaveChoice = SAVE_ALL, lse: bool = False,
+        head_chunks: int = 1, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
         """The program of one call of attention, with lengths. own: the shape of a rank's own tensors, of all heads.
         lse: whether the caller wants the lse too. Raises as `bound_inner` does."""
@@ -225,7 +225,7 @@ class Compiler:
         return _cached(self._bound, (direction, mask, shards, own, members, support, head_chunks, saved, lse), make)
 
     def program_of_call(
-        self, inner: tuple[Program, ...], degree: int, shards: Shards, saved: SaveChoice, lse: bool
+        self, inner: tuple[Program, ...], degree: int, shards: Shards, saved: SavedForBackward, lse: bool
     ) -> Program:
         """The program of a call, from the inner program of each head chunk. degree: Ulysses'."""
         q, kv = (members_tokens(shards, side, self.rank, degree) for side in ("q", "kv"))

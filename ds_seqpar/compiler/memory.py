@@ -14,7 +14,7 @@ from .compile import BoundProgram, Compiler, Recipe
 from .program import instructions as op
 from .program.instructions import is_own, methods_of
 from .program.shape import ITEMSIZE, Shape, shape_of, token_bytes
-from .program.ulysses import PER_ROW, SAVE_NOTHING, SIDE, SaveChoice
+from .program.ulysses import PER_ROW, SIDE, SavedForBackward
 from .schedules.actions import ACCUMULATORS, Unit
 from .sharding.heads import free_head_chunk_counts, largest_share
 from .sharding.masks import Mask
@@ -36,12 +36,12 @@ class Figures:
     inputs: bool
 
 
-def figures(forward: BoundProgram, backward: BoundProgram, choice: SaveChoice) -> Figures:
+def figures(forward: BoundProgram, backward: BoundProgram, choice: SavedForBackward) -> Figures:
     """The figures of a call, from its two programs. choice: what forward saves for backward."""
     tracker = _Tracker(forward, choice)
     peak_forward, saved = tracker.run(), tracker.saved_with_results()
     peak_backward = saved + _Tracker(backward).run()
-    return Figures(forward=peak_forward, saved=saved, backward=peak_backward, inputs=not choice.operands)
+    return Figures(forward=peak_forward, saved=saved, backward=peak_backward, inputs=not choice.qkv)
 
 
 @functools.lru_cache(maxsize=8)  # head chunks are alike, and ask for the same
@@ -88,7 +88,7 @@ class _Tracker:
     results of the head chunk that was left last. own_results: of results of own tokens. saved: of what forward
     saves."""
 
-    def __init__(self, bound: BoundProgram, choice: SaveChoice = SAVE_NOTHING) -> None:
+    def __init__(self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING) -> None:
         self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
         self.enters = {one.head_chunk: one.arrived for one in bound.program.code if isinstance(one, op.Enter)}
@@ -318,7 +318,7 @@ class _Tracker:
                 self.head_chunk_results[field.name] = rows * field.elements * field.itemsize
         if self.forward:
             arrived = sum(self.slots[slot] for _, slot in self.enters[one.head_chunk])
-            self.saved += self.choice.operands * arrived
+            self.saved += self.choice.qkv * arrived
             for name in ("lse", "out") if self.choice.out else ("lse",):  # what is saved is not there twice
                 self.saved, self.head_chunk_results[name] = self.saved + self.head_chunk_results[name], 0
             if "lse" not in self.sent:

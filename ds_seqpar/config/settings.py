@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from .. import renamed
 from ..compiler import schedules
 from ..compiler.compile import Recipe
-from ..compiler.program.ulysses import SaveChoice, saved_for_backward
-from ..compiler.schedules.base import MOVING_SIDES, PLACEMENTS, Schedule, Value, is_count
+from ..compiler.program.ulysses import SavedForBackward, saved_for_backward
+from ..compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, Schedule, Value, is_count
 from ..compiler.sharding import layout as layouts
 from ..compiler.sharding.heads import has_equal_shares, largest_share, max_head_chunks
 from ..compiler.sharding.layout import Axes, Topology, axis_order, divisors
@@ -22,103 +23,120 @@ UNREADABLE = "SequenceParallel needs a configuration that can be read; reading i
 Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
-TRAVELS = ("auto", *MOVING_SIDES)
-TRAVEL_DTYPES = ("fp32", "bf16")
+ROTATES = ("auto", *MOVING_SIDES)
+COMM_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # settings that only tell the planner what to plan for
 PLANNED = ("size", "ulysses", "schedule", "head_chunks")  # if none of them is "auto", there is nothing to plan
 # settings that save memory
-MEMORY_SETTINGS = ("loss_tiles", "mlp_tiles", "head_chunks", "keep_exchanged", "offload_checkpoints", "keep_attention")
+MEMORY_SETTINGS = (
+    "loss_tiles",
+    "mlp_tiles",
+    "head_chunks",
+    "save_qkv_after_all_to_all",
+    "offload_checkpoints",
+    "recompute_attention",
+)
 PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class SequenceParallelConfig:
-    """How one sequence is shared by `size` ranks. The JSON section has the same field names.
+    """Configure how `size` ranks share one sequence: the `"sequence_parallel"` section, with the same names.
 
-    size: ranks that share one sequence (P). "auto": all ranks of the job.
-    ulysses: ranks of an all-to-all from sequence to heads (U); the other `size / ulysses` (A) run `schedule`.
-        At most the query heads. Heads that it does not divide are dealt unevenly (`compiler.heads`); the member with
-        the most sets the pace. "auto": the largest that divides `size`, shares the model's heads equally and fits the
-        schedule's shape; 1 where heads are not known. The floor on received bytes falls as 1/sqrt(U P).
-    schedule: what the inner A ranks do: a name in ds_seqpar/compiler/schedules, or one that you `register` there. Its
-        own settings are given and read as those here. `python -m ds_seqpar show --help` lists all.
-    forward, backward: what goes round, "kv" or "q" with its results. "auto" is what sends fewer bytes.
-    overlap: transfers of single blocks in place of collectives, and products as their operands arrive.
-    placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.layout.axis_order.
-        "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
-        "ring_intra" its ring (WallFacer's two placements).
-    travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
-        the range: gradients of a mean loss over many tokens vanish in it.)
-    layout: which tokens a rank holds. "contiguous". "zigzag": chunks r and 2A-1-r of 2A; equal causal work in every
-        step. "striped": every A-th token (Striped Attention, section 3). "balanced": packed documents as
-        `compiler.balance` deals them, one document as "zigzag". "auto" is the schedule's: most have "balanced".
-    kernel: the block kernel; "auto" is the first that can take the blocks.
-    head_chunks: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
-        part (Untied Ulysses). At most the key/value heads. With `overlap` Ulysses' exchanges run while other stages
-        compute. "auto" with a `seq_len` or a `machine`: the planner chooses head chunks and overlap. Else "auto" is the
-        fewest with which buffers take no more than q, k, v and out do, among those that send no more bytes; or the
-        most of these.
-    keep_attention: where activations are checkpointed, attention's forward and all that it sends run once a step,
-        because its results are kept (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
-    keep_exchanged: whether backward finds the q, k and v that Ulysses' exchange brought to forward. false: the exchange
-        is repeated, which is slower and takes less memory. "auto": they are kept, unless `head_chunks` saves memory:
-        more than one, without overlap, and with no checkpoint that keeps attention.
-    offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
-    mlp_tiles, loss_tiles: in how many tiles of a rank's tokens a patched model computes MLPs and norms, and logits with
-        the loss. So what they make never stands whole in memory (ALST, section 3.1). 1: as the model does. "auto" is
-        chosen in each forward, by each rank for its own tokens (docs/memory.md).
-    seq_len: tokens of the whole sequence that a size, ulysses, schedule or head_chunks of "auto" is planned for
-        (docs/planner.md). "auto": with a machine, the longest that a Trainer's data set says it has.
-    machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
-        with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
-    memory: "auto" plans the fastest that fits the machine of head_chunks, keep_attention, keep_exchanged,
-        offload_checkpoints, mlp_tiles and loss_tiles, where the section does not say them. "given": nothing is planned.
-    own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
-    unsaid: what "memory" has still to choose, by name.
+    Every setting has a default, and most have `"auto"`, which `resolve` replaces. A schedule's own settings (`rows`,
+    `ring_size`, ...) are given and read as those below; `python -m ds_seqpar show --help` lists them. Names of version
+    0.1 are read with a warning.
+
+    Args:
+        schedule_options: A schedule's own settings, by name. They may be given by their names instead.
+        auto_fields: What `memory="auto"` has still to choose; default: the memory settings that are not given.
+        **settings: The settings below, and the schedules' own.
+
+    Raises:
+        ConfigError: A setting does not exist, or its value cannot be right whatever the others are.
     """
 
     size: Count = "auto"
+    """Ranks that share one sequence (P); `"auto"`: all ranks of the job."""
     ulysses: Count = "auto"
+    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads. The other `size / ulysses`
+    run `schedule`. Heads that it does not divide are dealt unevenly, and the rank with the most sets the pace.
+    `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1 where heads
+    are not known."""
     schedule: str = "auto"
+    """What the `size / ulysses` ranks do: a name in `ds_seqpar/compiler/schedules`, or a registered one. `"auto"`:
+    `"ring"`."""
     layout: str = "auto"
-    forward: str = "auto"
-    backward: str = "auto"
+    """Which tokens a rank holds. `"contiguous"`; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work is equal
+    in every step; `"striped"`: every A-th token (Striped Attention, section 3); `"balanced"`: packed documents with
+    equal work, one document as `"zigzag"`. `"auto"`: the schedule's default, mostly `"balanced"`."""
+    rotate_forward: str = "auto"
+    """What rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"`: what sends fewer bytes."""
+    rotate_backward: str = "auto"
+    """The same in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq."""
     overlap: bool = False
-    placement: Sequence[str] | str = "auto"
-    travel_dtype: str = "fp32"
+    """Send single blocks in place of collectives, and compute products in the order in which operands arrive."""
+    rank_order: Sequence[str] | str = "auto"
+    """The order of axes over ranks, the fastest first: names of axes or a preset. `"ulysses_intra"` (`"auto"`) keeps
+    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring (WallFacer's
+    two placements)."""
+    comm_dtype: str = "fp32"
+    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. Not fp16,
+    in which gradients of a mean loss over many tokens vanish."""
     kernel: str = "auto"
+    """The block kernel; `"auto"`: the first that can take the blocks."""
     head_chunks: Count = 1
-    keep_attention: bool = True
-    keep_exchanged: bool | str = "auto"
+    """Attend to so many chunks of the heads, one after the other, with buffers of one (Untied Ulysses). At most the
+    key/value heads. With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
+    a `machine` the planner chooses; else the fewest whose buffers take no more than q, k, v and out, among those that
+    send no more bytes."""
+    recompute_attention: bool = False
+    """With activation checkpointing, run attention and what it sends once more in backward. False keeps attention's
+    results (DistFlashAttn, section 3.3), so that it runs once a step."""
+    save_qkv_after_all_to_all: bool | str = "auto"
+    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward, which
+    is slower and takes less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside
+    of a checkpoint that keeps attention."""
     offload_checkpoints: bool = False
+    """Move what checkpoints save to host memory until backward needs it."""
     mlp_tiles: Count = 1
+    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST, section 3.1). `"auto"`: chosen
+    in each forward, by each rank for its own tokens."""
     loss_tiles: Count = 1
+    """Tiles in which a patched model computes logits and the loss, the same."""
     seq_len: Count = "auto"
+    """Tokens of the whole sequence for which `"auto"` settings are planned (docs/planner.md). `"auto"`: with a
+    `machine`, the longest that a Trainer's data set says it has."""
     machine: str = "auto"
+    """The machine for which they are planned: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote.
+    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts. With neither nothing is planned."""
     memory: str = "given"
-    own: tuple[tuple[str, Value], ...] = ()
-    unsaid: tuple[str, ...] = ()
+    """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
+    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits the machine, where they are not given."""
+    schedule_options: tuple[tuple[str, Value], ...] = ()
+    """The schedule's own settings that are not `"auto"`, sorted by name."""
+    auto_fields: tuple[str, ...] = ()
+    """The settings that `memory="auto"` has still to choose."""
 
     def __init__(
         self,
         *,
-        own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (),
-        unsaid: tuple[str, ...] | None = None,
+        schedule_options: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (),
+        auto_fields: tuple[str, ...] | None = None,
         **settings: Any,
     ) -> None:
-        """settings: those above and the schedules' own, by name; they win over `own`. Raises ConfigError for a setting
-        that does not exist, or whose value cannot be right whatever the others are."""
-        settings = {**dict(own), **settings}
+        settings = renamed.settings({**dict(schedule_options), **settings})
         check_names(settings)
-        if unsaid is None:
+        if auto_fields is None:
             chosen = MEMORY_SETTINGS if settings.get("memory") == "auto" else ()
-            unsaid = tuple(name for name in chosen if name not in settings)
+            auto_fields = tuple(name for name in chosen if name not in settings)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, settings.pop(field.name, field.default))
         known = schedules.settings()
         given = {name: known[name][0].checked(value) for name, value in settings.items()}
-        object.__setattr__(self, "own", tuple(sorted(item for item in given.items() if item[1] != "auto")))
-        object.__setattr__(self, "unsaid", unsaid)
+        options = tuple(sorted(item for item in given.items() if item[1] != "auto"))
+        object.__setattr__(self, "schedule_options", options)
+        object.__setattr__(self, "auto_fields", auto_fields)
         self._check()
 
     def _check(self) -> None:
@@ -126,44 +144,51 @@ class SequenceParallelConfig:
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
-        for field in ("overlap", "keep_attention", "offload_checkpoints"):
+        for field in ("overlap", "recompute_attention", "offload_checkpoints"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
-        if self.keep_exchanged != "auto" and not isinstance(self.keep_exchanged, bool):
-            raise ConfigError(f'{SECTION}.keep_exchanged must be true, false or "auto"; got {self.keep_exchanged!r}')
+        if self.save_qkv_after_all_to_all != "auto" and not isinstance(self.save_qkv_after_all_to_all, bool):
+            raise ConfigError(
+                f'{SECTION}.save_qkv_after_all_to_all must be true, false or "auto"; got '
+                f"{self.save_qkv_after_all_to_all!r}"
+            )
         if not isinstance(self.machine, str) or not self.machine:
             raise ConfigError(
                 f"{SECTION}.machine must be the name of a preset, or a JSON file by its path; got {self.machine!r}"
             )
-        if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):
-            if not all(isinstance(name, str) for name in self.placement):
-                raise ConfigError(f"{SECTION}.placement must be a list of names of axes; got {self.placement!r}")
-            object.__setattr__(self, "placement", tuple(self.placement))
+        if isinstance(self.rank_order, Sequence) and not isinstance(self.rank_order, str):
+            if not all(isinstance(name, str) for name in self.rank_order):
+                raise ConfigError(f"{SECTION}.rank_order must be a list of names of axes; got {self.rank_order!r}")
+            object.__setattr__(self, "rank_order", tuple(self.rank_order))
         else:
-            check_choice(f"{SECTION}.placement", self.placement, PLACEMENTS)
-        if self.travel_dtype == "fp16":
+            check_choice(f"{SECTION}.rank_order", self.rank_order, RANK_ORDERS)
+        if self.comm_dtype == "fp16":
             raise ConfigError(
-                f'{SECTION}.travel_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
+                f'{SECTION}.comm_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
                 'use "bf16", which takes as many bytes'
             )
-        for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
+        for field, names in (("rotate_forward", ROTATES), ("rotate_backward", ROTATES), ("comm_dtype", COMM_DTYPES),
                              ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS),
                              ("memory", ("given", "auto"))):  # fmt: skip
             check_choice(f"{SECTION}.{field}", getattr(self, field), names)
         schedules.schedule(self.schedule)
 
     def __getattr__(self, name: str) -> Value | str:
-        """A schedule's own setting."""
-        if name in schedules.settings():
-            return dict(vars(self).get("own", ())).get(name, "auto")
+        if name in schedules.settings():  # a schedule's own
+            return dict(vars(self).get("schedule_options", ())).get(name, "auto")
+        if name in renamed.SETTINGS:
+            return renamed.setting(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         words = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
         return f"{type(self).__name__}({words})"
 
+    own = renamed.Renamed("schedule_options")
+    unsaid = renamed.Renamed("auto_fields")
+
     def settings(self) -> dict[str, Any]:
-        """All by name, as the JSON would have them."""
+        """Return all settings by name, as the JSON would have them."""
         return {name: getattr(self, name) for name in setting_names()}
 
     @classmethod
@@ -171,6 +196,7 @@ class SequenceParallelConfig:
         """From the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
+        section = renamed.settings(section)
         check_names(section)
         return cls(**section)
 
@@ -202,12 +228,12 @@ class SequenceParallelConfig:
         self._check_own(chosen)
         resolved = dataclasses.replace(self, size=size, schedule=chosen.name)
         resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
-        resolved = dataclasses.replace(resolved, own=resolved._shape(heads))
-        chosen = chosen.at(size // resolved.ulysses, dict(resolved.own))
+        resolved = dataclasses.replace(resolved, schedule_options=resolved._shape(heads))
+        chosen = chosen.at(size // resolved.ulysses, dict(resolved.schedule_options))
         resolved._check_choices(chosen)
         if self.layout == "auto":
             resolved = dataclasses.replace(resolved, layout=chosen.default_layout)
-        resolved.topology(world_size)  # which raises for a placement that is none
+        resolved.topology(world_size)  # which raises for a wrong rank_order
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None) -> int:
@@ -231,21 +257,21 @@ class SequenceParallelConfig:
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
             except ConfigError:
-                if not self.own and ulysses == min(legal):
+                if not self.schedule_options and ulysses == min(legal):
                     raise
                 continue
             return ulysses
-        shape = ", ".join(f"{name} {value}" for name, value in self.own)
+        shape = ", ".join(f"{name} {value}" for name, value in self.schedule_options)
         raise ConfigError(
-            f"{SECTION}.{'/'.join(dict(self.own))} must fit the inner ranks, size / ulysses; got {shape} for size "
-            f"{self.size}, whose ulysses degrees that divide {heads[0]} query and {heads[1]} key/value heads equally "
-            f"are {legal}"
+            f"{SECTION}.{'/'.join(dict(self.schedule_options))} must fit the inner ranks, size / ulysses; got "
+            f"{shape} for size {self.size}, whose ulysses degrees that divide {heads[0]} query and {heads[1]} "
+            f"key/value heads equally are {legal}"
         )
 
     def _check_own(self, chosen: Schedule) -> None:
         """Raises ConfigError for a setting of another schedule's."""
         known = schedules.settings()
-        for name, _ in self.own:
+        for name, _ in self.schedule_options:
             if (owner := known[name][1]) is not chosen:
                 raise ConfigError(
                     f'{SECTION}.{name} belongs to schedule "{owner.name}"; got it with "{chosen.name}", '
@@ -268,14 +294,14 @@ class SequenceParallelConfig:
         if heads:  # all Ulysses members must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
-        return tuple(chosen.shaped(self.size // self.ulysses, dict(self.own), heads, self.layout).items())
+        return tuple(chosen.shaped(self.size // self.ulysses, dict(self.schedule_options), heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
         """Of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the default.
         What asked for a plan is left out."""
         settings, defaults = self.settings(), SequenceParallelConfig().settings()
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
-        inner, own = self.size // self.ulysses, dict(self.own)
+        inner, own = self.size // self.ulysses, dict(self.schedule_options)
         alone = own if inner == 1 else {}
         layout = schedules.schedule(self.schedule).at(inner, own).default_layout
         for name, value in settings.items():
@@ -287,12 +313,12 @@ class SequenceParallelConfig:
     @property
     def inner_axes(self) -> Axes:
         """Of a resolved config: names and sizes of the axes of its inner ranks, the first one numbered fastest."""
-        return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.own))
+        return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
         """Of a resolved config: all ranks of the job as named axes."""
         chosen, axes = schedules.schedule(self.schedule), self.inner_axes
-        order, data = axis_order(axes, self.placement, chosen.placements), world_size // self.size
+        order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
     @property
@@ -300,21 +326,23 @@ class SequenceParallelConfig:
         """Whether the planner must choose: `seq_len` or `machine` is given and one of `PLANNED` is "auto", or `memory`
         is "auto" and leaves settings open."""
         requested = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
-        shape = requested and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
-        return shape or bool(self.unsaid)
+        shape = requested and isinstance(self.rank_order, str) and "auto" in (getattr(self, name) for name in PLANNED)
+        return shape or bool(self.auto_fields)
 
-    def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SaveChoice:
+    def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SavedForBackward:
         """What attention's forward keeps for backward, of a resolved config. checkpointed: whether a checkpoint is
         around attention; keeps: whether that checkpoint keeps attention's results."""
-        return saved_for_backward(self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.keep_exchanged)
+        return saved_for_backward(
+            self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.save_qkv_after_all_to_all
+        )
 
     def recipe(self, topology: Topology) -> Recipe:
         """The Recipe that programs are made from, of a resolved config."""
         return Recipe(
             schedule=schedules.schedule(self.schedule),
             topology=topology,
-            forward=self.forward,
-            backward=self.backward,
+            forward=self.rotate_forward,
+            backward=self.rotate_backward,
             overlap=self.overlap,
         )
 
@@ -324,7 +352,7 @@ def setting_names() -> tuple[str, ...]:
     every = [field.name for field in dataclasses.fields(SequenceParallelConfig)]
     if twice := [name for name in every if name in schedules.settings()]:
         raise ConfigError(f"a schedule's settings need names of their own; got {', '.join(twice)}, rename it")
-    return (*(name for name in every if name not in ("own", "unsaid")), *schedules.settings())
+    return (*(name for name in every if name not in ("schedule_options", "auto_fields")), *schedules.settings())
 
 
 def check_names(settings: Mapping[str, Any]) -> None:
@@ -338,7 +366,12 @@ def check_names(settings: Mapping[str, Any]) -> None:
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     """Setting -> the words that a schedule takes, for the common settings that are words."""
     sides = ("auto", *schedule.moving_sides)
-    return {"layout": schedule.layouts, "forward": sides, "backward": sides, "placement": tuple(schedule.placements)}
+    return {
+        "layout": schedule.layouts,
+        "rotate_forward": sides,
+        "rotate_backward": sides,
+        "rank_order": tuple(schedule.rank_orders),
+    }
 
 
 def legal_ulysses(size: int, q_heads: int) -> list[int]:

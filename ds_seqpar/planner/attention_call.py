@@ -21,7 +21,7 @@ from ..compiler.program.instructions import (
 )
 from ..compiler.program.lower import lower
 from ..compiler.program.shape import Shape, shape_of
-from ..compiler.program.ulysses import SAVE_ALL, Members, SaveChoice, call_program
+from ..compiler.program.ulysses import Members, SavedForBackward, call_program
 from ..compiler.schedules.base import Schedule
 from ..compiler.schedules.plan import Pattern, StepsOf
 from ..compiler.sharding.heads import busiest_member, heads_of_members
@@ -49,7 +49,7 @@ class AttentionCall:
     dtype: str = "bfloat16"
     batch: int = 1
     head_chunks: int = 1
-    kept: SaveChoice = SAVE_ALL
+    kept: SavedForBackward = SavedForBackward.QKV_AND_OUT
 
     @property
     def hides_exchanges(self) -> bool:
@@ -73,7 +73,7 @@ class AttentionCall:
         """The shape of attention on each Ulysses member."""
         q_heads, kv_heads, dim = self.heads
         counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_of_members(q_heads, kv_heads, self.members)]
-        return tuple(shape_of(self.config.travel_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
+        return tuple(shape_of(self.config.comm_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
 
     @property
     def members(self) -> int:
@@ -221,17 +221,17 @@ def call_figures(
     recipe = config.recipe(Topology(axes=config.inner_axes))  # where ranks lie changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
-    own = shape_of(config.travel_dtype, dtype, batch, heads)
+    own = shape_of(config.comm_dtype, dtype, batch, heads)
     count = config.head_chunks
     if count == "auto":
-        count = fewest_head_chunks(recipe, config.ulysses, config.travel_dtype, own, mask, shards)
+        count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, own, mask, shards)
     if member is None:
         member = busiest_member(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))
     compiler, members = cached_compiler(recipe, rank, early), Members(config.ulysses, member)
 
     def bound(direction: str) -> BoundProgram:
-        kept_for_backward = leaves if config.ulysses > 1 else SaveChoice()
+        kept_for_backward = leaves if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
         return compiler.bound_call(direction, mask, shards, own, members, support, count, kept_for_backward)
 
     return figures(bound("forward"), bound("backward"), leaves)

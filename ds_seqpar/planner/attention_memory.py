@@ -30,8 +30,8 @@ def projecting_head_chunks(step: TrainingStep) -> int:
         return config.head_chunks
     recipe = config.recipe(config.topology(step.world))
     shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
-    own = shape_of(config.travel_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
-    return fewest_head_chunks(recipe, config.ulysses, config.travel_dtype, own, step.mask, shards)
+    own = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
+    return fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, own, step.mask, shards)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
@@ -50,12 +50,12 @@ def attention_figures(step: TrainingStep) -> Figures:
     of a head chunk, which then exist in no other part of the layer."""
     m, head_chunks, tokens = step.model, projecting_head_chunks(step), tokens_on_rank(step)
     config = on_fewer_ranks(step.config) if step.mask.scale_free else step.config
-    bare = dataclasses.replace(config, placement="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
+    bare = dataclasses.replace(config, rank_order="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
     if head_chunks == 1:
         heads = m.heads, m.kv_heads, m.head_dim
         return _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing)
-    kept = config.kept(head_chunks, step.checkpointing, config.keep_attention)
-    bare = dataclasses.replace(bare, head_chunks=1, keep_exchanged=kept.operands, keep_attention=True)
+    kept = config.kept(head_chunks, step.checkpointing, not config.recompute_attention)
+    bare = dataclasses.replace(bare, head_chunks=1, save_qkv_after_all_to_all=kept.qkv, recompute_attention=False)
     kv_heads = math.ceil(m.kv_heads / head_chunks)
     heads = m.heads // m.kv_heads * kv_heads, kv_heads, m.head_dim
     one = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
@@ -64,7 +64,7 @@ def attention_figures(step: TrainingStep) -> Figures:
     # offloaded: the results of one stage, which is fetched ahead; else those of all other stages
     other_head_chunks = one.saved if is_offloaded(step) else (head_chunks - 1) * one.saved
     in_backward = other_head_chunks
-    if step.checkpointing and not is_offloaded(step) and not kept.operands:
+    if step.checkpointing and not is_offloaded(step) and not kept.qkv:
         # before the first head chunk is through there is no gradient of the input yet; after it delta and lse replace
         # out
         rows = 8 * heads[0] * tokens * step.batch
@@ -97,7 +97,7 @@ def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
     own = next(fitting, None)
     if own is None:
         return config
-    return dataclasses.replace(config, size=inner * config.ulysses, own=tuple(sorted(own.items())))
+    return dataclasses.replace(config, size=inner * config.ulysses, schedule_options=tuple(sorted(own.items())))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,12 +106,12 @@ def _attention(
     checkpointing: bool,
 ) -> Figures:  # fmt: skip
     """The memory of attention on the first, the middle or the last inner rank, whichever needs most. tokens: of a rank.
-    Cached, because candidates that differ only in their links or placement need the same."""
+    Cached, because candidates that differ only in their links or rank order need the same."""
     inner = config.size // config.ulysses
     figures = [
         call_figures(
             config, world=config.size, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
-            kept=config.keep_attention if checkpointing else None,
+            kept=not config.recompute_attention if checkpointing else None,
         )
         for rank in sorted({0, inner // 2, inner - 1})
     ]  # fmt: skip

@@ -97,7 +97,7 @@ def resolve_with_plan(
             f"not say how long its sequences are, say seq_len too, or leave {asking} out"
         )
     result = plan_even_if_too_large(request_of(config, job, seq, world, detect_machine(job.dtype)))
-    planned = (*config.unsaid, *(("head_chunks",) if config.head_chunks == "auto" else ()))
+    planned = (*config.auto_fields, *(("head_chunks",) if config.head_chunks == "auto" else ()))
     kept = {name: getattr(config, name) for name in ("head_chunks", *PLAN_REQUESTS) if name not in planned}
     return Planned(dataclasses.replace(result.best.config, **kept), result)
 
@@ -122,7 +122,7 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, d
 def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:
     """The settings that the planner must take as they are. With head_chunks "auto" it also decides about overlap, by
     which head chunks hide exchanges."""
-    open_settings = {*PLAN_REQUESTS, *config.unsaid}
+    open_settings = {*PLAN_REQUESTS, *config.auto_fields}
     if config.head_chunks == "auto" and not config.overlap:
         open_settings.add("overlap")
     return {name: value for name, value in config.settings().items() if name not in open_settings}

@@ -24,7 +24,7 @@ class Candidate:
     schedule: Schedule
     own: Own
     layout: str
-    placement: str
+    rank_order: str
     topology: Topology
     overlap: bool = False
 
@@ -39,7 +39,7 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         named = {"size": self.size, "ulysses": self.ulysses, "schedule": self.schedule.name, "layout": self.layout}
-        return {**named, "placement": self.placement, **self.own}
+        return {**named, "rank_order": self.rank_order, **self.own}
 
     def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
         """The candidate as a configuration without any "auto". settings: those that a candidate has not. Raises
@@ -81,7 +81,7 @@ class Candidate:
         words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
         if not self.has_default_layout:
             words += f", {self.layout}"
-        return words + (f", {self.placement}" if self.placement != "auto" else "")
+        return words + (f", {self.rank_order}" if self.rank_order != "auto" else "")
 
 
 def _word(value: Any) -> str:
@@ -113,7 +113,7 @@ def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Ite
 def candidates(
     world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False
 ) -> Iterator[Candidate]:
-    """All shapes in all placements and layouts; plain: each shape in its first placement and layout alone."""
+    """All shapes in all rank orders and layouts; plain: each shape in its first rank order and layout alone."""
     for shape in shapes(world, heads, given):
         yield from _candidates_of_shape(world, shape, given, 1 if plain else None)
 
@@ -124,15 +124,15 @@ def _candidates_of_shape(
     size, ulysses, schedule, own = shape
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
     layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
-    for placement in _options(given, "placement", schedule.placements)[:most]:
-        order = axis_order(axes, placement, schedule.placements)
+    for rank_order in _options(given, "rank_order", schedule.rank_orders)[:most]:
+        order = axis_order(axes, rank_order, schedule.rank_orders)
         topology = Topology.of(
             axes, ulysses=ulysses, data=world // size, order=order, collective_axes=schedule.collective_axes
         )
         for layout in _options(given, "layout", layouts)[:most]:
             if layout in schedule.layouts:
                 yield Candidate(
-                    size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, placement=placement,
+                    size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, rank_order=rank_order,
                     topology=topology, overlap=bool(given.get("overlap")),
                 )  # fmt: skip
 
@@ -156,7 +156,7 @@ def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Direction -> the sides that may travel, "q" or "kv". On one inner rank nothing travels, so one side is enough."""
     sides = candidate.schedule.moving_sides if candidate.inner > 1 else candidate.schedule.moving_sides[:1]
-    return {way: tuple(_options(given, way, sides)) for way in ("forward", "backward")}
+    return {way: tuple(_options(given, f"rotate_{way}", sides)) for way in ("forward", "backward")}
 
 
 def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
@@ -170,6 +170,6 @@ def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
 def check_given(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
     """Raises ConfigError for given settings that the runtime refuses whatever the other settings are."""
     SequenceParallelConfig(**given).resolve(world, heads)
-    if isinstance(given.get("placement", "auto"), str):
+    if isinstance(given.get("rank_order", "auto"), str):
         return
-    raise ConfigError("the planner chooses among placements by name; got axes, leave placement out or name one")
+    raise ConfigError("the planner chooses among rank orders by name; got axes, leave rank_order out or name one")

@@ -162,7 +162,7 @@ class _StepMemory:
         )  # attention's input, unless its tiles make it
         self.residual = 0 if self.wide and not tiled else self.hidden  # a norm's input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
-        self.keeps = step.checkpointing and step.config.keep_attention
+        self.keeps = step.checkpointing and not step.config.recompute_attention
 
     @functools.cached_property
     def attention(self) -> Figures:

@@ -31,7 +31,7 @@ MAX_SHOWN_OVERLAP_RANKS = 64  # the same, with overlap
 MAX_DRAWN_RANKS = 64  # inner ranks in a picture: more could not be told apart
 # documents of a sequence: for each shape the planner deals them to ranks anew, which takes milliseconds a document
 MAX_DOCUMENTS = 2**12
-# shapes of schedules, over all sizes and Ulysses degrees: if there are more, `plan` tries one layout and one placement
+# shapes of schedules, over all sizes and Ulysses degrees: if there are more, `plan` tries one layout and one rank order
 # for each
 MAX_SHAPES = 10_000
 MODEL = {  # field of a model's configuration -> its limit

@@ -126,7 +126,7 @@ class _Search:
         many = sum(1 for _ in shapes(*asked)) > limits.MAX_SHAPES
         if many:
             why = f"there are more than {limits.MAX_SHAPES:,} shapes without them"
-            self.refused["other layouts and placements", why] += 1
+            self.refused["other layouts and rank orders", why] += 1
         for candidate in candidates(*asked, plain=many):
             if reason := self.illegal(candidate):
                 self.refuse(candidate, reason)
@@ -292,7 +292,7 @@ def _promise(estimate: Estimate) -> tuple:
     """The order of estimates: by time in steps of 2 %, since they are off by more; then by what a sequence takes of
     links; then the plainest first."""
     candidate = estimate.candidate
-    plainness = len(candidate.own), candidate.placement != "auto"
+    plainness = len(candidate.own), candidate.rank_order != "auto"
     return round(50 * math.log(estimate.seconds)), estimate.message_seconds * candidate.size, *plainness
 
 

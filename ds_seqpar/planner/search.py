@@ -115,7 +115,7 @@ class Estimator:
         if key not in self.link_seconds:
             request = self.request
             heads = largest_share(*request.heads, candidate.ulysses)
-            dtype = request.given.get("travel_dtype", "fp32")
+            dtype = request.given.get("comm_dtype", "fp32")
             shape = shape_of(dtype, request.dtype, request.batch, (*heads, request.model.head_dim))
             exchange = _exchange_seconds(request, candidate, *heads)
             self.link_seconds[key] = exchange, _schedule_seconds(request, candidate, shape)
@@ -165,7 +165,7 @@ def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> l
 def _most_received(
     received: Callable[..., list[float]], axes: Axes, way: str, side: str, units: tuple[tuple[str, float], ...]
 ) -> float:
-    """Bytes that the busiest rank receives. Cached: candidates that differ only in layout or placement share them."""
+    """Bytes that the busiest rank receives. Cached: candidates that differ only in layout or rank order share them."""
     return max(received(axes, way, side, dict(units)))
 
 
@@ -225,7 +225,7 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
 def config_of_candidate(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
     """The candidate's configuration without any "auto". Whether q or kv travels is given, or else the one with which
     the busiest rank receives fewer bytes."""
-    sides = {way: request.given.get(way, "auto") for way in DIRECTIONS}
+    sides = {f"rotate_{way}": request.given.get(f"rotate_{way}", "auto") for way in DIRECTIONS}
     return candidate.config(request.heads, **{**given_common_settings(request.given), **spared, **sides})
 
 
@@ -324,14 +324,14 @@ def least_received_bytes(request: Request, prediction: Prediction) -> float:
 # tried in this order, each together with those before it; head chunks are tried after these
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
 LAST_RESORTS: tuple[dict[str, Any], ...] = (
-    {"keep_exchanged": False},
+    {"save_qkv_after_all_to_all": False},
     {"offload_checkpoints": True},
-    {"keep_attention": False},
-    {"offload_checkpoints": True, "keep_attention": False},
+    {"recompute_attention": True},
+    {"offload_checkpoints": True, "recompute_attention": True},
 )
 LAST_NAMES = {name for settings in LAST_RESORTS for name in settings}
 NO_ATTENTION = Figures(forward=0, saved=0, backward=0, inputs=True)  # a lower bound: attention needs its inputs alone
-COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that do not distinguish candidates
+COMMON = ("comm_dtype", "kernel", *MEMORY_SETTINGS)  # settings that do not distinguish candidates
 
 
 def given_common_settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
     before_last_resorts = options[-1]
     for settings in LAST_RESORTS if request.checkpointing else ():
         can_offload = request.machine.apart or "offload_checkpoints" not in settings
-        has_effect = can_offload and (ulysses > 1 or "keep_exchanged" not in settings)
+        has_effect = can_offload and (ulysses > 1 or "save_qkv_after_all_to_all" not in settings)
         if has_effect and not settings.keys() & given:
             options.append({**before_last_resorts, **settings})
     return options
@@ -363,7 +363,10 @@ def most_saving_settings(request: Request, ulysses: int) -> dict[str, Any]:
 
 def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
     """Each memory setting as the user reads it."""
-    plainer = {"keep_attention False": "attention runs twice", "keep_exchanged False": "heads are exchanged again"}
+    plainer = {
+        "recompute_attention": "attention runs twice",
+        "save_qkv_after_all_to_all False": "heads are exchanged again",
+    }
     words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
     return [plainer.get(word, word) for word in words]
 

@@ -72,7 +72,7 @@ def call_of(step: TrainingStep) -> AttentionCall:
         dtype=step.dtype,
         batch=step.batch,
         head_chunks=head_chunks,
-        kept=step.config.kept(head_chunks, step.checkpointing, step.config.keep_attention),
+        kept=step.config.kept(head_chunks, step.checkpointing, not step.config.recompute_attention),
     )
 
 
@@ -95,9 +95,9 @@ def step_time(
     passes = 2 * (m.projections + m.mlp) * rows
     # flops that backward repeats: tiles, unless a checkpoint repeats the whole layer, and projections of head chunks
     tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
-    if projecting_head_chunks(step) > 1 and not (step.checkpointing and step.config.keep_attention):
+    if projecting_head_chunks(step) > 1 and not (step.checkpointing and not step.config.recompute_attention):
         tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
-    attention_again = step.checkpointing and not step.config.keep_attention
+    attention_again = step.checkpointing and step.config.recompute_attention
     elementwise = rows * elementwise_bytes(step)
     small = elementwise / machine.elementwise_rate  # seconds of a forward pass beside matrices; backward has twice that
     work = machine.gemm_seconds(dtype, passes) + small, machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * small
@@ -144,7 +144,7 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     on_host = own - states(step.model, zero, step.world, size).elements_on_device
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
-        checkpoint = rows * step.model.hidden * size + (kept.saved if kept and config.keep_attention else 0)
+        checkpoint = rows * step.model.hidden * size + (kept.saved if kept and not config.recompute_attention else 0)
         lent = (
             kept.saved if kept and projecting_head_chunks(step) > 1 else 0
         )  # offloaded when a layer is computed again

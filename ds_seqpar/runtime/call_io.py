@@ -12,14 +12,11 @@ from torch import Tensor
 
 from ..compiler.compile import BoundProgram
 from ..compiler.program.instructions import HeadExchange
+from ..compiler.program.ulysses import SavedForBackward
 from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_deltas
 from .work import Backward, Forward, Work, of_query_heads, offsets, rowsum
-
-# what forward saves for backward beside every head chunk's lse: no inner tensors; the inner q, k and v; also the inner
-# out
-NOTHING, OPERANDS, OPERANDS_AND_OUT = range(3)
 
 
 class Saved(NamedTuple):
@@ -124,9 +121,9 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """own: q, k and v. Returns out, each head chunk's inner lse, and the inner tensors that `saves` names: `NOTHING`,
-    `OPERANDS` or `OPERANDS_AND_OUT`. Without other members none are saved. With `lse`, which needs other members, it
-    also returns the lse of own tokens."""
+    """own: q, k and v. Returns out, each head chunk's inner lse, and the inner tensors that `saves` names, as
+    `SavedForBackward` does. Without other members none are saved. With `lse`, which needs other members, it also
+    returns the lse of own tokens."""
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
@@ -153,7 +150,7 @@ class ForwardCall(Call):
             merge_sinks_(out, lse, self.inner_sinks(self.sinks, head_chunk))
         self.saved.lses.append(lse)
         self.inner = {}
-        if not self.alone and self.saves == OPERANDS_AND_OUT:
+        if not self.alone and self.saves == SavedForBackward.QKV_AND_OUT:
             self.saved.outs.append(out)
         self.put_inner(head_chunk, out=out)
         if self.lse:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compiler.program.ulysses import Heads, Members
+from ..compiler.program.ulysses import Heads, Members, SavedForBackward
 from ..compiler.sharding.handles import keep_alive, object_of, objects_of
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
 from . import checkpoints
 from .buffers import Tensors, sum_dtype
-from .call_io import NOTHING, OPERANDS_AND_OUT, Saved
+from .call_io import Saved
 from .input_checks import AttentionOptions, agree_on_inputs, can_be_op, of_one_head_dim
 from .kernels import Scores
 from .runtime import Runtime, run
@@ -135,12 +135,12 @@ def _attention(
     """`attention` of q, k and v of one head_dim. dependency: what must have been computed before anything is sent.
 
     Whether forward saves the inner q, k and v for backward, or backward exchanges them again, is the setting
-    `keep_exchanged`.
+    `save_qkv_after_all_to_all`.
     """
     checkpointed = not torch.compiler.is_compiling() and checkpoints.is_checkpointed()
     q, k, _ = tensors
     head_chunks = head_chunks_of(runtime, q, k, mask, shards) if parts == 1 else 1
-    saves = sum(runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved()))
+    saves = int(runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved()))
     own_lse = lse and runtime.members.degree > 1
     settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, own_lse)
     if _runs_as_op() and not checkpointed:
@@ -237,7 +237,7 @@ def _(
             results.append(q.new_empty(tokens[0], batch, q_width + 2 * kv_width, dim))
         else:
             results += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
-    if saves == OPERANDS_AND_OUT:
+    if saves == SavedForBackward.QKV_AND_OUT:
         results += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
     results += [q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] * lse
     return results + [k.new_empty(k.shape[2:])] * has_common(q)
@@ -253,12 +253,12 @@ def _backward(
     with settings.runtime.recorded("agree", "backward"):
         settings.runtime.calls.enter()
     own, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
-    if settings.saves == NOTHING:
+    if settings.saves == SavedForBackward.NOTHING:
         own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
-    if settings.saves < OPERANDS_AND_OUT:
+    if settings.saves < SavedForBackward.QKV_AND_OUT:
         own["out"] = inner.pop()
     lses, inner = inner[:head_chunks], inner[head_chunks:]
-    outs = inner[len(inner) - head_chunks :] if settings.saves == OPERANDS_AND_OUT else []
+    outs = inner[len(inner) - head_chunks :] if settings.saves == SavedForBackward.QKV_AND_OUT else []
     left = Saved(lses, inner[: len(inner) - len(outs)], outs)
     common = common if settings.takes_common_off(do.dtype) else None
     walk = settings.runtime.backward(own, kv_heads, sinks, left, *settings.attended(do.shape[1]), common)
@@ -271,7 +271,7 @@ def _save(ctx: Context, own: Tensors, sinks: Tensor | None, results: Sequence[Te
     ctx.set_materialize_grads(False)
     common = results[-1] if has_common(own[0]) else None
     out, *inner = results[: len(results) - (common is not None) - lse]
-    left = (*inner, *(() if saves == OPERANDS_AND_OUT else (out,)), *(() if saves else own))
+    left = (*inner, *(() if saves == SavedForBackward.QKV_AND_OUT else (out,)), *(() if saves else own))
     ctx.out = own[0].shape, own[0].dtype, own[0].device
     ctx.save_for_backward(sinks, common, *left)
 

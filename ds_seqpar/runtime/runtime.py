@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
-from ..compiler.program.ulysses import SAVE_ALL, Members, SaveChoice
+from ..compiler.program.ulysses import Members, SavedForBackward
 from ..compiler.sharding.handles import handle_of
 from ..compiler.sharding.heads import heads_of_member
 from ..compiler.sharding.layout import Topology
@@ -19,7 +19,7 @@ from ..compiler.sharding.shards import EvenShards, Shards
 from ..config.settings import SequenceParallelConfig
 from ..errors import CommunicationError
 from .backward import Calls
-from .call_io import OPERANDS_AND_OUT, BackwardCall, ForwardCall, Saved
+from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Recorder, Walk
@@ -84,7 +84,7 @@ class Runtime:
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """The shape of a rank's own tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
-        return shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
+        return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
     def fewest_head_chunks(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
         """`memory.fewest_head_chunks` of heads for a rank's own q and k."""
@@ -92,17 +92,20 @@ class Runtime:
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
             from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
 
-            settings = self.config.ulysses, self.config.travel_dtype, self.own_shape(q, k.shape[2])
+            settings = self.config.ulysses, self.config.comm_dtype, self.own_shape(q, k.shape[2])
             self.last_head_chunks = key, fewest_head_chunks(self.compiler.recipe, *settings, mask, shards)
         return self.last_head_chunks[1]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, shards: Shards, scores: Scores,
-        head_chunks: int = 1, saves: int = OPERANDS_AND_OUT, lse: bool = False, common: Tensor | None = None,
+        head_chunks: int = 1, saves: int = SavedForBackward.QKV_AND_OUT, lse: bool = False,
+        common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
         """A walk over a rank's own tensors, which returns what `ForwardCall` does. head_chunks: of heads. saves, lse,
         common: as `ForwardCall` takes them."""
-        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SAVE_ALL, lse)
+        bound, kernel = self.bound(
+            "forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SavedForBackward.QKV_AND_OUT, lse
+        )
         own = _readable({"q": q, "k": k, "v": v})
         return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, common, saves, lse), self.comm, self.recorder)
 
@@ -112,8 +115,8 @@ class Runtime:
     ) -> Walk:  # fmt: skip
         """A walk over a rank's own tensors, which returns what `BackwardCall` does. own: do, and q, k, v and out where
         forward did not save the inner ones. saved: what forward saved. common: as forward had it."""
-        do, kept = own["do"], SaveChoice(bool(saved.operands), bool(saved.outs))
-        around = len(saved.lses), kept if self.members.degree > 1 else SAVE_ALL
+        do, kept = own["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
+        around = len(saved.lses), kept if self.members.degree > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *around)
         call = BackwardCall(bound, kernel, scores, _readable(own), sinks, common, saved)
         return Walk(bound, call, self.comm, self.recorder)

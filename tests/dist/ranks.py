@@ -58,7 +58,7 @@ def planned(sp, seq, heads, units, batch=1, dim=8):
     whole; units: by direction, elements of one block of each kind."""
     members, compiler = sp.config.ulysses, sp.runtime.compiler
     inner = heads[0] // members, max(1, heads[1] // members), dim
-    shape = shape_of(sp.config.travel_dtype, "float64", batch, inner)
+    shape = shape_of(sp.config.comm_dtype, "float64", batch, inner)
     pattern = compiler.pattern(CAUSAL, sp.runtime.shards(seq // compiler.recipe.size))
     plans = [compiler.recipe.plan(direction, pattern, shape) for direction in units]
     return [plan.received(units[plan.direction])[sp.runtime.rank] for plan in plans]

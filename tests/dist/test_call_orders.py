@@ -20,7 +20,7 @@ from tests.words import missing
 
 HEADS, SEQUENCES = (4, 2), (16, 16, 32)  # of the q, k and v that calls take
 SETTINGS = {  # by ranks
-    2: ({"size": 2, "ulysses": 1}, {"size": 2, "ulysses": 2}, {"size": 2, "ulysses": 1, "keep_attention": False}),
+    2: ({"size": 2, "ulysses": 1}, {"size": 2, "ulysses": 2}, {"size": 2, "ulysses": 1, "recompute_attention": True}),
     4: ({"size": 4, "ulysses": 2}, {"size": 4, "schedule": "attention2d"}, {"size": 2, "head_chunks": 2}),
 }
 # what one rank does that the others do not, or all ranks in a second thread

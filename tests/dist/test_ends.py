@@ -40,10 +40,10 @@ SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
 import os, threading, time
-from ds_seqpar.runtime import exits
-from ds_seqpar.runtime.exits import wait_until_idle
+from ds_seqpar.runtime import process_exit
+from ds_seqpar.runtime.process_exit import wait_until_idle
 
-exits.IDLE_TIMEOUT = 1.0
+process_exit.IDLE_TIMEOUT = 1.0
 done = []
 def work(seconds):
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
@@ -163,7 +163,7 @@ def test_a_refusal_is_told_once_where_ranks_write_to_one_place(tmp_path, monkeyp
         said = "".join((tmp_path / f"{number}{place}").read_text() for place in sorted({*places}))
         assert said.count("Traceback") == said.count(f"got '2{number}'\n") == 1, said
         assert said.count("see rank") == len({*places}) - 1, said
-        assert ("config.py" in said) == whole, said
+        assert ("settings.py" in said) == whole, said
         assert said.count("test_ends.py") == 1, said
 
 

@@ -20,7 +20,7 @@ ENDED = "another rank ended"
 
 def step(degree, direction, call, ends):
     """A training step; the kernel of one rank ends it, or raises, at its given call (from 1) of a direction."""
-    sp = make(ulysses=degree, forward="kv", backward="kv", kernel="cpu_flash")
+    sp = make(ulysses=degree, rotate_forward="kv", rotate_backward="kv", kernel="cpu_flash")
     kernel, calls = KERNELS["cpu_flash"], []
     real = getattr(kernel, direction)
 

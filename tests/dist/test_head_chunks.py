@@ -42,7 +42,13 @@ def errors(cases):
 
 
 def _errors(schedule, ulysses, heads, head_chunks, overlap, kept, full):
-    section = {"size": 4, "ulysses": ulysses, "schedule": schedule, "overlap": overlap, "keep_exchanged": kept}
+    section = {
+        "size": 4,
+        "ulysses": ulysses,
+        "schedule": schedule,
+        "overlap": overlap,
+        "save_qkv_after_all_to_all": kept,
+    }
     chunked_by_heads, plain = make(**section, head_chunks=head_chunks), make(**section)
     whole = oracle.tensors(2, 48, HEADS[heads])
     error = max(oracle.errors(attend(chunked_by_heads, *whole), oracle.dense(*whole)))
@@ -96,7 +102,7 @@ def traffic():
     that send q, k and v again. Of plain causal attention, and of packed documents of other lengths."""
     whole, found = oracle.tensors(1, 64, (16, 16)), []
     for mask in (Mask(), Mask(documents=Mask.documents_of([7, 30, 27]))):
-        for settings in ({}, {"head_chunks": 4}, {"head_chunks": 4, "keep_exchanged": False}):
+        for settings in ({}, {"head_chunks": 4}, {"head_chunks": 4, "save_qkv_after_all_to_all": False}):
             sp = make(size=4, ulysses=2, overlap=True, **settings)
             local = leaves(sp, *whole[:3])
             sp.attention(*local, mask=mask).sum().backward()

@@ -39,7 +39,7 @@ MASKS = {
 }
 SETTINGS = {
     "ring": {"schedule": "ring"},
-    "ring, q travels": {"schedule": "ring", "layout": "striped", "forward": "q", "backward": "q"},
+    "ring, q travels": {"schedule": "ring", "layout": "striped", "rotate_forward": "q", "rotate_backward": "q"},
     "mesh": {"schedule": "mesh", "mesh": [1, 2, 1]},
     "distflash": {"schedule": "distflash"},
 }
@@ -152,7 +152,7 @@ def places(shards, side, inner):
 
 UNEVEN = {
     1: {
-        "ring": {"schedule": "ring", "forward": "q", "backward": "q"},
+        "ring": {"schedule": "ring", "rotate_forward": "q", "rotate_backward": "q"},
         "mesh": {"schedule": "mesh", "mesh": [2, 2, 1]},
         "distflash": {"schedule": "distflash"},
     },

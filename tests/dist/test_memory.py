@@ -23,8 +23,8 @@ WANTED = {
     "attention2d": ({"size": 4, "ulysses": 1, "schedule": "attention2d", "rows": 2}, 13.4, 31.2),
 }
 OTHERS = {
-    "q travels": ({"size": 4, "schedule": "ring", "forward": "q", "backward": "q"}, Mask(), 8),
-    "bf16 travels": ({"size": 4, "schedule": "ring", "travel_dtype": "bf16"}, Mask(), 8),
+    "q travels": ({"size": 4, "schedule": "ring", "rotate_forward": "q", "rotate_backward": "q"}, Mask(), 8),
+    "bf16 travels": ({"size": 4, "schedule": "ring", "comm_dtype": "bf16"}, Mask(), 8),
     "grouped heads": ({"size": 4, "schedule": "distflash"}, Mask(), 2),
     "window in bands": ({"size": 1}, Mask(window=100), 8),
     "window in bands, grouped heads": ({"size": 2, "schedule": "ring", "layout": "contiguous"}, Mask(window=200), 2),
@@ -43,7 +43,7 @@ OTHERS = {
     "members that share heads": ({"size": 4, "ulysses": 4}, Mask(), 2),
     "members that share heads unevenly": ({"size": 3, "ulysses": 3}, Mask(), 2),
     "two blocks a rank": ({"size": 6, "schedule": "triangle"}, Mask(), 8),
-    "two blocks a rank, bf16 travels": ({"size": 3, "schedule": "triangle", "travel_dtype": "bf16"}, Mask(), 2),
+    "two blocks a rank, bf16 travels": ({"size": 3, "schedule": "triangle", "comm_dtype": "bf16"}, Mask(), 2),
     "two blocks a rank, overlap": ({"size": 3, "schedule": "triangle", "overlap": True}, Mask(window=700), 8),
     "two blocks of a rank's members": ({"size": 6, "ulysses": 2, "schedule": "triangle"}, Mask(), 4),
     "head chunks that hide exchanges": ({"size": 4, "ulysses": 4, "head_chunks": 2, "overlap": True}, Mask(), 8),

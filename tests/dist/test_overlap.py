@@ -55,7 +55,7 @@ def record(degree, cases):
     """By case: forward story, backward story, handles posted, handles waited for, works not done after their wait."""
     found = []
     for layout, causal, travels in cases:
-        sp = make(ulysses=degree, layout=layout, forward="kv", backward=travels, kernel="cpu_flash")
+        sp = make(ulysses=degree, layout=layout, rotate_forward="kv", rotate_backward=travels, kernel="cpu_flash")
         recorder = Recorder(sp)
         q, k, v, do = oracle.tensors(1, 48, (4, 2))
         out = sp.attention(*leaves(sp, q, k, v), causal=causal)

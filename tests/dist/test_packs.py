@@ -34,7 +34,7 @@ WAYS = {
     "ulysses 4": {"ulysses": 4},
     "ulysses 2": {"ulysses": 2},
     "ring": {"ulysses": 1, "overlap": True},
-    "ring, q travels": {"ulysses": 1, "layout": "striped", "forward": "q", "backward": "q"},
+    "ring, q travels": {"ulysses": 1, "layout": "striped", "rotate_forward": "q", "rotate_backward": "q"},
     "mesh": {"ulysses": 1, "layout": "zigzag", "schedule": "mesh", "mesh": [2, 1, 2]},
     "distflash": {"ulysses": 1, "schedule": "distflash"},
     "two groups": {"size": 2, "ulysses": 1},

@@ -46,7 +46,7 @@ KIND_OF = {instruction: kind for kind, instructions in KINDS.items() for instruc
 HEADS = (4, 4)
 CASES = {
     "ring": ({"ulysses": 1}, False),
-    "ring, watched": ({"ulysses": 1, "forward": "q", "backward": "kv"}, True),
+    "ring, watched": ({"ulysses": 1, "rotate_forward": "q", "rotate_backward": "kv"}, True),
     "distflash": ({"ulysses": 1, "schedule": "distflash"}, False),
     "attention2d": ({"ulysses": 1, "schedule": "attention2d", "rows": 2}, True),
     "attention2d, overlapped": ({"ulysses": 1, "schedule": "attention2d", "rows": 2, "overlap": True}, False),

@@ -15,31 +15,31 @@ HEADS = (8, 4)
 CASES = {
     3: [{"schedule": "triangle"}, {"schedule": "triangle", "overlap": True}],
     4: [
-        {"schedule": "double_ring", "window": 2, "backward": "q"},
+        {"schedule": "double_ring", "ring_size": 2, "rotate_backward": "q"},
         {"schedule": "distflash"},
         {"schedule": "distflash", "overlap": True},
         {"schedule": "attention2d", "rows": 2, "layout": "striped"},
         {"schedule": "attention2d", "rows": 2, "overlap": True, "layout": "contiguous"},
-        {"schedule": "wallfacer", "team": 2, "backward": "q"},
-        {"schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q"},
-        {"schedule": "mesh", "mesh": [2, 1, 2], "overlap": True, "placement": "collectives_intra"},
-        {"schedule": "ring", "forward": "q", "backward": "q", "layout": "contiguous"},
-        {"schedule": "ring", "ulysses": 2, "backward": "auto", "placement": "ring_intra"},
-        {"schedule": "attention2d", "ulysses": 2, "cols": 2, "placement": "collectives_intra"},
+        {"schedule": "wallfacer", "team": 2, "rotate_backward": "q"},
+        {"schedule": "mesh", "mesh": [2, 1, 2], "rotate_forward": "q", "rotate_backward": "q"},
+        {"schedule": "mesh", "mesh": [2, 1, 2], "overlap": True, "rank_order": "collectives_intra"},
+        {"schedule": "ring", "rotate_forward": "q", "rotate_backward": "q", "layout": "contiguous"},
+        {"schedule": "ring", "ulysses": 2, "rotate_backward": "auto", "rank_order": "ring_intra"},
+        {"schedule": "attention2d", "ulysses": 2, "cols": 2, "rank_order": "collectives_intra"},
         {"schedule": "distflash", "ulysses": 2},
-        {"schedule": "mesh", "mesh": [2, 1, 1], "ulysses": 2, "placement": ["x", "ulysses", "z", "y"]},
+        {"schedule": "mesh", "mesh": [2, 1, 1], "ulysses": 2, "rank_order": ["x", "ulysses", "z", "y"]},
     ],
     6: [
         {"schedule": "triangle"},
         {"schedule": "triangle", "overlap": True},
-        {"schedule": "triangle", "ulysses": 2, "placement": "ring_intra"},
+        {"schedule": "triangle", "ulysses": 2, "rank_order": "ring_intra"},
     ],
     8: [
-        {"schedule": "mesh", "mesh": [2, 2, 2], "backward": "q"},
-        {"schedule": "mesh", "mesh": [2, 2, 2], "overlap": True, "placement": ["z", "ulysses", "y", "x"]},
-        {"schedule": "wallfacer", "team": 2, "placement": "ring_intra"},
-        {"schedule": "wallfacer", "team": 2, "ulysses": 2, "placement": ["data", "y", "ulysses", "z", "x"]},
-        {"schedule": "double_ring", "window": 4},
+        {"schedule": "mesh", "mesh": [2, 2, 2], "rotate_backward": "q"},
+        {"schedule": "mesh", "mesh": [2, 2, 2], "overlap": True, "rank_order": ["z", "ulysses", "y", "x"]},
+        {"schedule": "wallfacer", "team": 2, "rank_order": "ring_intra"},
+        {"schedule": "wallfacer", "team": 2, "ulysses": 2, "rank_order": ["data", "y", "ulysses", "z", "x"]},
+        {"schedule": "double_ring", "ring_size": 4},
         {"schedule": "distflash"},
     ],
     9: [{"schedule": "attention2d", "rows": 3}, {"schedule": "distflash"}],
@@ -47,8 +47,8 @@ CASES = {
     15: [{"schedule": "triangle"}, {"schedule": "triangle", "overlap": True}],
     16: [
         {"schedule": "attention2d", "rows": 4},
-        {"schedule": "wallfacer", "team": 2, "overlap": True, "backward": "q"},
-        {"schedule": "double_ring", "window": 4, "ulysses": 2},
+        {"schedule": "wallfacer", "team": 2, "overlap": True, "rotate_backward": "q"},
+        {"schedule": "double_ring", "ring_size": 4, "ulysses": 2},
     ],
 }
 
@@ -80,7 +80,7 @@ def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
 @on_each_of(4, keep=None)
 def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
     schedules.register(toy_schedule.SCHEDULE)
-    with make(size=4, ulysses=1, schedule="carousel", seats=2, backward="q") as sp:
+    with make(size=4, ulysses=1, schedule="carousel", seats=2, rotate_backward="q") as sp:
         assert sorted(sp.groups.collectives) == [(0, 1) if sp.rank < 2 else (2, 3)]
         assert_exact(sp, oracle.tensors(1, 16, HEADS))
         assert sum(sp.comm.received.values()) == expected(sp, 16)
@@ -89,7 +89,7 @@ def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
 def travel(dtype):
     """The error of bf16 attention whose partial results travel in this dtype, and the bytes that this rank received."""
     whole = oracle.tensors(1, 256, HEADS, 32, dtype=torch.bfloat16)
-    sp = make(size=4, ulysses=1, schedule="mesh", mesh=[2, 1, 2], travel_dtype=dtype)
+    sp = make(size=4, ulysses=1, schedule="mesh", mesh=[2, 1, 2], comm_dtype=dtype)
     return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole))), sp.comm.received_bytes
 
 

@@ -23,7 +23,7 @@ BATCH, SEQ, DIM = 2, 48, 8
 
 def received(size, degree, layout, heads, travels):
     """(the SequenceParallel, forward counts, backward counts, what the plans say of this rank)."""
-    sp = make(size=size, ulysses=degree, layout=layout, forward=travels, backward=travels)
+    sp = make(size=size, ulysses=degree, layout=layout, rotate_forward=travels, rotate_backward=travels)
     q, k, v, do = oracle.tensors(BATCH, SEQ, heads, dim=DIM)
     out = sp.attention(*leaves(sp, q, k, v))
     forward = Counter(sp.comm.received)
@@ -148,7 +148,8 @@ def on_the_wire(config, dtype):
         ("distflash", 4, "", {"ulysses": 1, "schedule": "distflash"}),  # messages as a ring's
         # all-gathers and all-to-alls of groups
         ("attention2d", 4, "bf16", {"ulysses": 1, "schedule": "attention2d", "rows": 2}),
-        ("mesh", 4, "fp32", {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q",
+        ("mesh", 4, "fp32", {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2],
+                             "rotate_forward": "q", "rotate_backward": "q",
                              "overlap": True}),
     )
     for word, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))

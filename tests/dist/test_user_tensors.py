@@ -41,7 +41,7 @@ LAYOUTS = {
 WAYS = [
     (1, {"size": 1}),
     (2, {}),
-    (2, {"backward": "q"}),
+    (2, {"rotate_backward": "q"}),
     (2, {"ulysses": 2}),
     (4, {"schedule": "attention2d", "rows": 2, "kernel": "reference"}),
 ]
@@ -248,5 +248,5 @@ def test_gradients_of_a_mean_loss_survive_narrow_travel(tokens):
     """Gradients of a mean loss over `2 ** tokens` times as many tokens as are here: as small as those of a long one."""
     q, k, v, do = oracle.tensors(1, 32, (4, 4), dtype=torch.float32)
     whole = q, k, v, do / 2.0**tokens
-    found = attend(make(travel_dtype="bf16", backward="q"), *whole)
+    found = attend(make(comm_dtype="bf16", rotate_backward="q"), *whole)
     oracle.assert_exact(found[1:], oracle.dense(*whole)[1:], limit=2e-2)

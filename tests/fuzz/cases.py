@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from ds_seqpar import SeqParError, SequenceParallelConfig
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import LAYOUTS, divisors, multiple
-from ds_seqpar.config.settings import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
+from ds_seqpar.config.settings import COMM_DTYPES, KERNELS, RANK_ORDERS, ROTATES
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
 
 FLOATING = ("fp64", "fp32", "bf16", "fp16")
 ON_CPU = ("auto", "cpu_flash", "reference")
 GOOD_SCALES = ("None", "0.3", "1", "tiny", "2.0", "numpy")
 ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1, 1], [2, 1, 1], [1, 1, 2], {}, 10**30)
-WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
+WORDS = (*SCHEDULES, *LAYOUTS, *RANK_ORDERS, *ROTATES, *COMM_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
-    "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
-    "placement", "travel_dtype", "kernel", "head_chunks", "keep_attention", "keep_exchanged", "offload_checkpoints",
-    "mlp_tiles", "loss_tiles", "seq_len", "machine",
+    "size", "ulysses", "schedule", "layout", "ring_size", "rows", "cols", "team", "mesh", "rotate_forward",
+    "rotate_backward", "overlap", "rank_order", "comm_dtype", "kernel", "head_chunks", "recompute_attention",
+    "save_qkv_after_all_to_all", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len", "machine",
 )  # fmt: skip
-MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
+MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "comm-dtype", 3)
 HEADS = (None, (0, 0), (4, 0), (4, 3), (4,), (4, 2, 1), (4.0, 2.0), ("4", "2"), 4, "42", (-4, -2), (True, True), {})
 
 
@@ -45,18 +45,21 @@ def sections(draw, sizes):
         "schedule": schedule,
         **shape,
         "layout": draw(st.sampled_from(("auto", *its.layouts))),
-        "forward": draw(st.sampled_from(("auto", *its.moving_sides))),
-        "backward": draw(st.sampled_from(("auto", *its.moving_sides))),
+        "rotate_forward": draw(st.sampled_from(("auto", *its.moving_sides))),
+        "rotate_backward": draw(st.sampled_from(("auto", *its.moving_sides))),
         "overlap": draw(st.booleans()),
-        "placement": draw(_placements(axes)),
-        "travel_dtype": draw(st.sampled_from((*TRAVEL_DTYPES, "fp32"))),
+        "rank_order": draw(_rank_orders(axes)),
+        "comm_dtype": draw(st.sampled_from((*COMM_DTYPES, "fp32"))),
         "kernel": draw(st.sampled_from(ON_CPU)),
         "head_chunks": draw(st.sampled_from((1, "auto"))),
-        "keep_attention": draw(st.booleans()),
-        "keep_exchanged": draw(st.sampled_from(["auto", True, False])),
+        "recompute_attention": draw(st.booleans()),
+        "save_qkv_after_all_to_all": draw(st.sampled_from(["auto", True, False])),
         "offload_checkpoints": draw(st.booleans()),
     }
-    common = ("layout", "forward", "backward", "overlap", "placement", "kernel", "keep_attention", "keep_exchanged")
+    common = (
+        "layout", "rotate_forward", "rotate_backward", "overlap", "rank_order", "kernel", "recompute_attention",
+        "save_qkv_after_all_to_all",
+    )  # fmt: skip
     left_out = draw(st.sets(st.sampled_from(common)))
     return {name: value for name, value in section.items() if name not in left_out}
 
@@ -66,7 +69,7 @@ def _shapes(draw, schedule, inner):
     """(names of the inner axes, the schedule's own fields)."""
     rows = draw(st.sampled_from(divisors(inner)))
     if schedule == "double_ring":
-        return ("window", "windows"), draw(st.sampled_from([{}, {"window": rows}]))
+        return ("inner_ring", "outer_ring"), draw(st.sampled_from([{}, {"ring_size": rows}]))
     both = {"rows": rows, "cols": inner // rows}
     if schedule == "attention2d":
         return ("x", "y", "z"), draw(st.sampled_from([{}, both, {"rows": rows}, {"cols": rows}]))
@@ -80,7 +83,7 @@ def _shapes(draw, schedule, inner):
     return tuple(name for name, _ in SCHEDULES[schedule].axes(inner, own)), own
 
 
-def _placements(axes):
+def _rank_orders(axes):
     collectives = ("collectives_intra",) if "x" in axes else ()
     orders = [list(order) for order in itertools.permutations(("ulysses", *axes))]
     return st.sampled_from(["auto", "ulysses_intra", "ring_intra", *collectives, *orders, ["data", *orders[0]]])

@@ -71,14 +71,15 @@ DEEPSPEED = (
                            "machine": "h100-ib"},
      "zero_optimization": {"stage": 1}, "bfloat16": {"enabled": True}},
 )  # fmt: skip
-EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "window", "placement", "seq_len", "head_chunks",
+EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "ring_size", "rank_order", "seq_len",
+         "head_chunks",
          "machine", "zero_optimization", "bf16", "amp", "torch_autocast", "checkpoint", "compile", "flops_profiler", "",
          "communication_data_type", "comms_logger", "elasticity", "hidden_act", "layer_types", "id2label",
          "_name_or_path", "auto_map", "attn_implementation", "quantization_config", "self", "per_node")  # fmt: skip
 GOOD_SETS = 5  # of these, from the first on
 SETS = (
     "size=2", "bf16.enabled=true", "zero_optimization.stage=2", "loss_tiles=4", "ulysses=2", "ulysses=16", "size=3",
-    "layout=zigzag", "head_chunks=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "placement=[]",
+    "layout=zigzag", "head_chunks=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "rank_order=[]",
     "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3",
     "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9",
     "zero_optimization.stage=1",
@@ -197,9 +198,9 @@ def show(its):
     its.option("--ulysses", "1", "2", odd=NUMBERS, chance=0.3)
     its.option("--schedule", *SCHEDULES, odd=WORDS)
     its.option("--layout", *LAYOUTS, odd=WORDS, chance=0.2)
-    for name in ("--window", "--rows", "--cols", "--team", "--strips"):
+    for name in ("--ring-size", "--rows", "--cols", "--team", "--strips"):
         its.option(name, "2", "1", "4", odd=NUMBERS, chance=0.06)
-    for name in ("--forward", "--backward", "--travel-dtype", "--placement"):
+    for name in ("--rotate-forward", "--rotate-backward", "--comm-dtype", "--rank-order"):
         its.option(name, *WORDS, "bf16", "ulysses_intra", chance=0.07)
     for name, count in (("--heads", 2), ("--mesh", 3)):
         if its.by(0.15):

@@ -81,7 +81,7 @@ class Truth:
         given = max(_products(do, v), top[3] * top[2])  # of which the mean is taken away
         natural = [top[2], *(factor * given * x for x in (top[1], top[0])), top[3], scores]
         limit = max(LIMITS.get(dtype, 1e-5), 64 * torch.finfo(lse.dtype).eps * scores)
-        if config.travel_dtype == "bf16":  # rounded once a hop
+        if config.comm_dtype == "bf16":  # rounded once a hop
             limit += 2**-7 * config.size
         # drawn blocks are small. Of up to 15 keys torch's kernel takes a row without a score that is a number for one
         # that is masked whole: out and lse 0
@@ -100,7 +100,7 @@ class Truth:
             parts=q.shape[1] * q.shape[2] // k.shape[2],
             limit=limit,
             blind=64 * torch.finfo(lse.dtype).eps * scores,
-            dtypes=(dtype, *[torch.bfloat16] * (config.travel_dtype == "bf16")),
+            dtypes=(dtype, *[torch.bfloat16] * (config.comm_dtype == "bf16")),
         )
 
     def faults(self, found, part=lambda x: x):

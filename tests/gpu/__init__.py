@@ -27,6 +27,6 @@ STEPS = {
     "checkpoints": ({}, {"use_reentrant": False}),
     "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
     "reentrant checkpoints": ({}, {"use_reentrant": True}),
-    "checkpoints without attention": ({"keep_attention": False}, {"use_reentrant": False}),
+    "checkpoints without attention": ({"recompute_attention": True}, {"use_reentrant": False}),
     "all": ({**TILES, "head_chunks": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
 }

@@ -43,7 +43,7 @@ def test_every_kind_of_mask(name, device):
 
 @both()
 def test_ulysses_around_a_ring(device):
-    check(device, ulysses=2, travel_dtype="bf16")
+    check(device, ulysses=2, comm_dtype="bf16")
 
 
 @both(NEEDS_TWO)

@@ -119,7 +119,7 @@ def test_what_is_kept_is_a_setting(mode):
     """Gradients to the last bit where nothing else than attention's own out is read (delta is that of a rank's own out
     where Ulysses is: another order of sums)."""
     for keep, again in ((True, 2), (False, 4)):
-        for found in on_ranks(MODES[mode]["size"], ways, {**MODES[mode], "keep_attention": keep}):
+        for found in on_ranks(MODES[mode]["size"], ways, {**MODES[mode], "recompute_attention": not keep}):
             gradients, forwards = found["none"]
             assert forwards == LAYERS
             assert norm(gradients) > 0
@@ -148,7 +148,7 @@ def own_layers():
             found.append(torch.stack([q.grad, k.grad, v.grad]))
         gradients.append((found, len(calls) - before))
     errors = [float((x - gradients[0][0][0]).abs().max()) for found, _ in gradients for x in found]
-    return errors, [again for _, again in gradients], refusal(lambda: make(size=2, keep_attention="yes"))
+    return errors, [again for _, again in gradients], refusal(lambda: make(size=2, recompute_attention="yes"))
 
 
 def test_functions_of_ones_own():
@@ -156,7 +156,7 @@ def test_functions_of_ones_own():
         assert max(errors) < 1e-12
         assert again == [0, 2, 2]  # the second time through a retained graph, what was kept is gone
         assert kind == "ConfigError"
-        assert "keep_attention" in message
+        assert "recompute_attention" in message
         assert "got 'yes'" in message
 
 

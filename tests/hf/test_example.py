@@ -72,12 +72,12 @@ def test_without_data_it_reads_pythons_own(tmp_path):
 MORE = [
     {"ulysses": 4},
     {"ulysses": 1},
-    {"ulysses": 1, "schedule": "double_ring", "window": 2},
+    {"ulysses": 1, "schedule": "double_ring", "ring_size": 2},
     {"ulysses": 1, "schedule": "distflash"},
-    {"ulysses": 1, "schedule": "attention2d", "rows": 2, "backward": "q"},
+    {"ulysses": 1, "schedule": "attention2d", "rows": 2, "rotate_backward": "q"},
     {"ulysses": 1, "schedule": "wallfacer", "team": 2, "overlap": True},
     {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "layout": "striped"},
-    {"ulysses": 2, "schedule": "attention2d", "cols": 2, "placement": "collectives_intra"},
+    {"ulysses": 2, "schedule": "attention2d", "cols": 2, "rank_order": "collectives_intra"},
 ]
 
 

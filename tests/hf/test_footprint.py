@@ -29,7 +29,7 @@ CASES = {
     "loss": (4, {"ulysses": 4}, 3, True, {}),
     "attention": (4, {"ulysses": 2, "schedule": "ring", "head_chunks": 2, **TILES}, 3, True, {}),
     "mesh": (4, {**MESH, **TILES}, 3, True, {}),
-    "again": (4, {**RING, **TILES, "keep_attention": False}, 2, True, {}),
+    "again": (4, {**RING, **TILES, "recompute_attention": True}, 2, True, {}),
     "saved": (4, {**RING, **TILES}, 1, False, {}),
     "offloaded at stage 1": (4, {**RING, **TILES}, 1, True, OPTIMISER),
     "offloaded at stage 2": (4, {**RING, **TILES}, 2, True, OPTIMISER),

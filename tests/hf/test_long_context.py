@@ -18,7 +18,7 @@ TILES = {"mlp_tiles": 3, "loss_tiles": 5}
 # name -> (settings, whether layers are checkpointed)
 FEATURES = {
     "checkpoints": ({}, True),
-    "attention again": ({"keep_attention": False}, True),
+    "attention again": ({"recompute_attention": True}, True),
     "stages": ({"head_chunks": 2}, False),
     "stages, kept": ({"head_chunks": 2}, True),
     "mlp": ({"mlp_tiles": 3}, False),
@@ -26,7 +26,7 @@ FEATURES = {
     "offload": ({"offload_checkpoints": True}, True),
     "all": ({"head_chunks": 2, "offload_checkpoints": True, **TILES}, True),
     "all, attention again": (
-        {"head_chunks": "auto", "keep_attention": False, "offload_checkpoints": True, **TILES},
+        {"head_chunks": "auto", "recompute_attention": True, "offload_checkpoints": True, **TILES},
         True,
     ),
 }

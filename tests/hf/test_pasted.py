@@ -64,7 +64,7 @@ def test_what_is_printed_trains(tmp_path):
         assert engine.global_steps == 1
         assert 4 < float(sp.mean_loss(losses)) < 4.5  # log 64 is 4.16
     assert sequences == [3, 2]
-    assert content["sequence_parallel"].keys() & {"loss_tiles", "mlp_tiles", "head_chunks", "keep_attention"}
+    assert content["sequence_parallel"].keys() & {"loss_tiles", "mlp_tiles", "head_chunks", "recompute_attention"}
 
 
 @on_each_of(2, keep="trainer", timeout=200)

@@ -24,7 +24,7 @@ FORMS = tuple(
 # settings of each with more than one rank on every axis that 4 ranks leave room for; the triangle has no 4
 SHAPES = {
     "ring": {},
-    "double_ring": {"window": 2},
+    "double_ring": {"ring_size": 2},
     "distflash": {},
     "attention2d": {"rows": 2},
     "wallfacer": {"team": 2},
@@ -50,8 +50,8 @@ def mesh(a, b, r):
     return shaped("mesh", a * b * r, mesh=(a, b, r))
 
 
-def double_ring(size, window):
-    return shaped("double_ring", size, window=window)
+def double_ring(size, ring_size):
+    return shaped("double_ring", size, ring_size=ring_size)
 
 
 def topologies(schedule, size):

@@ -11,7 +11,7 @@ from ds_seqpar.compiler.sharding.layout import LAYOUTS, Topology, join
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.compiler.tiles.tiles import tiles
-from ds_seqpar.config.settings import PLACEMENTS, SequenceParallelConfig
+from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig
 from tests.grids import few_then_rest
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring
 
@@ -167,16 +167,16 @@ MESHES = {
 
 @pytest.mark.parametrize("degrees", few_then_rest((2,), (1,)))
 @pytest.mark.parametrize("schedule", MESHES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(schedule, placement, degrees):
+@pytest.mark.parametrize("rank_order", RANK_ORDERS)
+def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(schedule, rank_order, degrees):
     for fields in MESHES[schedule]:
         for ulysses in degrees:
             size = 16 * ulysses
             config = SequenceParallelConfig(
-                size=size, ulysses=ulysses, schedule=schedule, placement=placement, **fields
+                size=size, ulysses=ulysses, schedule=schedule, rank_order=rank_order, **fields
             ).resolve(size)
             topology = config.topology(size)
-            # tokens are numbered by mesh coordinates, so a placement changes no plan
+            # tokens are numbered by mesh coordinates, so a rank order changes no plan
             plain = Topology(axes=(("ulysses", ulysses), *config.inner_axes, ("data", 1)))
             for direction in DIRECTIONS:
                 plan, same = (

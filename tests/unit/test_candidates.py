@@ -7,7 +7,7 @@ import pytest
 
 from ds_seqpar.compiler.compile import pattern_of
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS
+from ds_seqpar.compiler.schedules.base import MOVING_SIDES, RANK_ORDERS
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards
@@ -25,7 +25,7 @@ def _spelled(settings):
 
 def _proposed(world, heads, seq):
     return {
-        _spelled({**candidate.settings, "forward": forward, "backward": backward})
+        _spelled({**candidate.settings, "rotate_forward": forward, "rotate_backward": backward})
         for candidate in candidates(world, heads, {})
         if not refusal(candidate, seq, documents=False)
         for forward, backward in itertools.product(*(candidate.schedule.moving_sides,) * 2)
@@ -45,10 +45,10 @@ def _everything(world, sizes):
     """Settings of all kinds, legal and not: each shape of each schedule on up to `world` ranks."""
     shapes = [(name, own) for name, its in SCHEDULES.items() for ranks in ALL[:world] for own in its.shapes(ranks)]
     shapes = [pair for number, pair in enumerate(shapes) if pair not in shapes[:number]]
-    words = itertools.product(sizes, ALL[:world], shapes, LAYOUTS, PLACEMENTS, MOVING_SIDES, MOVING_SIDES)
+    words = itertools.product(sizes, ALL[:world], shapes, LAYOUTS, RANK_ORDERS, MOVING_SIDES, MOVING_SIDES)
     for size, ulysses, (schedule, own), layout, placement, forward, backward in words:
-        yield {"size": size, "ulysses": ulysses, "schedule": schedule, "layout": layout, "placement": placement,
-               "forward": forward, "backward": backward, **own}  # fmt: skip
+        yield {"size": size, "ulysses": ulysses, "schedule": schedule, "layout": layout, "rank_order": placement,
+               "rotate_forward": forward, "rotate_backward": backward, **own}  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "heads"), [(1, (4, 4)), (2, (1, 1)), (3, (4, 2)), (4, HEADS)])
@@ -70,8 +70,8 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
         schedule, ranks, own = generator.choice(shapes)
         ulysses = generator.choice([1, 1, 2, 3, 4, 8])
         size = generator.choice([ranks * ulysses, generator.choice(ALL)])
-        words = [generator.choice(list(choice)) for choice in (LAYOUTS, PLACEMENTS, MOVING_SIDES, MOVING_SIDES)]
-        settings = dict(zip(("layout", "placement", "forward", "backward"), words, strict=True))
+        words = [generator.choice(list(choice)) for choice in (LAYOUTS, RANK_ORDERS, MOVING_SIDES, MOVING_SIDES)]
+        settings = dict(zip(("layout", "rank_order", "rotate_forward", "rotate_backward"), words, strict=True))
         settings |= {"size": size, "ulysses": ulysses, "schedule": schedule, **own}
         legal = _takes(world, heads, seq, settings)
         assert (_spelled(settings) in proposed) == legal, settings
@@ -80,17 +80,17 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
 
 
 def test_what_is_given_is_no_choice_any_more():
-    given = {"size": 8, "schedule": "mesh", "mesh": [2, 2, 2], "layout": "striped", "placement": "ring_intra"}
+    given = {"size": 8, "schedule": "mesh", "mesh": [2, 2, 2], "layout": "striped", "rank_order": "ring_intra"}
     (candidate,) = candidates(16, (8, 8), given)
     assert {name: candidate.settings[name] for name in ("size", "ulysses", "layout")} == {
         "size": 8, "ulysses": 1, "layout": "striped",
     }  # fmt: skip
     assert {candidate.ulysses for candidate in candidates(16, (8, 8), {"size": 16, "ulysses": 4})} == {4}
-    assert travels(candidate, {"backward": "q"}) == {"forward": ("kv", "q"), "backward": ("q",)}
+    assert travels(candidate, {"rotate_backward": "q"}) == {"forward": ("kv", "q"), "backward": ("q",)}
     with pytest.raises(SeqParError, match="size 3 on 16"):
         check_given({"size": 3}, 16, (8, 8))
-    with pytest.raises(SeqParError, match="placements by name"):
-        check_given({"size": 4, "ulysses": 2, "placement": ["ring", "ulysses"]}, 4, (8, 8))
+    with pytest.raises(SeqParError, match="rank orders by name"):
+        check_given({"size": 4, "ulysses": 2, "rank_order": ["ring", "ulysses"]}, 4, (8, 8))
 
 
 def test_candidates_that_are_called_the_same_have_the_same_plans():

@@ -23,7 +23,10 @@ ROW = 1024 * 64 * 4  # bytes of one head of the sequence
     ("attention2d=4+overlap", {"ulysses": 1, "schedule": "attention2d", "rows": 4, "overlap": True}),
     ("ring+layout=contiguous+overlap=false", {"ulysses": 1, "schedule": "ring", "layout": "contiguous",
                                               "overlap": False}),
-    ("u2/double_ring=4+backward=q", {"ulysses": 2, "schedule": "double_ring", "window": 4, "backward": "q"}),
+    (
+        "u2/double_ring=4+rotate_backward=q",
+        {"ulysses": 2, "schedule": "double_ring", "ring_size": 4, "rotate_backward": "q"},
+    ),
     ("auto+machine=small.json", {"memory": "auto", "machine": "small.json"}),
 ])  # fmt: skip
 def test_configurations_of_ours(text, settings):
@@ -61,7 +64,7 @@ def between(name, nodes, per_node):
 
 def test_bytes_of_a_ring():
     """k and v go round; in backward once more with their gradients, or q, do, lse, delta and dq in their place."""
-    for name, blocks in (("ring+backward=kv", 2 + 4), ("ring", 2 + 3 + 2 / 64)):
+    for name, blocks in (("ring+rotate_backward=kv", 2 + 4), ("ring", 2 + 3 + 2 / 64)):
         assert between(name, 16, 1)[0] == pytest.approx([15 * blocks * ROW] * 16)
 
 

@@ -34,7 +34,7 @@ def _plans(heads=(8, 8), causal=True, **settings):
     config = SequenceParallelConfig(**{"ulysses": 1, **settings}).resolve(size, heads)
     recipe = config.recipe(config.topology(size))
     of_member = heads[0] // config.ulysses, max(1, heads[1] // config.ulysses), 128
-    shape = shape_of(config.travel_dtype, "bfloat16", 1, of_member)
+    shape = shape_of(config.comm_dtype, "bfloat16", 1, of_member)
     shards = EvenShards(config.layout, 2 * multiple(config.layout, size, config.ulysses), recipe.size)
     pattern = pattern_of(CAUSAL if causal else FULL, shards)
     return [recipe.plan(direction, pattern, shape) for direction in ("forward", "backward")]
@@ -54,15 +54,15 @@ def _ratios(out):
 SHOWN = [
     {},
     {"schedule": "ring", "size": 3, "layout": "striped"},
-    {"schedule": "double_ring", "size": 8, "window": 4, "backward": "q"},
+    {"schedule": "double_ring", "size": 8, "ring_size": 4, "rotate_backward": "q"},
     {"schedule": "distflash", "size": 5},
     {"schedule": "triangle", "size": 10},
     {"schedule": "triangle", "size": 12, "ulysses": 2, "overlap": True},
     {"schedule": "attention2d", "size": 6, "rows": 2, "cols": 3},
-    {"schedule": "attention2d", "overlap": True, "travel_dtype": "bf16"},
+    {"schedule": "attention2d", "overlap": True, "comm_dtype": "bf16"},
     {"schedule": "wallfacer", "size": 8, "team": 2},
-    {"schedule": "mesh", "size": 8, "mesh": (2, 1, 2), "ulysses": 2, "placement": "ring_intra"},
-    {"schedule": "mesh", "mesh": (2, 2, 1), "placement": ("y", "x", "z", "ulysses"), "forward": "q"},
+    {"schedule": "mesh", "size": 8, "mesh": (2, 1, 2), "ulysses": 2, "rank_order": "ring_intra"},
+    {"schedule": "mesh", "mesh": (2, 2, 1), "rank_order": ("y", "x", "z", "ulysses"), "rotate_forward": "q"},
 ]
 
 
@@ -109,18 +109,16 @@ def test_without_a_mask_a_contiguous_ring_computes_everything(capsys):
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("ulysses", [1, 2, 8])
 def test_what_travels_is_chosen_for_the_heads_of_a_member(capsys, heads, ulysses):
-    out, _, code = _show(
-        capsys, "--size", 4 * ulysses, "--ulysses", ulysses, "--heads", *heads, "--travel-dtype", "bf16"
-    )
+    out, _, code = _show(capsys, "--size", 4 * ulysses, "--ulysses", ulysses, "--heads", *heads, "--comm-dtype", "bf16")
     assert code == 0
-    wanted = _plans(heads, size=4 * ulysses, ulysses=ulysses, travel_dtype="bf16")
+    wanted = _plans(heads, size=4 * ulysses, ulysses=ulysses, comm_dtype="bf16")
     assert _tables(out) == [plan.table() for plan in wanted]
     # in backward, queries go round a ring where a member has as many of them as k/v heads
     assert ("dq" in out) == (heads[0] // ulysses == max(1, heads[1] // ulysses))
 
 
 def test_overlap_brings_the_critical_path_near_the_bound(capsys):
-    words = ["--schedule", "mesh", "--size", 8, "--mesh", 2, 2, 2, "--travel-dtype", "bf16", "--full"]
+    words = ["--schedule", "mesh", "--size", 8, "--mesh", 2, 2, 2, "--comm-dtype", "bf16", "--full"]
     plain, overlapped = (_ratios(_show(capsys, *words, *more)[0]) for more in ([], ["--overlap"]))
     assert all(ratio <= 1.3 for ratio in overlapped)
     assert all(before > after for before, after in zip(plain, overlapped, strict=True))
@@ -226,11 +224,11 @@ REFUSED = [
     (["--schedule", "ring", "--team", 2], ("sequence_parallel.team", '"schedule": "wallfacer"')),
     (["--schedule", "mesh", "--mesh", 2, 2, 2], ("sequence_parallel.mesh", "4 inner ranks", "[2, 2, 2]")),
     (["--schedule", "attention2d", "--rows", 3], ("rows 3", "(rows, cols)")),
-    (["--placement", "collectives_intra"], ("sequence_parallel.placement", '"collectives_intra"', '"wallfacer"')),
-    (["--placement", "ring", "x"], ("sequence_parallel.placement", "ulysses, ring", "['ring', 'x']")),
-    (["--placement", "ring"], ("sequence_parallel.placement", "got 'ring'")),
-    (["--forward", "v"], ("sequence_parallel.forward", "got 'v'")),
-    (["--travel-dtype", "fp8"], ("sequence_parallel.travel_dtype", "got 'fp8'")),
+    (["--rank-order", "collectives_intra"], ("sequence_parallel.rank_order", '"collectives_intra"', '"wallfacer"')),
+    (["--rank-order", "ring", "x"], ("sequence_parallel.rank_order", "ulysses, ring", "['ring', 'x']")),
+    (["--rank-order", "ring"], ("sequence_parallel.rank_order", "got 'ring'")),
+    (["--rotate-forward", "v"], ("sequence_parallel.rotate_forward", "got 'v'")),
+    (["--comm-dtype", "fp8"], ("sequence_parallel.comm_dtype", "got 'fp8'")),
     (["--heads", 8, 3], ("key/value heads", "8 and 3")),
     (["--size", 4, "--ulysses", 4, "--heads", 3, 3], ("ulysses 4", "3 query")),
 ]

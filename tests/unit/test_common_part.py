@@ -19,7 +19,10 @@ CASES = {
     "ring of 2": ({"size": 2}, Mask()),
     "ring of 4, full": ({"size": 4}, Mask(causal=False)),
     "striped": ({"size": 4, "layout": "striped"}, Mask()),
-    "contiguous, q travels": ({"size": 4, "layout": "contiguous", "forward": "q", "backward": "q"}, Mask()),
+    "contiguous, q travels": (
+        {"size": 4, "layout": "contiguous", "rotate_forward": "q", "rotate_backward": "q"},
+        Mask(),
+    ),
     "attention2d": ({"size": 4, "schedule": "attention2d", "rows": 2}, Mask()),
     "mesh": ({"size": 4, "schedule": "mesh", "mesh": (2, 1, 2), "overlap": True}, Mask()),
     "distflash": ({"size": 4, "schedule": "distflash"}, Mask()),

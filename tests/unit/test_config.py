@@ -24,9 +24,10 @@ def _message(call, *arguments, **settings):
 
 
 KEYS = (
-    "size", "ulysses", "schedule", "layout", "forward", "backward", "overlap", "placement", "travel_dtype", "kernel",
-    "head_chunks", "keep_attention", "keep_exchanged", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len",
-    "machine", "memory", "rows", "cols", "window", "mesh", "strips", "team",
+    "size", "ulysses", "schedule", "layout", "rotate_forward", "rotate_backward", "overlap", "rank_order",
+    "comm_dtype", "kernel", "head_chunks", "recompute_attention", "save_qkv_after_all_to_all", "offload_checkpoints",
+    "mlp_tiles", "loss_tiles", "seq_len",
+    "machine", "memory", "rows", "cols", "ring_size", "mesh", "strips", "team",
 )  # fmt: skip
 
 
@@ -35,14 +36,14 @@ def test_names_in_the_config_are_the_names_that_exist():
 
 
 def test_a_config_is_frozen_and_its_error_a_value_error():
-    for name in ("size", "window"):
+    for name in ("size", "ring_size"):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(Config(window=2), name, 4)
+            setattr(Config(ring_size=2), name, 4)
     assert issubclass(ConfigError, SeqParError)
     assert issubclass(SeqParError, ValueError)
 
 
-SIZES = ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len", "window", "rows", "cols", "team")
+SIZES = ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len", "ring_size", "rows", "cols", "team")
 LAYOUTS = ("auto", "balanced", "contiguous", "striped", "zigzag")
 # field -> values that are wrong for it, and what the sentence has beside both
 WRONG = {
@@ -50,8 +51,8 @@ WRONG = {
     **dict.fromkeys(("schedule", "layout", "kernel"), ((3, None, True, "", ["ring"], {"name": "ring"}), [])),
     "mesh": (([2, 2], [2, 2, 1, 1], [2, 2, 0], [2, 2, True], [2, 2, "1"], "2x2x1", 4, None), ["[a, b, R]"]),
     "overlap": ((0, 1, "true", None, "yes"), []),
-    "travel_dtype": (("float32", None), ["bf16", "fp32"]),
-    "placement": (([1, 2], [["ring"]], ["ring", None]), ["list"]),
+    "comm_dtype": (("float32", None), ["bf16", "fp32"]),
+    "rank_order": (([1, 2], [["ring"]], ["ring", None]), ["list"]),
 }
 # the same of words that are nearly right
 MISSPELT = [
@@ -60,9 +61,9 @@ MISSPELT = [
     ("layout", "stripes", [*LAYOUTS, "'striped'"]),
     ("memory", "Auto", ["given", "auto", "'auto'"]),
     ("kernel", "cpuflash", ["auto", "cpu_flash", "cuda_flash", "flash_attn", "reference", "'cpu_flash'"]),
-    ("forward", "k", ["'kv'"]),
-    ("backward", "k", ["'kv'"]),
-    ("placement", "ring_inter", ["collectives_intra", "'ring_intra'"]),
+    ("rotate_forward", "k", ["'kv'"]),
+    ("rotate_backward", "k", ["'kv'"]),
+    ("rank_order", "ring_inter", ["collectives_intra", "'ring_intra'"]),
 ]
 
 
@@ -77,7 +78,7 @@ def test_a_wrong_value_is_named_with_what_there_is(field, value, words):
 
 def test_gradients_do_not_travel_in_fp16():
     """Those of a mean loss over 16,384 tokens were 33 % off in it."""
-    assert missing(_message(Config, travel_dtype="fp16"), "travel_dtype", 'got "fp16"', '"bf16"') == []
+    assert missing(_message(Config, comm_dtype="fp16"), "comm_dtype", 'got "fp16"', '"bf16"') == []
 
 
 def test_an_unknown_key_is_answered_with_all_keys_and_the_nearest():
@@ -86,7 +87,7 @@ def test_an_unknown_key_is_answered_with_all_keys_and_the_nearest():
     assert missing(message, ", ".join(KEYS), "got 'ulyses'", "'ulysses'") == []
     assert _message(Config, ulyses=2) == message
     assert missing(_message(Config.from_dict, {"cosl": 2}), "got 'cosl'", "'cols'") == []
-    assert "got 'own'" in _message(Config.from_dict, {"own": {"window": 2}})
+    assert "got 'own'" in _message(Config.from_dict, {"own": {"ring_size": 2}})
     assert _message(Config.from_dict, {"qqqq": 2}).endswith("got 'qqqq'")
     assert "got 5" in _message(Config.from_dict, {5: 2})
 
@@ -156,9 +157,9 @@ UNFIT = [
     ({"size": 2}, (2, (6, 4)), ["key/value heads", "6 and 4"]),
     ({"size": 2, "ulysses": 2}, (2, (6, 0)), ["key/value heads", "(6, 0)"]),
     ({"size": 8, "schedule": "mesh", "mesh": [3, 1, 1]}, (8, (8, 2)), ["mesh (3, 1, 1)", "size 8", "[1, 2, 4, 8]"]),
-    ({"size": 8, "placement": "collectives_intra"}, (8,), ["sequence_parallel.placement", *PLACES]),
+    ({"size": 8, "rank_order": "collectives_intra"}, (8,), ["sequence_parallel.rank_order", *PLACES]),
     *(
-        ({"size": 8, "placement": axes}, (8,), ["sequence_parallel.placement", "axes ulysses, ring", f"got {axes}"])
+        ({"size": 8, "rank_order": axes}, (8,), ["sequence_parallel.rank_order", "axes ulysses, ring", f"got {axes}"])
         for axes in (["ring"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], [])
     ),
 ]
@@ -209,7 +210,7 @@ def test_resolving_again_changes_nothing():
 
 def test_a_schedules_own_settings_are_read_compared_and_replaced_as_the_others():
     config = Config(schedule="attention2d", rows=2)
-    assert (config.rows, config.cols, config.window) == (2, "auto", "auto")
+    assert (config.rows, config.cols, config.ring_size) == (2, "auto", "auto")
     assert config != Config(schedule="attention2d", rows=4)
     assert config == Config(schedule="attention2d", rows=2, cols="auto")
     assert dataclasses.replace(config, rows=4, cols=1) == Config(schedule="attention2d", cols=1, rows=4)
@@ -231,15 +232,15 @@ def test_ulysses_auto_leaves_a_head_in_every_stage():
 
 
 def test_a_list_in_json_is_as_good_as_a_tuple():
-    config = Config(schedule="mesh", mesh=[2, 1, 2], placement=["x", "ulysses", "y", "z"])
-    assert config == Config(schedule="mesh", mesh=(2, 1, 2), placement=("x", "ulysses", "y", "z"))
-    assert hash(config) == hash(Config(schedule="mesh", mesh=(2, 1, 2), placement=("x", "ulysses", "y", "z")))
+    config = Config(schedule="mesh", mesh=[2, 1, 2], rank_order=["x", "ulysses", "y", "z"])
+    assert config == Config(schedule="mesh", mesh=(2, 1, 2), rank_order=("x", "ulysses", "y", "z"))
+    assert hash(config) == hash(Config(schedule="mesh", mesh=(2, 1, 2), rank_order=("x", "ulysses", "y", "z")))
 
 
 @pytest.mark.parametrize(
     ("field", "value", "owner"),
     [
-        ("window", 2, "double_ring"),
+        ("ring_size", 2, "double_ring"),
         ("rows", 2, "attention2d"),
         ("cols", 2, "attention2d"),
         ("team", 2, "wallfacer"),
@@ -271,8 +272,8 @@ def test_inner_axes_of_every_schedule_hold_the_inner_ranks():
         ({"schedule": "mesh", "mesh": [2, 1, 2]}, 2),
         ({"schedule": "mesh", "mesh": [2, 2, 2]}, 1),
         ({"schedule": "mesh", "mesh": [1, 1, 1]}, 8),
-        ({"schedule": "double_ring", "window": 4}, 2),
-        ({"schedule": "double_ring", "window": 2}, 4),
+        ({"schedule": "double_ring", "ring_size": 4}, 2),
+        ({"schedule": "double_ring", "ring_size": 2}, 4),
         ({"schedule": "attention2d", "rows": 2, "cols": 2}, 2),
         ({"schedule": "attention2d", "rows": 4}, 2),
         ({"schedule": "wallfacer", "team": 2}, 2),

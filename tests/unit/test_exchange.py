@@ -12,11 +12,9 @@ from ds_seqpar.compiler.program import ulysses as exchanging
 from ds_seqpar.compiler.program.instructions import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.program.ulysses import (
-    SAVE_ALL,
-    SAVE_NOTHING,
     HeadSplit,
     Members,
-    SaveChoice,
+    SavedForBackward,
     saved_for_backward,
 )
 from ds_seqpar.compiler.sharding.masks import CAUSAL
@@ -28,7 +26,7 @@ from tests.unit.plans import DIRECTIONS
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]
 
 
-def _call(settings, direction, head_chunks, overlap, saved=SAVE_ALL, lse=False):
+def _call(settings, direction, head_chunks, overlap, saved=SavedForBackward.QKV_AND_OUT, lse=False):
     config = SequenceParallelConfig(**settings, overlap=overlap).resolve(settings["size"], (16, 16))
     recipe = config.recipe(config.topology(config.size))
     shards = EvenShards(config.layout, 16 * config.size, recipe.size)
@@ -43,7 +41,7 @@ def _where(code, kind, wanted=lambda one: True):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("saved", [SAVE_ALL, SAVE_NOTHING], ids=["saved", "not saved"])
+@pytest.mark.parametrize("saved", [SavedForBackward.QKV_AND_OUT, SavedForBackward.NOTHING], ids=["saved", "not saved"])
 def test_overlap_exchanges_the_same_and_waits_for_each_once(settings, direction, saved):
     found = [_call(settings, direction, 4, overlap, saved).code for overlap in (False, True)]
     for kind in (ExchangeStart, PackHeads, UnpackHeads):
@@ -107,11 +105,15 @@ def _trades(plan, direction):
 
 
 def test_overlap_keeps_what_stages_alone_send_again():
-    assert saved_for_backward(4, 2, False, False) == SAVE_NOTHING
-    assert saved_for_backward(4, 2, False, False, True) == saved_for_backward(4, 1, False, False) == SAVE_ALL
-    operands = SaveChoice(operands=True, out=False)
+    assert saved_for_backward(4, 2, False, False) == SavedForBackward.NOTHING
+    assert (
+        saved_for_backward(4, 2, False, False, True)
+        == saved_for_backward(4, 1, False, False)
+        == SavedForBackward.QKV_AND_OUT
+    )
+    operands = SavedForBackward.QKV
     assert saved_for_backward(4, 2, True, True, True) == saved_for_backward(4, 1, True, True) == operands
-    assert saved_for_backward(1, 2, False, False, True) == SAVE_NOTHING
+    assert saved_for_backward(1, 2, False, False, True) == SavedForBackward.NOTHING
 
 
 def test_no_exchange_around_one_member():

@@ -64,7 +64,7 @@ def _with_one_kernel(names, rest=()):
 def test_every_schedule_stays_on_the_device(name, kernel):
     travels = SCHEDULES[name].moving_sides[CUDA_KERNELS.index(kernel) % len(SCHEDULES[name].moving_sides)]
     seq = 60 if name == "triangle" else SEQ  # which its ranks divide
-    calls = walk(kernel, schedule=name, forward=travels, backward=travels, seq=seq, **SHAPES[name])
+    calls = walk(kernel, schedule=name, rotate_forward=travels, rotate_backward=travels, seq=seq, **SHAPES[name])
     assert min(calls) > 4  # every rank has more than its own block
 
 
@@ -74,7 +74,7 @@ OTHERS = {
     "documents": {"mask": Mask(documents=(0, 5, 29), window=20), "schedule": "mesh", "mesh": (2, 2, 1)},
     "uneven": {"shards": UNEVEN, "schedule": "mesh", "mesh": (1, 2, 2)},
     "odd heads": {"mask": FULL, "dim": 35, "batch": 2},
-    "ulysses": {"size": 8, "ulysses": 2, "travel_dtype": "bf16"},
+    "ulysses": {"size": 8, "ulysses": 2, "comm_dtype": "bf16"},
     "overlap": {"schedule": "mesh", "mesh": (2, 1, 2), "overlap": True, "layout": "contiguous"},
 }
 

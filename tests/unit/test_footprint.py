@@ -63,7 +63,7 @@ def test_checkpoints_are_the_inputs_of_layers_and_what_attention_keeps():
     parts = _moments(_step())["backward: loss"].parts
     assert parts["checkpoints"] == 3 * 512 + 256
     assert parts["kept attention"] == 3 * (512 + 256)
-    assert "kept attention" not in _moments(_step({"keep_attention": False}))["backward: loss"].parts
+    assert "kept attention" not in _moments(_step({"recompute_attention": True}))["backward: loss"].parts
 
 
 def test_with_ulysses_a_checkpoint_keeps_the_inner_q_k_and_v():
@@ -181,7 +181,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two():
     assert footprint(_step(**given)).host.parts["rounding"] == 4 + 8
     pageable = dataclasses.replace(zero, offload_optimizer=dataclasses.replace(CPU, pin_memory=False))
     assert "rounding" not in footprint(_step(**{**given, "zero": pageable})).host.parts
-    away = {"offload_checkpoints": True, "keep_attention": False}
+    away = {"offload_checkpoints": True, "recompute_attention": True}
     assert footprint(_step(away, **{**given, "seq": 96})).host.parts["rounding"] == 4 + 8 + 3 * (512 - 24 * 16)
 
 

@@ -17,6 +17,7 @@ PACKAGES = ("ds_seqpar", "hf_integration")
 OWN_ROOM = {
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
+    "ds_seqpar.renamed": "errors",
     "ds_seqpar.__main__": "cli",
     "hf_integration": "hf.names",
 }

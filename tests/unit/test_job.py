@@ -46,7 +46,7 @@ def test_all_auto_is_what_the_planner_takes():
     "given",
     [
         {"size": 4, "ulysses": 2, "schedule": "ring"},
-        {"placement": ["ulysses", "ring"]},
+        {"rank_order": ["ulysses", "ring"]},
     ],
 )
 def test_what_leaves_no_choice_is_not_planned(given):
@@ -71,9 +71,9 @@ def test_a_machine_without_a_length_is_refused():
 
 
 def test_what_is_given_stays():
-    given = {"size": 8, "ulysses": 2, "layout": "striped", "travel_dtype": "bf16", "kernel": "reference",
+    given = {"size": 8, "ulysses": 2, "layout": "striped", "comm_dtype": "bf16", "kernel": "reference",
              "seq_len": 4096, "head_chunks": 2, "mlp_tiles": "auto", "loss_tiles": 3,
-             "keep_attention": False}  # fmt: skip
+             "recompute_attention": True}  # fmt: skip
     found = _planned(**given).config
     assert {name: getattr(found, name) for name in given} == given
     assert found.schedule != "auto"
@@ -165,7 +165,7 @@ def test_too_little_memory_is_said_and_the_fastest_taken():
     assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
 
 
-SPARED = ("loss_tiles", "mlp_tiles", "head_chunks", "offload_checkpoints", "keep_attention")
+SPARED = ("loss_tiles", "mlp_tiles", "head_chunks", "offload_checkpoints", "recompute_attention")
 
 
 @pytest.mark.parametrize(("seq", "spared"), [(2**15, ()), (2**18, SPARED[:1]), (2**21, (*SPARED[:2], SPARED[3]))])
@@ -181,7 +181,7 @@ def test_memory_auto_spares_what_a_length_needs(seq, spared):
 
 
 def test_memory_auto_leaves_what_is_said():
-    said = {"mlp_tiles": 3, "keep_attention": True, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1}
+    said = {"mlp_tiles": 3, "recompute_attention": False, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1}
     found = _planned(world=8, seq_len=2**21, memory="auto", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert found.config.loss_tiles == "auto"
@@ -190,14 +190,25 @@ def test_memory_auto_leaves_what_is_said():
     for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
         with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
             resolve_with_plan(Config(memory="auto"), job, (32, 8), 8, _seen)
-    everything = {"loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, "keep_exchanged": "auto", **said}
+    everything = {
+        "loss_tiles": 1,
+        "mlp_tiles": 1,
+        "offload_checkpoints": False,
+        "save_qkv_after_all_to_all": "auto",
+        **said,
+    }
     assert not Config(**everything, memory="auto").asks_for_plan
 
 
 def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
     found = _planned(world=8, seq_len=2**24, memory="auto", size=8, ulysses=2)
     its = found.config
-    assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.keep_attention) == ("auto", "auto", True, False)
+    assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.recompute_attention) == (
+        "auto",
+        "auto",
+        True,
+        True,
+    )
     assert its.head_chunks > 1
     assert missing(line_of(found.plan), "attention runs twice", " GiB a rank where the machine has ") == []
     saving = _planned(world=8, seq_len=2**24, memory="auto", size=8, job=dataclasses.replace(JOB, checkpointing=False))

@@ -158,7 +158,7 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
     first = find_plan(_asked(8))
     assert first.legal < every.legal
     assert any("more than 10 shapes" in why for _, why in first.rejected)
-    assert all(one.candidate.has_default_layout and one.candidate.placement == "auto" for one in first.ranked)
+    assert all(one.candidate.has_default_layout and one.candidate.rank_order == "auto" for one in first.ranked)
 
 
 def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):
@@ -239,8 +239,9 @@ def _figures(config, tokens=256):
     return attention_memory.attention_figures(step)
 
 
-SHAPES = [{"schedule": "ring"}, {"schedule": "ring", "forward": "q", "backward": "q"}, {"schedule": "distflash"},
-          {"schedule": "double_ring", "window": 3}, {"schedule": "mesh", "mesh": (2, 2, 0)},
+SHAPES = [{"schedule": "ring"}, {"schedule": "ring", "rotate_forward": "q", "rotate_backward": "q"},
+          {"schedule": "distflash"},
+          {"schedule": "double_ring", "ring_size": 3}, {"schedule": "mesh", "mesh": (2, 2, 0)},
           {"schedule": "mesh", "mesh": (1, 3, 0)}, {"schedule": "wallfacer", "team": 2}]  # fmt: skip
 
 

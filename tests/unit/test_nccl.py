@@ -12,7 +12,7 @@ from ds_seqpar.analysis import nccl
 from ds_seqpar.compiler.compile import Compiler
 from ds_seqpar.compiler.program.instructions import GatherStart, Post, ScatterStart, Wait
 from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.program.ulysses import SAVE_ALL, SAVE_NOTHING, Members
+from ds_seqpar.compiler.program.ulysses import Members, SavedForBackward
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
@@ -34,7 +34,7 @@ MASKS = {
     "window": lambda seq: Mask(window=seq // 3),
     "packed": lambda seq: Mask(documents=(0, seq // 4, seq // 2)),
 }
-SAVED = {"kept": SAVE_ALL, "again": SAVE_NOTHING}
+SAVED = {"kept": SavedForBackward.QKV_AND_OUT, "again": SavedForBackward.NOTHING}
 GRID = {
     "schedule": tuple(sorted(SCHEDULES)),
     "inner": (1, 2, 3, 4, 6, 8, 10, 12, 16),
@@ -64,7 +64,7 @@ def _legal(case):
 def _calls(case, own, early=0):
     """What all ranks do, forward and backward. own: settings of the schedule's."""
     names = {name: case[name] for name in ("schedule", "ulysses", "overlap")}
-    travel = {"forward": case["travel"], "backward": case["travel"]}
+    travel = {"rotate_forward": case["travel"], "rotate_backward": case["travel"]}
     config = SequenceParallelConfig(size=case["inner"] * case["ulysses"], **names, **travel, **own)
     config = config.resolve(config.size, heads=case["heads"])
     recipe, members = config.recipe(config.topology(config.size)), config.ulysses

@@ -38,7 +38,7 @@ def followed(asked, advice):
     return dataclasses.replace(asked, **changes)
 
 
-RING = {"schedule": "ring", "layout": "zigzag", "placement": "ulysses_intra"}  # a short search
+RING = {"schedule": "ring", "layout": "zigzag", "rank_order": "ulysses_intra"}  # a short search
 # (request, what is advised among others)
 ASKED = [
     (request(128, 60_000_000, given=RING), "512 ranks with 60000256 tokens"),

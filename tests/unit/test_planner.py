@@ -61,7 +61,10 @@ def test_stages_are_taken_where_exchanges_take_time(rate, gain):
 def test_what_is_sent_again_is_priced():
     """Head chunks without overlap send q, k and v in backward too, unless they are kept."""
     given = {"size": 4, "ulysses": 4, "overlap": False, "head_chunks": 4}
-    asked = [_asked(world=4, given={**given, "keep_exchanged": kept}, checkpointing=False) for kept in (True, False)]
+    asked = [
+        _asked(world=4, given={**given, "save_qkv_after_all_to_all": kept}, checkpointing=False)
+        for kept in (True, False)
+    ]
     kept, again = (plan(one).best for one in asked)
     assert again.forward == kept.forward
     assert again.backward.received == pytest.approx(kept.backward.received * 7 / 4, rel=0.01)  # do, dq, dk, dv; q, k, v
@@ -74,7 +77,7 @@ def test_one_key_value_head_is_not_replicated(machine):
     head alone. (A short sequence, whose bytes are little beside the time of messages, may yet take Ulysses.)"""
     asked = _asked(model=_model(32, 1), machine=machine, memory=10**15, given={"size": 8})
     best = plan(asked).best
-    (whole, *_) = (f for f in candidates(8, (32, 1), {**asked.given, "placement": "auto"}) if f.ulysses == 8)
+    (whole, *_) = (f for f in candidates(8, (32, 1), {**asked.given, "rank_order": "auto"}) if f.ulysses == 8)
     replicated = with_simulated_time(asked, predict(asked, whole))
     assert best.config.ulysses == 1
     assert best.seconds < replicated.seconds
@@ -90,7 +93,7 @@ def test_causal_attention_between_nodes_takes_the_causal_floor_where_heads_are_m
         "machine": apart,
         "world": 28,
         "seq": 28 * 1024,
-        "given": {"size": 28, "ulysses": 1, "travel_dtype": "bf16"},
+        "given": {"size": 28, "ulysses": 1, "comm_dtype": "bf16"},
     }
     assert _best(model=_model(16, 16), **asked).config.schedule == "triangle"
     assert _best(model=_model(32, 4), **asked).config.schedule != "triangle"
@@ -112,7 +115,7 @@ def test_slow_links_between_nodes_carry_the_fewest_bytes():
     assert across[0] <= 1.05 * min(across)
     assert choice.best.config.ulysses <= 8  # its exchange stays in the node
     whole = predict(choice.request, next(
-        f for f in candidates(16, (32, 8), {"size": 16, "ulysses": 16, "placement": "auto"})))  # fmt: skip
+        f for f in candidates(16, (32, 8), {"size": 16, "ulysses": 16, "rank_order": "auto"})))  # fmt: skip
     assert whole.seconds > choice.best.seconds
 
 
@@ -122,7 +125,7 @@ def test_a_limit_of_memory_rejects_what_gathers_much():
         "head_chunks": 1,
         "loss_tiles": 64,
         "mlp_tiles": 64,
-        "keep_attention": False,
+        "recompute_attention": True,
         "offload_checkpoints": False,
     }
     asked = _asked(world=16, seq=2**20, model=_model(32, 32, layers=2), given={"size": 16, "ulysses": 1, **spared})
@@ -403,6 +406,6 @@ def test_no_two_that_are_ranked_come_out_alike(given):
 def test_a_rank_alone_is_one_candidate():
     (one,) = {
         candidate.plan_key(documents=False)
-        for candidate in candidates(4, (8, 8), {"size": 4, "ulysses": 4, "placement": "auto"})
+        for candidate in candidates(4, (8, 8), {"size": 4, "ulysses": 4, "rank_order": "auto"})
     }
     assert one == next(candidates(4, (8, 8), {"size": 4, "ulysses": 4})).plan_key(documents=False)

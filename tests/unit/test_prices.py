@@ -127,14 +127,14 @@ CASES = [
     {"ulysses": 8},
     {"ulysses": 4},
     {"ulysses": 1},
-    {"ulysses": 1, "backward": "q"},
+    {"ulysses": 1, "rotate_backward": "q"},
     {"ulysses": 1, "layout": "contiguous"},
     {"ulysses": 1, "schedule": "distflash"},
-    {"ulysses": 2, "schedule": "double_ring", "window": 2, "placement": "ring_intra"},
+    {"ulysses": 2, "schedule": "double_ring", "ring_size": 2, "rank_order": "ring_intra"},
     {"ulysses": 1, "schedule": "attention2d"},
     {"ulysses": 1, "schedule": "attention2d", "overlap": True},
-    {"ulysses": 1, "schedule": "mesh", "mesh": [2, 2, 2], "placement": "collectives_intra"},
-    {"ulysses": 1, "schedule": "wallfacer", "team": 2, "forward": "q"},
+    {"ulysses": 1, "schedule": "mesh", "mesh": [2, 2, 2], "rank_order": "collectives_intra"},
+    {"ulysses": 1, "schedule": "wallfacer", "team": 2, "rotate_forward": "q"},
 ]
 
 
@@ -175,7 +175,7 @@ def test_the_busiest_rank_receives_what_its_plan_says(settings):
 def test_placement_says_which_bytes_leave_the_node():
     call = _call(4, ulysses=2)
     assert lower_bound(PLAIN, call, "forward").between > 0
-    turned = _call(4, ulysses=2, placement="ring_intra")
+    turned = _call(4, ulysses=2, rank_order="ring_intra")
     found = lower_bound(PLAIN, turned, "forward")
     kv = 2048 * 2 * 2 * 64 * 2
     assert found.inside == kv

@@ -16,7 +16,7 @@ from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler import schedules
 from ds_seqpar.compiler.schedules import SCHEDULES, ring
 from ds_seqpar.compiler.schedules.actions import Collective
-from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS, count
+from ds_seqpar.compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, count
 from ds_seqpar.compiler.schedules.plan import Plan
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.config.settings import SequenceParallelConfig
@@ -70,7 +70,7 @@ def test_help_is_a_line_and_what_is_legal_exists(schedule):
     assert schedule.default_layout in schedule.layouts
     assert set(schedule.layouts) <= layouts
     assert set(schedule.moving_sides) <= set(MOVING_SIDES)
-    assert set(schedule.placements) <= set(PLACEMENTS)
+    assert set(schedule.rank_orders) <= set(RANK_ORDERS)
     parser = argparse.ArgumentParser(prefix_chars="-")
     for setting in schedule.settings:
         parser.add_argument(f"--{setting.name}", **setting.option)
@@ -194,12 +194,7 @@ PROSE = {"ring", "mesh"}
 def _spelled(path, names):
     """(line, name) wherever a file's code, or what it prints, spells one of the names; docstrings may say `PROSE`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and isinstance(node.body[0], ast.Expr)
-    }
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # of fields too
     for node in ast.walk(tree):
         words = {value for value in vars(node).values() if isinstance(value, str)}
         for name in names - (PROSE if id(node) in docstrings else set()):

@@ -29,14 +29,14 @@ RANKS = (4, 8, 9, 12, 16)
 SHAPES = {
     2: {
         "ring": [{}],
-        "double_ring": [{"window": 2}],
+        "double_ring": [{"ring_size": 2}],
         "distflash": [{}],
         "attention2d": [{"rows": 1}, {"rows": 2}],
         "wallfacer": [{"team": 1}],
     },
     4: {
         "ring": [{}],
-        "double_ring": [{"window": 2}],
+        "double_ring": [{"ring_size": 2}],
         "distflash": [{}],
         "attention2d": [{"rows": 1}, {"rows": 2}, {"rows": 4}],
         "wallfacer": [{"team": 2}],
@@ -44,14 +44,14 @@ SHAPES = {
     },
     6: {
         "ring": [{}],
-        "double_ring": [{"window": 2}, {"window": 3}],
+        "double_ring": [{"ring_size": 2}, {"ring_size": 3}],
         "distflash": [{}],
         "attention2d": [{"rows": 2}, {"cols": 2}],
         "mesh": [{"mesh": (3, 1, 2)}, {"mesh": (1, 3, 2)}, {"mesh": (2, 1, 3)}],
     },
     8: {
         "ring": [{}],
-        "double_ring": [{"window": 2}, {"window": 4}],
+        "double_ring": [{"ring_size": 2}, {"ring_size": 4}],
         "distflash": [{}],
         "attention2d": [{"rows": 4}],
         "wallfacer": [{"team": 2}],
@@ -59,7 +59,7 @@ SHAPES = {
     },
     9: {
         "ring": [{}],
-        "double_ring": [{"window": 3}],
+        "double_ring": [{"ring_size": 3}],
         "distflash": [{}],
         "attention2d": [{"rows": 3}],
         "wallfacer": [{"team": 3}],
@@ -67,7 +67,7 @@ SHAPES = {
     },
     12: {
         "ring": [{}],
-        "double_ring": [{"window": 3}, {"window": 4}],
+        "double_ring": [{"ring_size": 3}, {"ring_size": 4}],
         "distflash": [{}],
         "attention2d": [{"rows": 3}, {"cols": 2}],
         "wallfacer": [{"team": 2}],
@@ -75,7 +75,7 @@ SHAPES = {
     },
     16: {
         "ring": [{}],
-        "double_ring": [{"window": 4}, {"window": 8}],
+        "double_ring": [{"ring_size": 4}, {"ring_size": 8}],
         "distflash": [{}],
         "attention2d": [{"rows": 4}, {"rows": 2}],
         "wallfacer": [{"team": 2}, {"team": 4}],
@@ -197,7 +197,7 @@ def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, 
     for shape in shapes:
         sides = []
         for side in ("kv", "q", "auto"):
-            config = shape.config(forward=side, backward=side, overlap=overlap).resolve(shape.size)
+            config = shape.config(rotate_forward=side, rotate_backward=side, overlap=overlap).resolve(shape.size)
             recipe = config.recipe(config.topology(shape.size))
             pattern = pattern_of(CAUSAL, EvenShards("zigzag", 4 * shape.size, recipe.size))
             sides.append(recipe.plan(direction, pattern, sizes))
@@ -209,9 +209,9 @@ def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, 
 # name -> (settings, how often one partial result is rounded on its way home when it travels in less than fp32): once
 # where it goes straight home or is reduce-scattered, and at every hop of a ring
 PRECISE = {
-    "ring, q travels": ({"schedule": "ring", "forward": "q", "backward": "q"}, 15),
+    "ring, q travels": ({"schedule": "ring", "rotate_forward": "q", "rotate_backward": "q"}, 15),
     "mesh": ({"schedule": "mesh", "mesh": (2, 2, 4)}, 4),
-    "mesh, q travels": ({"schedule": "mesh", "mesh": (2, 2, 4), "forward": "q", "backward": "q"}, 4),
+    "mesh, q travels": ({"schedule": "mesh", "mesh": (2, 2, 4), "rotate_forward": "q", "rotate_backward": "q"}, 4),
     "mesh, overlapped": ({"schedule": "mesh", "mesh": (2, 2, 4), "overlap": True}, 1),
     "attention2d": ({"schedule": "attention2d", "rows": 4}, 1),
     "attention2d, overlapped": ({"schedule": "attention2d", "rows": 4, "overlap": True}, 1),
@@ -239,7 +239,7 @@ _precise = pytest.mark.parametrize(
 
 def _attend(name, causal, inputs, travel="fp32"):
     """(out, dq, dk, dv) on 16 virtual ranks."""
-    config = SequenceParallelConfig(size=16, ulysses=1, travel_dtype=travel, **PRECISE[name][0])
+    config = SequenceParallelConfig(size=16, ulysses=1, comm_dtype=travel, **PRECISE[name][0])
     found = attention(config, *inputs, causal=causal)
     return found.out, found.dq, found.dk, found.dv
 
@@ -326,7 +326,7 @@ def _travelling_q(scale):
     q, k, v, do = tensors(1, 64, (4, 2), 16, torch.float32)
     do *= scale
     do[:, ::5] = 0
-    found = attention(SequenceParallelConfig(size=8, ulysses=1, backward="q"), q, k, v, do)
+    found = attention(SequenceParallelConfig(size=8, ulysses=1, rotate_backward="q"), q, k, v, do)
     return errors((found.dq, found.dk, found.dv), dense(q, k, v, do)[1:])
 
 
@@ -351,5 +351,5 @@ def test_visitors_outputs_are_projections_and_the_own_is_the_true_one(monkeypatc
     inputs = tensors(1, 16, (2, 2), 8)
     for side, visitors in (("kv", 0), ("q", 4 * 3)):
         made.clear()
-        attention(SequenceParallelConfig(size=4, ulysses=1, forward=side, backward=side), *inputs)
+        attention(SequenceParallelConfig(size=4, ulysses=1, rotate_forward=side, rotate_backward=side), *inputs)
         assert len(made) == visitors

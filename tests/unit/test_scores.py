@@ -24,7 +24,7 @@ SHAPES = [
     {"size": 4, "ulysses": 1, "schedule": "mesh", "mesh": (2, 1, 2)},
     {"size": 4, "ulysses": 1, "schedule": "attention2d", "rows": 2},
     {"size": 4, "ulysses": 1, "schedule": "distflash"},
-    {"size": 8, "ulysses": 2, "schedule": "wallfacer", "team": 2, "forward": "q"},
+    {"size": 8, "ulysses": 2, "schedule": "wallfacer", "team": 2, "rotate_forward": "q"},
 ]
 MASKS = [Mask(), Mask(window=7), Mask(documents=(0, 5, 20)), Mask(causal=False)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.config.settings import PLACEMENTS, SequenceParallelConfig, even_ulysses
+from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig, even_ulysses
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention
 from tests.oracle import tensors
@@ -32,7 +32,7 @@ def _axes(schedule, size, heads=None, **own):
 
 def test_windows_are_all_divisors_and_teams_all_whose_square_divides_the_ranks():
     for size in SIZES:
-        windows = [own["window"] for own in SCHEDULES["double_ring"].shapes(size)]
+        windows = [own["ring_size"] for own in SCHEDULES["double_ring"].shapes(size)]
         assert windows == [w for w in range(1, size + 1) if size % w == 0]
         teams = [own["team"] for own in SCHEDULES["wallfacer"].shapes(size)]
         assert teams == [c for c in range(1, size + 1) if size % (c * c) == 0]
@@ -138,7 +138,7 @@ def test_auto_counts_the_most_heads_of_a_member_where_they_differ():
 # ---- refusals say what to use instead
 
 REFUSED = [
-    ({"schedule": "double_ring", "window": 3}, "[1, 2, 4, 8]"),
+    ({"schedule": "double_ring", "ring_size": 3}, "[1, 2, 4, 8]"),
     ({"schedule": "attention2d", "rows": 3}, "(rows, cols) = [(8, 1), (4, 2), (2, 4), (1, 8)]"),
     ({"schedule": "attention2d", "rows": 2, "cols": 2}, "(rows, cols) = [(8, 1), (4, 2), (2, 4), (1, 8)]"),
     ({"schedule": "wallfacer", "team": 4}, "[1, 2]"),
@@ -147,13 +147,13 @@ REFUSED = [
     ({"schedule": "wallfacer", "mesh": [2, 2, 2]}, '"mesh"'),
     ({"schedule": "distflash", "layout": "striped"}, '"contiguous"'),
     ({"schedule": "distflash", "layout": "zigzag"}, '"ring" or "wallfacer"'),
-    ({"schedule": "distflash", "backward": "q"}, '"ring" or "wallfacer"'),
-    ({"schedule": "ring", "placement": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
-    ({"schedule": "double_ring", "placement": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
-    ({"schedule": "ring", "placement": "collectives_intra"}, '"attention2d", "mesh" or "wallfacer"'),
-    ({"schedule": "mesh", "placement": ["x", "y", "z"]}, "ulysses, x, y, z"),
-    ({"schedule": "mesh", "placement": ["x", "y", "y", "z", "ulysses"]}, "ulysses, x, y, z"),
-    ({"schedule": "ring", "placement": ["ulysses", "x"]}, "ulysses, ring"),
+    ({"schedule": "distflash", "rotate_backward": "q"}, '"ring" or "wallfacer"'),
+    ({"schedule": "ring", "rank_order": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
+    ({"schedule": "double_ring", "rank_order": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
+    ({"schedule": "ring", "rank_order": "collectives_intra"}, '"attention2d", "mesh" or "wallfacer"'),
+    ({"schedule": "mesh", "rank_order": ["x", "y", "z"]}, "ulysses, x, y, z"),
+    ({"schedule": "mesh", "rank_order": ["x", "y", "y", "z", "ulysses"]}, "ulysses, x, y, z"),
+    ({"schedule": "ring", "rank_order": ["ulysses", "x"]}, "ulysses, ring"),
 ]
 
 
@@ -180,7 +180,7 @@ def test_distflash_without_a_causal_mask_is_refused_when_it_is_asked_for():
 CONFIGS = [
     {"schedule": "ring", "size": 6},
     {"schedule": "distflash", "size": 8, "ulysses": 2},
-    {"schedule": "double_ring", "size": 24, "ulysses": 2, "window": 3},
+    {"schedule": "double_ring", "size": 24, "ulysses": 2, "ring_size": 3},
     {"schedule": "attention2d", "size": 12, "ulysses": 2, "rows": 2},
     {"schedule": "wallfacer", "size": 24, "ulysses": 2, "team": 2},
     {"schedule": "mesh", "size": 24, "ulysses": 2, "mesh": (3, 2, 2)},
@@ -191,7 +191,7 @@ FIRST = {
     "auto": ("ulysses",),
     "ulysses_intra": ("ulysses",),
     "collectives_intra": ("x", "y"),
-    "ring_intra": ("z", "window", "ring", "strip", "pair"),
+    "ring_intra": ("z", "inner_ring", "ring", "strip", "pair"),
 }
 
 
@@ -200,15 +200,15 @@ def _topologies():
     for fields in CONFIGS:
         names = [name for name, _ in SequenceParallelConfig(**fields).resolve(fields["size"]).inner_axes]
         orders = [("ulysses", *names), (*reversed(names), "ulysses"), ("data", *names[1:], "ulysses", names[0])]
-        presets = [preset for preset in PLACEMENTS if preset != "collectives_intra" or "x" in names]
-        for placement in (*presets, *orders):
-            config = SequenceParallelConfig(placement=placement, **fields).resolve(2 * fields["size"])
+        presets = [preset for preset in RANK_ORDERS if preset != "collectives_intra" or "x" in names]
+        for rank_order in (*presets, *orders):
+            config = SequenceParallelConfig(rank_order=rank_order, **fields).resolve(2 * fields["size"])
             yield config, config.topology(2 * config.size)
 
 
 def test_every_schedule_is_placed():
     assert {config.schedule for config, _ in _topologies()} == set(SCHEDULES)
-    assert set(FIRST) == set(PLACEMENTS)
+    assert set(FIRST) == set(RANK_ORDERS)
 
 
 def test_a_placement_puts_its_axes_first_and_loses_none():
@@ -216,13 +216,13 @@ def test_a_placement_puts_its_axes_first_and_loses_none():
         order = [name for name, _ in topology.axes]
         names = [name for name, _ in config.inner_axes]
         assert sorted(order) == sorted(["ulysses", "data", *names])
-        if isinstance(config.placement, str):
-            first = [name for name in FIRST[config.placement] if name in order]
+        if isinstance(config.rank_order, str):
+            first = [name for name in FIRST[config.rank_order] if name in order]
             rest = [name for name in ("ulysses", *names, "data") if name not in first]
             assert order == [*first, *rest]
         else:
-            assert tuple(order[: len(config.placement)]) == config.placement
-            assert order[-1] == "data" or "data" in config.placement
+            assert tuple(order[: len(config.rank_order)]) == config.rank_order
+            assert order[-1] == "data" or "data" in config.rank_order
         sizes = dict(config.inner_axes)
         assert dict(topology.axes) == {**sizes, "ulysses": config.ulysses, "data": 2}
 
@@ -244,8 +244,8 @@ def test_inner_ranks_are_numbered_by_their_axes_wherever_these_are_placed():
 def test_what_a_preset_names_lies_in_one_node():
     # the node: as many neighbouring ranks as the preset's groups have
     for config, topology in _topologies():
-        if isinstance(config.placement, str):
-            together = [name for name in FIRST[config.placement] if name in ("ulysses", *topology.inner_axes)]
+        if isinstance(config.rank_order, str):
+            together = [name for name in FIRST[config.rank_order] if name in ("ulysses", *topology.inner_axes)]
             node = topology.size(*together)
             for ranks in topology.groups(*together):
-                assert {rank // node for rank in ranks} == {ranks[0] // node}, (config.schedule, config.placement)
+                assert {rank // node for rank in ranks} == {ranks[0] // node}, (config.schedule, config.rank_order)

@@ -72,8 +72,8 @@ def test_auto_is_its_own_choice():
         ),
         ({"schedule": "mesh", "layout": "backwards"}, ("layout", '"mesh"', '"carousel"')),
         ({"schedule": "distflash", "layout": "zigzag"}, ("layout", '"contiguous"', '"carousel"')),
-        ({"schedule": "ring", "placement": "collectives_intra"}, ("placement", '"collectives_intra"', '"carousel"')),
-        ({"schedule": "carousel", "placement": ["car"]}, ("placement", "ulysses, seat, car", "got ['car']")),
+        ({"schedule": "ring", "rank_order": "collectives_intra"}, ("rank_order", '"collectives_intra"', '"carousel"')),
+        ({"schedule": "carousel", "rank_order": ["car"]}, ("rank_order", "ulysses, seat, car", "got ['car']")),
     ],
     ids=str,
 )
@@ -108,7 +108,7 @@ def test_the_command_line_helps_with_it(capsys):
 
 def test_the_command_line_shows_it(capsys):
     words = ["show", "--schedule", "carousel", "--size", "6", "--seats", "3", "--full"]
-    assert main([*words, "--forward", "kv", "--backward", "kv"]) == 0
+    assert main([*words, "--rotate-forward", "kv", "--rotate-backward", "kv"]) == 0
     tables = [part.rsplit("\ncritical path: ", 1)[0] for part in capsys.readouterr().out.strip().split("\n\n")]
     plans = [build("carousel", shaped("carousel", 6, seats=3), direction) for direction in ("forward", "backward")]
     assert tables == [plan.table() for plan in plans]
@@ -119,7 +119,7 @@ def test_the_command_line_shows_it(capsys):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("travels", ["kv", "q", "auto"])
 def test_it_equals_dense_attention(layout, overlap, travels):
-    sides = {"forward": travels, "backward": travels}
+    sides = {"rotate_forward": travels, "rotate_backward": travels}
     for size, ulysses, seats, causal in ((4, 1, 2, True), (6, 1, 3, False), (8, 2, "auto", True), (3, 1, 1, True)):
         config = Config(size=size, ulysses=ulysses, schedule="carousel", seats=seats, layout=layout, overlap=overlap,
                         **sides)  # fmt: skip

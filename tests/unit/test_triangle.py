@@ -329,7 +329,7 @@ def test_partial_results_that_travel_in_bf16_cost_their_rounding_only(shape, hea
     inputs = tensors(1, 8 * _ranks(*shape), heads, 32, torch.bfloat16)
     wanted = dense(*inputs)
     wide, narrow = (
-        spreads(_found(_config(shape, overlap=overlap, travel_dtype=travel), inputs), wanted)
+        spreads(_found(_config(shape, overlap=overlap, comm_dtype=travel), inputs), wanted)
         for travel in ("fp32", "bf16")
     )
     assert max(wide) < 0.01

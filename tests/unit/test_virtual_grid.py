@@ -278,7 +278,9 @@ def test_accumulating_in_bf16_would_be_noticed(monkeypatch):
 @pytest.mark.parametrize("travels", ["kv", "q"])
 def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
     size, ulysses, heads, batch, seq, head_dim = 8, 2, (8, 4), 2, 48, 16
-    config = SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout, forward=travels, backward=travels)
+    config = SequenceParallelConfig(
+        size=size, ulysses=ulysses, layout=layout, rotate_forward=travels, rotate_backward=travels
+    )
     config = config.resolve(size)
     rows = batch * seq // (size // ulysses)
     q, kv, lse = (rows * number // ulysses for number in (heads[0] * head_dim, 2 * heads[1] * head_dim, heads[0]))

@@ -101,8 +101,8 @@ def configs(draw, schedule, most):
         schedule=schedule,
         layout=draw(st.sampled_from(its.layouts)),
         overlap=draw(st.booleans()),
-        forward=draw(st.sampled_from(its.moving_sides)),
-        backward=draw(st.sampled_from(its.moving_sides)),
+        rotate_forward=draw(st.sampled_from(its.moving_sides)),
+        rotate_backward=draw(st.sampled_from(its.moving_sides)),
         **own,
     )
 

@@ -121,8 +121,8 @@ def packs(draw, schedule, world, most):
         ulysses=ulysses,
         schedule=schedule,
         overlap=draw(st.booleans()),
-        forward=draw(st.sampled_from(its.moving_sides)),
-        backward=draw(st.sampled_from(its.moving_sides)),
+        rotate_forward=draw(st.sampled_from(its.moving_sides)),
+        rotate_backward=draw(st.sampled_from(its.moving_sides)),
         **own,
     )
     lengths = draw(documents(most))
@@ -189,7 +189,7 @@ def test_many_documents_or_few_tokens(lengths, layout):
     mask = Mask(documents=Mask.documents_of(lengths))
     for size, ulysses, heads, own in (
         (16, 1, (2, 1), {"schedule": "ring", "overlap": True}),
-        (12, 4, (14, 2), {"schedule": "ring", "forward": "q", "backward": "q"}),
+        (12, 4, (14, 2), {"schedule": "ring", "rotate_forward": "q", "rotate_backward": "q"}),
         (8, 2, (3, 3), {"schedule": "mesh", "mesh": (2, 1, 2)}),
         (5, 5, (5, 1), {"schedule": "ring"}),
     ):

@@ -40,7 +40,7 @@ def _use(monkeypatch, kernel):
 
 
 SHAPES = [{"schedule": "mesh", "mesh": shape} for shape in ((2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))]
-SHAPES += [{"schedule": "double_ring", "window": 2}, {"schedule": "mesh", "mesh": (2, 2, 1), "overlap": True}]
+SHAPES += [{"schedule": "double_ring", "ring_size": 2}, {"schedule": "mesh", "mesh": (2, 2, 1), "overlap": True}]
 
 
 # CUDA's flash kernels align a causal mask to the lower right corner: silently wrong where lengths differ
@@ -81,7 +81,7 @@ def test_a_product_of_which_nothing_is_visible_adds_nothing(replace_schedule):
         return by_hand(2, *steps, direction=direction).ranks.__getitem__
 
     replace_schedule("ring", helped)
-    assert max(_errors(2, times=2, layout="contiguous", forward="kv", backward="kv")) <= 1e-10
+    assert max(_errors(2, times=2, layout="contiguous", rotate_forward="kv", rotate_backward="kv")) <= 1e-10
 
 
 def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
@@ -137,7 +137,7 @@ def _mutated(dice, plan):
 STARTS = {
     "ring": (4, {"schedule": "ring"}),
     "ring of 3": (3, {"schedule": "ring"}),
-    "double ring": (4, {"schedule": "double_ring", "window": 2}),
+    "double ring": (4, {"schedule": "double_ring", "ring_size": 2}),
     "distflash": (4, {"schedule": "distflash"}),
     "distflash of 5": (5, {"schedule": "distflash"}),
     "mesh 2x2x1": (4, {"schedule": "mesh", "mesh": (2, 2, 1)}),
@@ -168,7 +168,7 @@ def _check_mutations(replace_schedule, name, seeds):
             return plan.ranks.__getitem__
 
         replace_schedule(settings["schedule"], build)
-        choice = {} if "distflash" in name else {"forward": travels, "backward": travels}
+        choice = {} if "distflash" in name else {"rotate_forward": travels, "rotate_backward": travels}
         try:
             wrong = _errors(size, causal, layout=layout, **choice, **settings)
         except PlanError:

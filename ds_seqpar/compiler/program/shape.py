@@ -127,5 +127,5 @@ def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -
     wider."""
     wide = "float64" if dtype == "float64" else "float32"
     q_heads, kv_heads, dim = heads
-    travel_dtype = {"fp32": wide, "bf16": "bfloat16"}[travel]
-    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=travel_dtype)
+    comm_dtype = {"fp32": wide, "bf16": "bfloat16"}[travel]
+    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=comm_dtype)

@@ -12,6 +12,7 @@ dq, dk and dv outward.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -40,16 +41,20 @@ class Members(NamedTuple):
 ONE_MEMBER = Members()
 
 
-class SaveChoice(NamedTuple):
-    """What forward saves for backward beside the caller's own tensors and the lse. operands: the inner q, k and v as
-    they arrived, so that they are not sent again; out: the inner out, so that no delta is sent for it."""
+class SavedForBackward(enum.IntEnum):
+    """What forward saves for backward beside the caller's own tensors and the lse."""
 
-    operands: bool = True
-    out: bool = True
+    NOTHING = 0
+    QKV = 1  # after the all-to-all: backward does not exchange them again
+    QKV_AND_OUT = 2  # before the second all-to-all: backward exchanges no delta
 
+    @property
+    def qkv(self) -> bool:
+        return self >= SavedForBackward.QKV
 
-SAVE_ALL = SaveChoice()
-SAVE_NOTHING = SaveChoice(operands=False, out=False)
+    @property
+    def out(self) -> bool:
+        return self == SavedForBackward.QKV_AND_OUT
 
 
 class HeadSplit(NamedTuple):
@@ -58,7 +63,7 @@ class HeadSplit(NamedTuple):
 
     members: int = 1
     head_chunks: int = 1
-    saved: SaveChoice = SAVE_ALL
+    saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
     overlap: bool = False
 
 
@@ -66,19 +71,20 @@ UNSPLIT = HeadSplit()
 
 
 def saved_for_backward(
-    degree: int, head_chunks: int, checkpointed: bool, keep_attention: bool, overlap: bool = False,
-    chosen: bool | str = "auto",
-) -> SaveChoice:  # fmt: skip
+    degree: int, head_chunks: int, checkpointed: bool, keeps: bool, overlap: bool = False, chosen: bool | str = "auto",
+) -> SavedForBackward:  # fmt: skip
     """What forward saves for backward; without other members nothing, since nothing is exchanged.
 
-    checkpointed: whether a checkpoint is around attention; keep_attention: whether that keeps attention's results.
+    checkpointed: whether a checkpoint is around attention; keeps: whether that keeps attention's results.
     chosen: whether the exchanged q, k and v are saved. "auto": they are not where head chunks are there to save memory.
     They are where head chunks hide exchanges, or a checkpoint keeps attention."""
     if degree == 1:
-        return SAVE_NOTHING
+        return SavedForBackward.NOTHING
     if chosen == "auto":
-        chosen = head_chunks == 1 or overlap or (checkpointed and keep_attention)
-    return SaveChoice(operands=bool(chosen), out=bool(chosen) and not checkpointed)
+        chosen = head_chunks == 1 or overlap or (checkpointed and keeps)
+    if not chosen:
+        return SavedForBackward.NOTHING
+    return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,15 +155,17 @@ def exchange_bytes_per_token(shape: Shape, members: int, exchange: HeadExchange)
     return shape.batch * heads * head_bytes * (members - 1) / members
 
 
-def exchanges(direction: str, together: bool = True, saved: SaveChoice = SAVE_ALL) -> list[HeadExchange]:
+def exchanges(
+    direction: str, together: bool = True, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
+) -> list[HeadExchange]:
     """The exchanges of a call of one head chunk, in order. together: see `call_program`."""
     inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved)]
     return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False)]
 
 
 def call_program(
-    inner: Sequence[Program], members: int, together: bool, saved: SaveChoice = SAVE_ALL, lse: bool = False,
-    overlap: bool = False,
+    inner: Sequence[Program], members: int, together: bool,
+    saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
 ) -> Program:  # fmt: skip
     """The program of a call, head chunk by head chunk. inner: the inner program of each head chunk. together: whether
     q, k and v can travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a head chunk
@@ -188,8 +196,8 @@ def call_program(
     return building.program(inner[0])
 
 
-def _inward(direction: str, together: bool, saved: SaveChoice) -> Iterator[tuple[str, ...]]:
-    if direction == "forward" or not saved.operands:
+def _inward(direction: str, together: bool, saved: SavedForBackward) -> Iterator[tuple[str, ...]]:
+    if direction == "forward" or not saved.qkv:
         yield from [("q", "k", "v")] if together else [("q",), ("k", "v")]
     if direction == "backward":
         yield ("do",)

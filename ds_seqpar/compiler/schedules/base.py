@@ -120,13 +120,13 @@ class Schedule:
         return LAYOUTS[self.default_layout].parts
 
     @property
-    def placements(self) -> dict[str, tuple[str, ...]]:
+    def rank_orders(self) -> dict[str, tuple[str, ...]]:
         """Preset -> the axes that it puts first. Presets whose axes the schedule has not are left out."""
         first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
         return {"auto": ("ulysses",), **{preset: axes for preset, axes in first.items() if axes}}
 
 
-PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
+RANK_ORDERS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 
 
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:

@@ -132,27 +132,27 @@ def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
 
 def ring(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
     """Every key/value block goes round all ranks whose queries need it. In step t of one ring rank p holds that of
-    p - t. In a double ring a block visits the W ranks of a window, then crosses to the next window and visits its W,
+    p - t. In a double ring a block visits the W ranks of an inner ring, then crosses to the next one and visits its W,
     and so on. So A/W - 1 of its A - 1 hops leave a node; and the last hop of its gradient does, straight home.
 
     moving_side="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta go round instead of k, v and
     their gradients: 3 large tensors for 4. They go the other way, in step t of one ring rank p holds those of p + t.
     """
-    window, windows = topology.size("ring", "window"), topology.size("windows")
+    ring_size, rings = topology.size("ring", "inner_ring"), topology.size("outer_ring")
 
     def at(rank: int, t: int, sign: int) -> int:
-        """The rank t hops on (sign 1) or back (-1). W - 1 hops inside a window make a crossing's shift."""
-        crossed, inside = divmod(t, window)
-        w = (rank % window + sign * (crossed * (window - 1) + inside)) % window
-        return w + window * ((rank // window + sign * crossed) % windows)
+        """The rank t hops on (sign 1) or back (-1). W - 1 hops inside an inner ring make a crossing's shift."""
+        crossed, inside = divmod(t, ring_size)
+        w = (rank % ring_size + sign * (crossed * (ring_size - 1) + inside)) % ring_size
+        return w + ring_size * ((rank // ring_size + sign * crossed) % rings)
 
     way = Round(
-        size=window * windows,
+        size=ring_size * rings,
         there=lambda unit, t: at(unit, t, 1),
         here=lambda rank, t: at(rank, t, -1),
         keys=lambda rank: ((rank,), (rank,)),
     )
-    return Rotation(way.facing(moving_side), window * windows, direction, moving_side, pattern)
+    return Rotation(way.facing(moving_side), ring_size * rings, direction, moving_side, pattern)
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
@@ -175,29 +175,29 @@ RING = Schedule(
 # ---- the shape of a double ring
 
 
-def windows_of(ranks: int) -> list[Own]:
-    return [{"window": window} for window in divisors(ranks)]
+def ring_sizes_of(ranks: int) -> list[Own]:
+    return [{"ring_size": size} for size in divisors(ranks)]
 
 
-def window_of(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
-    """The window that is given, or the divisor of `ranks` nearest to its square root."""
+def ring_size_of(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
+    """The size that is given, or the divisor of `ranks` nearest to its square root."""
     fitting = divisors(ranks)
-    window = given.get("window") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
-    if window not in fitting:
+    size = given.get("ring_size") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
+    if size not in fitting:
         raise ConfigError(
-            f"{SECTION}.window must divide the {ranks} ranks of the double ring; got {window}, use one of {fitting}"
+            f"{SECTION}.ring_size must divide the {ranks} ranks of the double ring; got {size}, use one of {fitting}"
         )
-    return {"window": window}
+    return {"ring_size": size}
 
 
 DOUBLE_RING = Schedule(
     name="double_ring",
-    summary="BurstAttention's: most hops of a ring stay inside a window of ranks, a node",
+    summary="BurstAttention's: most hops of a ring stay inside an inner ring, a node",
     build=ring,
-    axes=lambda ranks, own: (("window", own["window"]), ("windows", ranks // own["window"])),
+    axes=lambda ranks, own: (("inner_ring", own["ring_size"]), ("outer_ring", ranks // own["ring_size"])),
     received=received,
-    settings=(count("window", "ranks of the inner ring, a node's"),),
-    shapes=windows_of,
-    resolve=window_of,
-    ring_axes=("window",),
+    settings=(count("ring_size", "ranks of the inner ring, a node's"),),
+    shapes=ring_sizes_of,
+    resolve=ring_size_of,
+    ring_axes=("inner_ring",),
 )

@@ -87,18 +87,18 @@ class Topology:
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
 
-def axis_order(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The order of "ulysses", the inner axes and "data" over ranks, the fastest axis first.
 
-    placement: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes
+    rank_order: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes
     that it puts first.
     """
     every = ("ulysses", *dict(inner), "data")
-    first = presets[placement] if isinstance(placement, str) else placement
-    if not isinstance(placement, str) and (sorted({*first, "data"}) != sorted(every) or len(set(first)) != len(first)):
+    first = presets[rank_order] if isinstance(rank_order, str) else rank_order
+    if not isinstance(rank_order, str) and (sorted({*first, "data"}) != sorted(every) or len(set(first)) != len(first)):
         raise ConfigError(
-            f"{SECTION}.placement must order the axes {', '.join(every[:-1])} (data is last unless named); "
-            f"got {list(placement)}"
+            f"{SECTION}.rank_order must order the axes {', '.join(every[:-1])} (data is last unless named); "
+            f"got {list(rank_order)}"
         )
     return (*first, *(name for name in every if name not in first))
 
