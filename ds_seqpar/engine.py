@@ -35,7 +35,7 @@ from .files import Given
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
-from .runtime.agreement import agree
+from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import explaining_failure
 from .runtime.devices import set_device
 from .runtime.process_exit import printed_once, wait_at_exit
@@ -346,7 +346,7 @@ def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | 
         world = groups.control_world()
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
     try:
-        agree(world, "models", value, error=error, call="initialize")
+        assert_ranks_agree(world, "models", value, error=error, call="initialize")
     finally:
         groups.free([world] if world is not groups.all_ranks() else [])
 

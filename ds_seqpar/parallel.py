@@ -21,7 +21,7 @@ from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
 from .runtime import checkpoints, devices, groups, input_checks, kernels, ops, runtime
-from .runtime.agreement import Fields, agree, gathered
+from .runtime.agreement import Fields, all_gather_objects, assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.process_exit import printed_once
 
@@ -300,7 +300,7 @@ def _agreed(
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
-    agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
+    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
     if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
         _warn_of_unmeasured_device(config.machine, device)
     return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved, measured
@@ -335,7 +335,9 @@ def _planned_by_all(
     """The configuration that the planner makes. Every rank plans for the hosts of all ranks, and then they compare."""
     from .planner.auto import line_of, resolve_with_plan
 
-    hosts: list[devices.Host] = [host for _, host in gathered(world, ("SequenceParallel", devices.own_host()))]
+    hosts: list[devices.Host] = [
+        host for _, host in all_gather_objects(world, ("SequenceParallel", devices.own_host()))
+    ]
     error, compared, plan = None, {}, None
     try:
         detect = functools.partial(detected_machine, hosts=hosts)
@@ -345,7 +347,7 @@ def _planned_by_all(
             compared |= {"tokens": plan.request.seq}
     except Exception as reason:
         error = as_seqpar_error(UNREADABLE, reason)
-    agree(world, CONFIGURATION, compared, error=error, call=MAKING)
+    assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=MAKING)
     if plan and dist.get_rank() == 0:
         print(line_of(plan), file=sys.stderr, flush=True)
     return resolved

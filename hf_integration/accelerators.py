@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from ds_seqpar import SequenceParallel
 from ds_seqpar.engine import count_by_rank, count_sequences
 from ds_seqpar.errors import ConfigError, InputError
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
@@ -242,7 +242,9 @@ class GroupAccelerator(GroupState):
         data = recursively_apply(plain, data, error_on_other_type=True)
         recursively_apply(lambda x: shapes.append(describe(x)), data)
         if not self.of_trainer:
-            agree(self.sp.control_world, f"tensors for accelerator.{name}", shapes, call=f"accelerator.{name}")
+            assert_ranks_agree(
+                self.sp.control_world, f"tensors for accelerator.{name}", shapes, call=f"accelerator.{name}"
+            )
 
         def of_groups(x: Tensor) -> Tensor:
             found = self.own.gather(x).view(len(order), *x.shape)[order].unflatten(0, (len(ranks), -1))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.data.placement import Placement
+from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError
 
 from .graph_breaks import between_graphs
@@ -155,7 +155,7 @@ def prepare_and_seed(modules: list[Any], shared: bool) -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, 2**62)) if modules else 0
 
 
-def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: Placement | None, local: bool) -> None:
+def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: BatchLayout | None, local: bool) -> None:
     """Begins a forward of `tokens` (rows, own tokens, ...): modules draw its numbers from here on. seed 0: they draw
     torch's. local: the tokens are whole sequences, not this rank's part."""
     if not seed:

@@ -21,7 +21,7 @@ import math
 
 from benchmarks import tables
 from benchmarks.contenders import parse
-from ds_seqpar.compiler.compile import pattern_of, side_of
+from ds_seqpar.compiler.compile import block_mask_of, side_of
 from ds_seqpar.compiler.program.shape import Shape, shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import ACCUMULATORS
@@ -90,8 +90,8 @@ def causal(name: str) -> bool:
 def received(ranks: int, name: str, direction: str, shape: Shape) -> str:
     config = config_of(ranks, name)
     shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
-    pattern = pattern_of(CAUSAL if causal(name) else FULL, shards)
-    plan = config.recipe(config.topology(ranks)).plan(direction, pattern, shape)
+    block_mask = block_mask_of(CAUSAL if causal(name) else FULL, shards)
+    plan = config.recipe(config.topology(ranks)).plan(direction, block_mask, shape)
     found = [value / unit(shape, shards) for value in plan.received(block_bytes(shape, direction, shards))]
     mean = sum(found) / len(found)
     return f"{max(found):.2f}" + (f" ({mean:.2f})" if max(found) > 1.001 * mean else "")

@@ -18,7 +18,7 @@ from ..files import write_text
 from ..parallel import SequenceParallel
 from ..planner.machine import machine_of
 from ..runtime import groups
-from ..runtime.agreement import agree
+from ..runtime.agreement import assert_ranks_agree
 from ..runtime.devices import host_memory, set_device
 from .calibration import Calibration, zero_costs
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
         raise as_seqpar_error("ranks could not meet to calibrate", error) from None
     try:
         first = dist.get_rank() == 0
-        agree(
+        assert_ranks_agree(
             groups.control_world(), "files", None, error=_file_error(args.output) if first else None, call="calibrate"
         )
         found = calibrate()

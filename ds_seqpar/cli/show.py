@@ -10,7 +10,7 @@ from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
 from ..analysis.validate import validate
-from ..compiler.compile import Compiler, pattern_of, visible_share
+from ..compiler.compile import Compiler, block_mask_of, visible_share
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.shape import shape_of
 from ..compiler.program.ulysses import Heads, HeadSplit, Members, SavedForBackward, exchange_bytes_per_token
@@ -105,9 +105,9 @@ def run(args: argparse.Namespace) -> None:
     head_split = HeadSplit(members, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
-        pattern = pattern_of(mask, shards)
-        plan = recipe.plan(direction, pattern, shape)
-        validate(plan, pattern.pairs())
+        block_mask = block_mask_of(mask, shards)
+        plan = recipe.plan(direction, block_mask, shape)
+        validate(plan, block_mask.pairs())
         nccl.check([programs_of(plan)])
         costs = Costs(
             transfer=shape.bytes_per_token(direction),

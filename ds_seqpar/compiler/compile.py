@@ -18,7 +18,7 @@ from .program.shape import Field, FieldLocation, Shape, buffer_bytes, locations_
 from .program.ulysses import ExchangeSizes, Heads, Members, SavedForBackward, call_program, exchange_sizes
 from .schedules import Schedule
 from .schedules.actions import Steps
-from .schedules.plan import Counted, Pattern, Plan
+from .schedules.plan import BlockMask, Counted, Plan
 from .sharding.layout import LAYOUTS, Key, Topology
 from .sharding.masks import Mask, visibility
 from .sharding.shards import EvenShards, Shards, members_tokens
@@ -46,50 +46,50 @@ class Recipe:
     def size(self) -> int:
         return self.topology.size(*self.topology.inner_axes)
 
-    def moving_side(self, direction: str, pattern: Pattern, sizes: Mapping[str, int]) -> str:
+    def moving_side(self, direction: str, block_mask: BlockMask, sizes: Mapping[str, int]) -> str:
         """The side that moves: the one that is set, or the one that "auto" chooses. That is the side with which the
-        busiest rank receives the fewest bytes. If two sides tie: under a plain pattern the schedule's first side;
+        busiest rank receives the fewest bytes. If two sides tie: under a plain block mask the schedule's first side;
         otherwise the side with the smaller total over all ranks. sizes: bytes of a block of each kind; all blocks count
         as equally long."""
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
             return sides[0] if chosen == "auto" else chosen
-        if pattern.plain:
+        if block_mask.plain:
             return min(sides, key=lambda side: max(self.bytes_received(direction, side, sizes)))
-        return _cheapest_side(self, direction, pattern, tuple(sizes.items()))
+        return _cheapest_side(self, direction, block_mask, tuple(sizes.items()))
 
     def bytes_received(
-        self, direction: str, moving_side: str, sizes: Mapping[str, int], pattern: Pattern | None = None
+        self, direction: str, moving_side: str, sizes: Mapping[str, int], block_mask: BlockMask | None = None
     ) -> list[float]:
-        """Bytes that each rank receives. Without a pattern, or where the schedule cannot count by one, they are those
-        of all products that the schedule can compute. sizes: bytes of a block of each kind."""
-        if pattern:
-            steps = self.schedule.build(self.topology, pattern, direction, moving_side)
+        """Bytes that each rank receives. Without a block mask, or where the schedule cannot count by one, they are
+        those of all products that the schedule can compute. sizes: bytes of a block of each kind."""
+        if block_mask:
+            steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
             if isinstance(steps, Counted):
                 return steps.received(sizes)
         axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
         return self.schedule.received(axes, direction, moving_side, sizes)
 
-    def plan(self, direction: str, pattern: Pattern, shape: Shape) -> Plan:
+    def plan(self, direction: str, block_mask: BlockMask, shape: Shape) -> Plan:
         """The plan of all ranks. Raises ConfigError where the schedule has none for what is visible."""
         sizes = shape.bytes_per_token(direction)
-        return _plan(self, direction, pattern, self.moving_side(direction, pattern, sizes), tuple(sizes.items()))
+        return _plan(self, direction, block_mask, self.moving_side(direction, block_mask, sizes), tuple(sizes.items()))
 
-    def steps(self, direction: str, pattern: Pattern, shape: Shape, rank: int) -> Steps:
+    def steps(self, direction: str, block_mask: BlockMask, shape: Shape, rank: int) -> Steps:
         """The steps of one rank. With overlap they are made from the plan of all ranks."""
         if self.overlap:
-            return self.plan(direction, pattern, shape).ranks[rank]
-        moving_side = self.moving_side(direction, pattern, shape.bytes_per_token(direction))
-        return self.schedule.build(self.topology, pattern, direction, moving_side)(rank)
+            return self.plan(direction, block_mask, shape).ranks[rank]
+        moving_side = self.moving_side(direction, block_mask, shape.bytes_per_token(direction))
+        return self.schedule.build(self.topology, block_mask, direction, moving_side)(rank)
 
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
-def _cheapest_side(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple[str, int], ...]) -> str:
+def _cheapest_side(recipe: Recipe, direction: str, block_mask: BlockMask, sizes: tuple[tuple[str, int], ...]) -> str:
     """The moving side with which the busiest rank receives the fewest bytes. If two tie: the one with the smaller total
     over all ranks."""
 
     def cost(side: str) -> tuple[float, float]:
-        received = recipe.bytes_received(direction, side, dict(sizes), pattern)
+        received = recipe.bytes_received(direction, side, dict(sizes), block_mask)
         return max(received), sum(received)
 
     return min(recipe.schedule.moving_sides, key=cost)
@@ -97,16 +97,16 @@ def _cheapest_side(recipe: Recipe, direction: str, pattern: Pattern, sizes: tupl
 
 @functools.lru_cache(maxsize=2)  # the virtual ranks of one process all read the same plan
 def _plan(
-    recipe: Recipe, direction: str, pattern: Pattern, moving_side: str, sizes: tuple[tuple[str, int], ...]
+    recipe: Recipe, direction: str, block_mask: BlockMask, moving_side: str, sizes: tuple[tuple[str, int], ...]
 ) -> Plan:
-    steps = recipe.schedule.build(recipe.topology, pattern, direction, moving_side)
+    steps = recipe.schedule.build(recipe.topology, block_mask, direction, moving_side)
     plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.parts)
     if not recipe.overlap:
         return plan
     # imported here only: it loads the simulator too, which training without overlap does not need
     from .overlap.overlap import overlapped
 
-    return overlapped(plan, pattern, dict(sizes))
+    return overlapped(plan, block_mask, dict(sizes))
 
 
 class BoundProgram:
@@ -191,7 +191,7 @@ class Compiler:
         self._bound: OrderedDict[Hashable, BoundProgram] = OrderedDict()
         self._inner: OrderedDict[Hashable, Program] = OrderedDict()
         self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
-        self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
+        self._patterns: OrderedDict[Hashable, BlockMask] = OrderedDict()
         self._linear_tiles: OrderedDict[Hashable, _LinearTiles] = OrderedDict()
 
     def bound_inner(
@@ -237,19 +237,19 @@ class Compiler:
 
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
         """The program of one head chunk. Raises as `bound_inner` does."""
-        pattern = self.pattern(mask, shards)
+        block_mask = self.block_mask(mask, shards)
         results_travel_wide = shape.travel == shape.wide
         # the cache key has of the shape only what the steps depend on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
-        moving_side = self.recipe.moving_side(direction, pattern, shape.bytes_per_token(direction))
+        moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
 
         def make() -> Program:
             name, parts = self.recipe.schedule.name, self.recipe.schedule.parts
-            steps = self.recipe.steps(direction, pattern, shape, self.rank)
+            steps = self.recipe.steps(direction, block_mask, shape, self.rank)
             ahead = self.receive_ahead if self.recipe.overlap else 0
             return lower(name, direction, self.rank, self.recipe.size, steps, results_travel_wide, parts, ahead)
 
-        return _cached(self._inner, (direction, pattern, moving_side, results_travel_wide, sizes), make)
+        return _cached(self._inner, (direction, block_mask, moving_side, results_travel_wide, sizes), make)
 
     def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
         """What gives the tiles of these shards by their length alone; None where more than the length decides."""
@@ -258,16 +258,16 @@ class Compiler:
         cache_key = mask, shards.layout, shards.size, square
         return _cached(self._linear_tiles, cache_key, lambda: _LinearTiles(*cache_key))
 
-    def pattern(self, mask: Mask, shards: Shards) -> Pattern:
-        """Which blocks meet; see `pattern_of`."""
+    def block_mask(self, mask: Mask, shards: Shards) -> BlockMask:
+        """Which blocks meet; see `block_mask_of`."""
         small = _stand_in(mask, shards)
-        return _cached(self._patterns, (mask, small), lambda: pattern_of(mask, small))
+        return _cached(self._patterns, (mask, small), lambda: block_mask_of(mask, small))
 
 
-def pattern_of(mask: Mask, shards: Shards) -> Pattern:
+def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
     """Which pairs of blocks meet: some query of the one sees some key of the other."""
     q, kv = ([shards.runs(side, (block,)) for block in range(shards.size * shards.parts)] for side in ("q", "kv"))
-    return Pattern(visibility(q, kv, mask), even=shards.even)
+    return BlockMask(visibility(q, kv, mask), even=shards.even)
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:

@@ -21,10 +21,10 @@ from torch import Tensor
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
 from ..runtime import mismatch_hints, trusted
-from ..runtime.agreement import Part, agree, rank_values, sums
+from ..runtime.agreement import Part, all_reduce_sum, assert_ranks_agree, rank_values
+from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import Lengths, documents_of, without_documents
-from .placement import Placement
 from .sharding import Sharding
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -70,9 +70,9 @@ def shard_window(
         error = as_seqpar_error("making the batches of a window failed", reason)
     peers = Part(sp.data_rank, sp.groups.control)
     how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": mismatch_hints.of_batches}
-    most = agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
+    most = assert_ranks_agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
     world = dist.get_world_size()
-    total, from_padding, batches = sums(sp.control_world, [*counts, len(sharded)], "shard_batches")
+    total, from_padding, batches = all_reduce_sum(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:
         lengths = rank_values(sp.control_world, len(sharded), "shard_batches")
         raise InputError(f"all ranks must be given as many micro-batches; got {lengths}, give every rank whole windows")
@@ -141,7 +141,7 @@ class CheckedBatch:
     tensors: dict[str, Any]
     ends: Tensor
     mask: Tensor | None
-    placement: Placement | None
+    placement: BatchLayout | None
 
 
 def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:

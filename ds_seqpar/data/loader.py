@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import ConfigError, InputError, SeqParError, as_seqpar_error
-from ..runtime.agreement import Fields, agree, differing
+from ..runtime.agreement import Fields, assert_ranks_agree, differing
 from ..runtime.comm import explaining_failure
 from .sharding import Sharding
 
@@ -49,7 +49,7 @@ class Loader:
             error = as_seqpar_error("preparing a loader failed", reason)
         examples = _length(getattr(loader, "dataset", None))
         value = {"examples": examples, "batch_size": getattr(loader, "batch_size", None), "read_once": read_once}
-        agree(sp.control_world, "loader", value, error=error, call="sp.loader")
+        assert_ranks_agree(sp.control_world, "loader", value, error=error, call="sp.loader")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("given", "loader"):
@@ -120,7 +120,9 @@ class Loader:
             if self._sends_to_group:
                 batch, compared = self._broadcast_batch(batch, compared)
             groups = self.sp.groups
-            agree(groups.world, "loader", compared, error=error, after=groups.control, call=CALL, advice=_cause)
+            assert_ranks_agree(
+                groups.world, "loader", compared, error=error, after=groups.control, call=CALL, advice=_cause
+            )
             if compared[BATCHES] != "another":
                 break
             self.batches += 1

@@ -1,4 +1,4 @@
-"""Moves tensors between global order and one rank's tokens, by the configured layout or a Placement; and averages
+"""Moves tensors between global order and one rank's tokens, by the configured layout or a BatchLayout; and averages
 losses.
 """
 
@@ -19,11 +19,11 @@ from ..compiler.sharding.shards import EvenShards
 from ..config.settings import SequenceParallelConfig
 from ..errors import InputError, as_seqpar_error, whole_number
 from ..runtime import input_checks
-from ..runtime.agreement import agree, sums
+from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.backward import Calls
 from ..runtime.comm import TorchComm, explaining_failure
 from ..runtime.groups import Groups, check_thread
-from .placement import Placement, positions_held
+from .batch_layout import BatchLayout, positions_held
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
@@ -68,7 +68,7 @@ class Sharding:
         """All ranks share a sequence equally if its tokens are a multiple of this number."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
-    def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> Placement | None:
+    def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> BatchLayout | None:
         """How a sequence of `seq` tokens is shared: None where the configured layout says so alone. documents: the
         lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
         count = whole_number(seq)
@@ -84,9 +84,9 @@ class Sharding:
         from ..compiler.sharding.balance import shards_of  # of lengths that ranks cannot share equally
 
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
-        return Placement(mask, shards, restarts=starts)
+        return BatchLayout(mask, shards, restarts=starts)
 
-    def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
+    def position_ids(self, seq: int, placement: BatchLayout | None = None) -> Tensor:
         """The positions of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU. They are global;
         with a placement those in their documents, and `seq` is not read. Ranks may have some tokens more or less than
         others where seq / size is no whole number."""
@@ -95,7 +95,7 @@ class Sharding:
         positions = self.held(_as_int(seq), self.place(seq), self.rank)
         return positions.clone()  # the cached tensor must not be the caller's to change
 
-    def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
+    def shard(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
         a batch from `shard_batches` that has one; where rows lie end to end in it, x has (rows, tokens) on dim - 1 and
         dim. Raises InputError for a tensor of other tokens."""
@@ -112,7 +112,7 @@ class Sharding:
         own = self.held(seq, placement or self.place(seq), self.rank).to(x.device)
         return x[None].index_select(dim % x.dim() + 1, own)[0]  # of one dim torch has none for uint16, 32 and 64
 
-    def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
+    def gather(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
         """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
         placement: that of the batch, where it has one; nothing in a tensor shows that it was left out.
 
@@ -127,14 +127,14 @@ class Sharding:
             compared |= {"shape beside the tokens": other_dims, **_kind(x)}
         if placement is not None:
             compared["placement"] = str(placement)
-        agree(self.groups.control, "tensor to gather", compared, error=error, call="gather")
+        assert_ranks_agree(self.groups.control, "tensor to gather", compared, error=error, call="gather")
         if placement is None:
             seq = x.shape[dim] * self.size
             if self.groups.control is not None:
-                seq = int(sums(self.groups.control, [x.shape[dim]], "gather")[0])
+                seq = int(all_reduce_sum(self.groups.control, [x.shape[dim]], "gather")[0])
             placement = self.place(seq)
             error = self._gather_error(x, dim, placement, seq)
-            agree(self.groups.control, "tokens to gather", seq, error=error, call="gather")
+            assert_ranks_agree(self.groups.control, "tokens to gather", seq, error=error, call="gather")
         else:
             seq = placement.tokens
         orders = [self.held(seq, placement, rank) for rank in self.groups.sp_order]
@@ -145,7 +145,7 @@ class Sharding:
             whole = whole.unflatten(at, (placement.rows, -1)).squeeze(at - 1)
         return whole
 
-    def held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
+    def held(self, seq: int, placement: BatchLayout | None, rank: int) -> Tensor:
         """The positions of an SP rank's tokens in a sequence of `seq`, or in that of a placement, int64, on the CPU."""
         inner = self.size // self.config.ulysses
         shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
@@ -161,7 +161,9 @@ class Sharding:
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
         compared = {} if error else {"shape": tuple(x.shape), **_kind(x)}
-        agree(self.groups.control, "tensor to sum over ranks", compared, error=error, call="sum_over_ranks")
+        assert_ranks_agree(
+            self.groups.control, "tensor to sum over ranks", compared, error=error, call="sum_over_ranks"
+        )
         if (group := self.group_for(x)) is None:
             return x
         total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -174,11 +176,11 @@ class Sharding:
         return self.groups.control if x.device.type == "cpu" else self.groups.sp
 
     def _gather_error(
-        self, x: Tensor, dim: int, placement: Placement | None, seq: int | None = None
+        self, x: Tensor, dim: int, placement: BatchLayout | None, seq: int | None = None
     ) -> InputError | None:
         if error := _tensor_error("gather", x):
             return error
-        if not _has_dim(x, dim) or not isinstance(placement, Placement | None):
+        if not _has_dim(x, dim) or not isinstance(placement, BatchLayout | None):
             got = "" if placement is None else f" and placement {type(placement).__name__}"
             return InputError(
                 f"gather needs a tensor and one of its dims; got {input_checks.shape_of(x)} and dim {dim!r}{got}, "
@@ -278,7 +280,7 @@ class WithValue(Function):
         return grad * ctx.factor, None, None
 
 
-def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
+def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
     """Raises InputError unless a tensor has all tokens of the placement, in the placement's rows."""
     wanted: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
@@ -305,8 +307,8 @@ def mean_of(groups: Groups, given: object) -> tuple[float, Tensor]:
     except Exception as reason:  # of a generator of losses, of tensors on several devices
         error = as_seqpar_error("averaging losses failed", reason)
     number = {"number of losses": len(losses)}
-    agree(groups.world, "losses", number, error=error, after=groups.control, call="mean_loss")
-    return sums(groups.world, [exact], "mean_loss")[0] / dist.get_world_size(), own
+    assert_ranks_agree(groups.world, "losses", number, error=error, after=groups.control, call="mean_loss")
+    return all_reduce_sum(groups.world, [exact], "mean_loss")[0] / dist.get_world_size(), own
 
 
 def _losses(given: object) -> list[Tensor]:

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from ..compiler.compile import BoundProgram, Compiler, Recipe, pattern_of
+from ..compiler.compile import BoundProgram, Compiler, Recipe, block_mask_of
 from ..compiler.memory import Figures, fewest_head_chunks, figures
 from ..compiler.program.instructions import (
     Assemble,
@@ -23,7 +23,7 @@ from ..compiler.program.lower import lower
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import Members, SavedForBackward, call_program
 from ..compiler.schedules.base import Schedule
-from ..compiler.schedules.plan import Pattern, StepsOf
+from ..compiler.schedules.plan import BlockMask, StepsOf
 from ..compiler.sharding.heads import busiest_member, heads_of_members
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
@@ -65,8 +65,8 @@ class AttentionCall:
         return self.config.recipe(self.topology)
 
     @functools.cached_property
-    def pattern(self) -> Pattern:
-        return _pattern(self.mask, self.shards)
+    def block_mask(self) -> BlockMask:
+        return _block_mask(self.mask, self.shards)
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -97,25 +97,25 @@ class AttentionCall:
 
     def moving_side(self, direction: str) -> str:
         sizes = self.shapes[self.busiest_member].bytes_per_token(direction)
-        return self.recipe.moving_side(direction, self.pattern, sizes)
+        return self.recipe.moving_side(direction, self.block_mask, sizes)
 
     def steps(self, direction: str) -> StepsOf:
         """A function from an inner rank to its steps, without overlap. Raises ConfigError where the schedule has
         none."""
-        return _steps(self.recipe.schedule, self.topology, self.pattern, direction, self.moving_side(direction))
+        return _steps(self.recipe.schedule, self.topology, self.block_mask, direction, self.moving_side(direction))
 
 
 @functools.lru_cache(maxsize=64)
-def _steps(schedule: Schedule, topology: Topology, pattern: Pattern, direction: str, travels: str) -> StepsOf:
-    return schedule.build(topology, pattern, direction, travels)
+def _steps(schedule: Schedule, topology: Topology, block_mask: BlockMask, direction: str, travels: str) -> StepsOf:
+    return schedule.build(topology, block_mask, direction, travels)
 
 
 @functools.lru_cache(maxsize=64)
-def _pattern(mask: Mask, shards: Shards) -> Pattern:
+def _block_mask(mask: Mask, shards: Shards) -> BlockMask:
     if mask.scale_free and isinstance(shards, EvenShards):
         runs = len(shards.runs("q", (0,))) * shards.size * shards.parts
         shards = dataclasses.replace(shards, seq=2 * runs)  # the same blocks meet
-    return pattern_of(mask, shards)
+    return block_mask_of(mask, shards)
 
 
 # ---- programs
@@ -140,7 +140,7 @@ def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
     """The programs of the first Ulysses member's ranks, without Ulysses' exchanges."""
     shape, schedule, size = call.shapes[0], call.recipe.schedule, call.recipe.size
     if call.recipe.overlap:
-        steps_of_ranks = list(call.recipe.plan(direction, call.pattern, call.shapes[call.busiest_member]).ranks)
+        steps_of_ranks = list(call.recipe.plan(direction, call.block_mask, call.shapes[call.busiest_member]).ranks)
     else:
         steps_of_ranks = [call.steps(direction)(rank) for rank in range(size)]
     exact = shape.travel == shape.wide

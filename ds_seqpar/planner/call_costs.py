@@ -304,10 +304,10 @@ def members_are_alike(machine: Machine, call: AttentionCall) -> bool:
         return False
     along = [[call.ranks[member, i] for i in range(call.recipe.size)] for member in range(call.members)]
     across = zip(*along, strict=True)
-    return all(len({_pattern(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
+    return all(len({_block_mask(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
 
 
-def _pattern(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
+def _block_mask(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
     """For each rank the index of the first one in its node: equal for groups that are spread alike over nodes."""
     nodes = [machine.node(rank) for rank in ranks]
     return tuple(map(nodes.index, nodes))

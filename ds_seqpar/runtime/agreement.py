@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
-from .comm import explaining_failure, greatest
+from .comm import all_reduce_max, explaining_failure
 from .process_exit import printed_by
 
 Fields = dict[str, str]
@@ -21,7 +21,7 @@ BACKWARD = "backward"  # what ranks compare before a backward that communicates;
 LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
 
 
-def agree(
+def assert_ranks_agree(
     group: dist.ProcessGroup | None,
     what: str,
     value: object,
@@ -100,11 +100,11 @@ def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: i
     with explaining_failure(doing, group) as wait:
         if _size(group) == 1:
             return wrong, number
-        wrong, most, least, number = greatest((wrong, digest, -digest, number), group, wait)
+        wrong, most, least, number = all_reduce_max((wrong, digest, -digest, number), group, wait)
     return int(wrong or most != -least), number
 
 
-def sums(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
+def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """The sum over ranks of each number, in fp64: the same bits on all ranks, since gloo adds up each element in one
     place. Collective; call it after an agreement, so that all ranks come."""
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -116,7 +116,7 @@ def sums(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[
 def rank_values(group: dist.ProcessGroup, value: object, call: str) -> str:
     """The value of each rank, for a sentence: "ranks 0-2: 4; rank 3: 2". Collective and slow; call it after an
     agreement, so that all ranks come."""
-    values = gathered(group, (call, str(value)))
+    values = all_gather_objects(group, (call, str(value)))
     return _grouped({rank: text for rank, (_, text) in enumerate(values)})
 
 
@@ -150,7 +150,7 @@ def _raise_difference(
     advice: Advice | None,
 ) -> None:
     """Gathers errors and fields (slow), and raises one sentence on every rank, which one rank prints if uncaught."""
-    reports = gathered(group, (what, fields, error and str(error), part))
+    reports = all_gather_objects(group, (what, fields, error and str(error), part))
     names = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     sentences = [sentence for _, _, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
@@ -170,7 +170,7 @@ def _raise_difference(
             raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
 
 
-def gathered(group: dist.ProcessGroup | None, own: Any) -> list[Any]:
+def all_gather_objects(group: dist.ProcessGroup | None, own: Any) -> list[Any]:
     """The objects of all ranks, by rank. own: that of this one, a tuple that begins with a name for errors."""
     if group is None or _size(group) == 1:
         return [own]

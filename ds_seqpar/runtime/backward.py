@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, agree, digest_of
+from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, assert_ranks_agree, digest_of
 from .groups import Groups, check_thread
 
 
@@ -103,7 +103,7 @@ class Calls:
             calls = [one for one in self._to_run(task) if one is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
             with torch._C._DisableTorchDispatch():  # a selective checkpoint would look for this among what it saved
-                agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
+                assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
             _agreed.number, _agreed.left = task, deque(order.calls)
         if call is not None:
             call.task = task

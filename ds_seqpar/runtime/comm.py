@@ -140,10 +140,12 @@ def _reason(message: str, wait: Wait) -> str:
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
-AGREEMENT_TAG = 0x5EA9  # the first tag that `greatest` uses, unusual since users may send in the group of all ranks too
+AGREEMENT_TAG = (
+    0x5EA9  # the first tag that `all_reduce_max` uses, unusual since users may send in the group of all ranks too
+)
 
 
-def greatest(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
     """For each i the greatest numbers[i] of any rank, each of 63 bits, on all ranks of a group for CPU tensors.
 
     It takes log4(ranks) steps, where gloo's own reductions go round all ranks. In step s a rank sends its greatest so
@@ -177,7 +179,7 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> li
 
 @functools.lru_cache(maxsize=64)
 def distances(size: int) -> list[list[int]]:
-    """For each step of `greatest`, how far from a rank the ranks are that it sends to."""
+    """For each step of `all_reduce_max`, how far from a rank the ranks are that it sends to."""
     steps, reach = [], 1
     while reach < size:
         steps.append([distance for distance in (reach, 2 * reach, 3 * reach) if distance < size])

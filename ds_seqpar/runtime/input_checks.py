@@ -21,7 +21,7 @@ from ..compiler.sharding.shards import Shards, UnevenShards, check_parts, member
 from ..config.settings import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints
-from .agreement import Compared, Fields, agree
+from .agreement import Compared, Fields, assert_ranks_agree
 from .comm import TorchComm
 from .groups import check_thread
 from .runtime import Runtime
@@ -91,7 +91,7 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
         return  # nobody to compare with
     # inside torch.func nothing can be sent, not even the refusal of it
     with temporarily_clear_interpreter_stack(), runtime.recorded("agree", COMPARED):
-        agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
+        assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
 
 
 def _advice(given: Mapping[int, Fields]) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..compiler.overlap.timeline import Event, Timeline
 from ..errors import ConfigError
-from .agreement import agree, gathered
+from .agreement import all_gather_objects, assert_ranks_agree
 from .comm import explaining_failure
 from .recorder import Recorder
 from .runtime import Runtime
@@ -67,7 +67,7 @@ class Record:
         apart count as one clock, as those of processes of one machine are. Others are right to about half a barrier's
         time.
         """
-        agree(self._group, "records to gather", None, call="record.gather")
+        assert_ranks_agree(self._group, "records to gather", None, call="record.gather")
         barriers = []
         for _ in range(ROUNDS):
             arrival = time.perf_counter()
@@ -75,7 +75,9 @@ class Record:
                 with explaining_failure("gathering a record", self._group):
                     dist.barrier(self._group)
             barriers.append(Barrier(arrival, time.perf_counter()))
-        records = sorted(gathered(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1])
+        records = sorted(
+            all_gather_objects(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1]
+        )
         first, shared = records[0][2], []
         for _, _, its_barriers, events in records:
             lead = ahead(first, its_barriers)

@@ -22,11 +22,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..data.placement import Placement
+from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding
 from ..errors import InputError
 from ..runtime.comm import explaining_failure
-from .spread import Spread
+from .shard_spec import ShardSpec
 
 Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, its arguments by name) -> its result; None: it needs the whole
 RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
@@ -35,12 +35,13 @@ RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
 class WholeTensor(Tensor):
     """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a part.
 
-    part: (1 or rows, own tokens, ...), this rank's tokens, without autograd. spread: which rank has which tokens. flat:
-    whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor. pieces: all
-    views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was gathered."""
+    part: (1 or rows, own tokens, ...), this rank's tokens, without autograd. shard_spec: which rank has which tokens.
+    flat: whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor. pieces:
+    all views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was
+    gathered."""
 
     part: Tensor
-    spread: Spread
+    shard_spec: ShardSpec
     flat: bool
     is_piece: bool
     pieces: list[weakref.ref[WholeTensor]]
@@ -48,21 +49,21 @@ class WholeTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, of: WholeTensor | None = None
+        cls: type[WholeTensor], part: Tensor, shard_spec: ShardSpec, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
         """of: the WholeTensor that it is a view or a slice of."""
-        lead = (spread.rows * spread.tokens,) if flat else (spread.rows, spread.tokens)
+        lead = (shard_spec.rows * shard_spec.tokens,) if flat else (shard_spec.rows, shard_spec.tokens)
         made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
-        made.part, made.spread, made.flat, made._gathered = part, spread, flat, None
+        made.part, made.shard_spec, made.flat, made._gathered = part, shard_spec, flat, None
         made.is_piece, made.pieces = of is not None, [] if of is None else of.pieces
         if of is not None:
             made.pieces[:] = [piece for piece in made.pieces if piece() is not None] + [weakref.ref(made)]
         return made
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> BatchLayout | None:
         """The batch's placement, for `sp.gather` and `sp.shard`; None where the configured layout says everything."""
-        return self.spread.placement
+        return self.shard_spec.placement
 
     @property
     def local(self) -> Tensor:
@@ -78,7 +79,7 @@ class WholeTensor(Tensor):
     def gathered(self) -> Tensor:
         """The whole as a plain tensor, without gradients. The first call is collective over ranks of the sequence."""
         if self._gathered is None:
-            whole = self.spread.gathered(self.part)
+            whole = self.shard_spec.gathered(self.part)
             self._gathered = whole.flatten(0, 1) if self.flat else whole
         return self._gathered
 
@@ -89,7 +90,7 @@ class WholeTensor(Tensor):
 
     def is_like(self, other: WholeTensor) -> bool:
         """Whether each rank has the same tokens of both, and both are flat or neither."""
-        return self.spread.is_like(other.spread) and self.flat == other.flat
+        return self.shard_spec.is_like(other.shard_spec) and self.flat == other.flat
 
     @classmethod
     def __torch_function__(
@@ -130,12 +131,12 @@ class WholeTensor(Tensor):
         return result if changed is None else changed
 
 
-def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
+def whole_of(part: Tensor, shard_spec: ShardSpec) -> WholeTensor:
     """The WholeTensor of all ranks' parts, with gradients.
 
-    part: (rows, own tokens, ...) or (1, own tokens, ...), as `spread` says. Communicates where its values are read, and
-    in backward."""
-    return _FromPart.apply(part, spread)
+    part: (rows, own tokens, ...) or (1, own tokens, ...), as `shard_spec` says. Communicates where its values are read,
+    and in backward."""
+    return _FromPart.apply(part, shard_spec)
 
 
 def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
@@ -145,29 +146,29 @@ def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
     return _Sum.apply(own, sp)
 
 
-def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
+def part_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
     """This rank's part of a whole tensor, plain or WholeTensor. flat: whether its rows and tokens are one dim."""
     if isinstance(x, WholeTensor):
-        if x._gathered is None and x.spread.is_like(spread):
+        if x._gathered is None and x.shard_spec.is_like(shard_spec):
             return x.part
         x = x.gathered()
-    return spread.part(x.unflatten(0, (spread.rows, -1)) if flat else x)
+    return shard_spec.part(x.unflatten(0, (shard_spec.rows, -1)) if flat else x)
 
 
 class _FromPart(Function):
     """part -> WholeTensor."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, spread: Spread) -> WholeTensor:
-        ctx.spread = spread
-        spread.sp.calls.follow(f"whole {spread.name}", (spread.rows, spread.tokens, *part.shape[2:]))
-        return WholeTensor(part.detach(), spread)
+    def forward(ctx: Any, part: Tensor, shard_spec: ShardSpec) -> WholeTensor:
+        ctx.shard_spec = shard_spec
+        shard_spec.sp.calls.follow(f"whole {shard_spec.name}", (shard_spec.rows, shard_spec.tokens, *part.shape[2:]))
+        return WholeTensor(part.detach(), shard_spec)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.spread.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
-        return part_of(grad, ctx.spread) * ctx.spread.sp.size, None
+        ctx.shard_spec.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
+        return part_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
 
 
 class _Sum(Function):
@@ -194,13 +195,13 @@ class _Gathered(Function):
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
-        ctx.spread, ctx.flat = x.spread, x.flat
+        ctx.shard_spec, ctx.flat = x.shard_spec, x.flat
         return x.gathered().detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return WholeTensor(part_of(grad, ctx.spread, ctx.flat), ctx.spread, ctx.flat)
+        return WholeTensor(part_of(grad, ctx.shard_spec, ctx.flat), ctx.shard_spec, ctx.flat)
 
 
 class _Local(Function):
@@ -212,13 +213,13 @@ class _Local(Function):
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
-        ctx.spread, ctx.flat = x.spread, x.flat
-        return part_of(x, x.spread, x.flat).detach()
+        ctx.shard_spec, ctx.flat = x.shard_spec, x.flat
+        return part_of(x, x.shard_spec, x.flat).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return WholeTensor(grad / ctx.spread.sp.size, ctx.spread, ctx.flat)
+        return WholeTensor(grad / ctx.shard_spec.sp.size, ctx.shard_spec, ctx.flat)
 
 
 class _Narrowed(Function):
@@ -226,10 +227,10 @@ class _Narrowed(Function):
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
-        ctx.shape, ctx.spread, ctx.rows = x.part.shape, x.spread, rows
-        ctx.narrow, places = x.spread.narrow(rows, tokens)
+        ctx.shape, ctx.shard_spec, ctx.rows = x.part.shape, x.shard_spec, rows
+        ctx.narrow, places = x.shard_spec.narrow(rows, tokens)
         ctx.places = places.to(x.device)
-        part = x.part if x.spread.joined else x.part[rows]
+        part = x.part if x.shard_spec.joined else x.part[rows]
         return WholeTensor(part.index_select(1, ctx.places), ctx.narrow, of=x)
 
     @staticmethod
@@ -237,8 +238,8 @@ class _Narrowed(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         own = part_of(grad, ctx.narrow)
         whole = own.new_zeros(ctx.shape)
-        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
-        return WholeTensor(whole, ctx.spread), None, None
+        (whole if ctx.shard_spec.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
+        return WholeTensor(whole, ctx.shard_spec), None, None
 
 
 def _sliced(x: Any, index: Any) -> Any:
@@ -278,7 +279,7 @@ def _check_change(x: Any) -> None:
     if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(
             "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
-            f"one of {x.spread.name}, make a new tensor, or change .whole() of the output"
+            f"one of {x.shard_spec.name}, make a new tensor, or change .whole() of the output"
         )
 
 
@@ -286,7 +287,7 @@ def _refuse_change(x: Any) -> NoReturn:
     """Raises InputError: a WholeTensor has no memory that could be resized or replaced."""
     raise InputError(
         "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
-        f"{x.spread.name}, make a new tensor"
+        f"{x.shard_spec.name}, make a new tensor"
     )
 
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
-from ds_seqpar.data.placement import Placement
+from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, is_replayed
 from ds_seqpar.runtime.ops import head_chunks_of
 from ds_seqpar.runtime.work import rowsum
@@ -86,12 +86,12 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _ByHeadChunks.apply(run, None if source is None else source.x, x, *run.parameters), None
 
 
-def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
-    """The number of head chunks of a forward. given: the batch's Placement, if it has one."""
+def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | BatchLayout) -> int:
+    """The number of head chunks of a forward. given: the batch's BatchLayout, if it has one."""
     sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
     if sp.config.head_chunks != "auto":
         return sp.config.head_chunks
-    if isinstance(given, Placement):
+    if isinstance(given, BatchLayout):
         mask, shards = given.mask_with_window(mask.window), given.shards
     cast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype

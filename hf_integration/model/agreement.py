@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.sharding import shards
 from ds_seqpar.compiler.sharding.handles import handle_of, object_of
+from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.batches import whole_error
-from ds_seqpar.data.placement import Placement
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe, shape_of
 from ds_seqpar.runtime.trusted import is_trusted, is_trusted_of_any
 
@@ -75,7 +75,7 @@ class Agreement:
         mask: Tensor | None,
         wrong: str,
         back: bool,
-        placement: Placement | None = None,
+        placement: BatchLayout | None = None,
         sources: list[Any] | None = None,
     ) -> int:
         """Agrees on one forward. wrong: what is wrong on this rank, as a sentence; "" for nothing. back: whether a
@@ -105,7 +105,7 @@ class Agreement:
         if back and model is not None and self.sp.size > 1:
             value |= self._compared_weights(model)
         number = seed if self.sp.rank == 0 else 0
-        found = agree(
+        found = assert_ranks_agree(
             self.sp.groups.control,
             "model inputs",
             value,
@@ -244,7 +244,7 @@ def shard_error(
     positions: Tensor | None,
     mask: Tensor | None = None,
     device_checks: DeviceChecks | None = None,
-    placement: Placement | None = None,
+    placement: BatchLayout | None = None,
 ) -> InputError | None:
     """The error for a rank that was not given its own tokens, its own positions and no mask; None where it was.
     device_checks: takes the checks of tensors on a device; None: the host waits for them."""
@@ -263,9 +263,9 @@ def shard_error(
     return InputError(_wrong_positions(share)) if wrong else None
 
 
-def _expected(sp: SequenceParallel, share: int | Placement) -> Tensor:
-    """The position_ids of this rank. share: the tokens of a sequence that is shared equally, or else a Placement."""
-    if isinstance(share, Placement):
+def _expected(sp: SequenceParallel, share: int | BatchLayout) -> Tensor:
+    """The position_ids of this rank. share: the tokens of a sequence that is shared equally, or else a BatchLayout."""
+    if isinstance(share, BatchLayout):
         return share.position_ids(sp.config.ulysses, sp.rank)
     return sp.position_ids(share)
 
@@ -280,8 +280,8 @@ def _share_error(sp: SequenceParallel, tokens: Tensor) -> InputError | None:
 
 
 def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) -> InputError | None:
-    if not isinstance(placement, Placement):
-        return InputError(f"placement must be a Placement, or None; got {type(placement).__name__}, {HOW}")
+    if not isinstance(placement, BatchLayout):
+        return InputError(f"placement must be a BatchLayout, or None; got {type(placement).__name__}, {HOW}")
     inner = sp.size // sp.config.ulysses
     if placement.shards.size != inner:
         return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
@@ -302,8 +302,8 @@ WRONG_MASK = (
 )
 
 
-def _wrong_positions(share: int | Placement | None, got: str = "those of other tokens") -> str:
-    if isinstance(share, Placement):
+def _wrong_positions(share: int | BatchLayout | None, got: str = "those of other tokens") -> str:
+    if isinstance(share, BatchLayout):
         return (
             f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
         )
@@ -332,13 +332,13 @@ class DeviceChecks:
     the host does not wait."""
 
     def __init__(self) -> None:
-        self.expected: dict[tuple[int | Placement, torch.device], Tensor] = {}
+        self.expected: dict[tuple[int | BatchLayout, torch.device], Tensor] = {}
         self.started: list[tuple[str, Tensor]] = []
         self.arrived: torch.cuda.Event | None = None
 
-    def start(self, sp: SequenceParallel, share: int | Placement, positions: Tensor, mask: Tensor | None) -> None:
+    def start(self, sp: SequenceParallel, share: int | BatchLayout, positions: Tensor, mask: Tensor | None) -> None:
         """Starts the checks of positions and mask on their device."""
-        if not is_trusted(positions, share if isinstance(share, Placement) else sp):
+        if not is_trusted(positions, share if isinstance(share, BatchLayout) else sp):
             wrong = (positions != self._of_device(sp, share, positions.device)).any()
             self._start(_wrong_positions(share), wrong)
         if mask is not None and not is_trusted(mask, sp):
@@ -362,7 +362,7 @@ class DeviceChecks:
     def _start(self, sentence: str, wrong: Tensor) -> None:
         self.started.append((sentence, self.copied(wrong)))
 
-    def _of_device(self, sp: SequenceParallel, share: int | Placement, device: torch.device) -> Tensor:
+    def _of_device(self, sp: SequenceParallel, share: int | BatchLayout, device: torch.device) -> Tensor:
         """The expected positions on the device. Cached while the length stays: a copy would make the host wait, too."""
         if (share, device) not in self.expected:
             self.expected = {(share, device): _expected(sp, share).to(device)}

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
-from ds_seqpar.runtime.agreement import agree, gathered
+from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.whole import WholeTensor
 
 from ..families import FAMILIES, as_in_training, is_causal_lm, unwrapped
@@ -38,7 +38,9 @@ ITEMS = 3.0  # the divisor that a loss is tried with
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
     """Raises ConfigError on every rank unless the loss_function of a causal language model of transformers is right."""
     if _has_loss(model):
-        agree(sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize"))
+        assert_ranks_agree(
+            sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize")
+        )
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
@@ -67,7 +69,10 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
         error = as_seqpar_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
     error = shard_loss_error(sp.control_world, sp, tried, "initialize") or error
     received = sum(sp.comm.received.values()) - before
-    if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
+    if (
+        not assert_ranks_agree(sp.control_world, "loss of the model", None, error=error, number=received)
+        and sp.size > 1
+    ):
         raise ConfigError(
             "a model that is given with sequence_parallel=sp must call sp.attention; got "
             f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
@@ -164,7 +169,7 @@ def shard_loss_error(
 
     What a rank's loss has beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
     losses are averaged over ranks, where it then counts once."""
-    all_tried = [one for _, one in gathered(group, ("loss of the model", tried))]
+    all_tried = [one for _, one in all_gather_objects(group, ("loss of the model", tried))]
     if tried is None or not tried.rest:
         return None
     rests = [one.rest if one else math.nan for one in all_tried]

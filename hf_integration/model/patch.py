@@ -25,9 +25,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.config.settings import check_heads
-from ds_seqpar.data.placement import Placement
+from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import AttentionOptions
 from ds_seqpar.runtime.process_exit import printed_once
 
@@ -151,7 +151,9 @@ def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel
         patch_attention(model, sp)
     except Exception as reason:
         error = as_seqpar_error("patching a model failed", reason)
-    agree(sp.control_world, "models", {"model": type(unwrapped(model)).__name__}, error=error, call="share_sequences")
+    assert_ranks_agree(
+        sp.control_world, "models", {"model": type(unwrapped(model)).__name__}, error=error, call="share_sequences"
+    )
     return sp
 
 
@@ -242,7 +244,7 @@ def _attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sequence_parallel: bool | Placement | None = None,
+    sequence_parallel: bool | BatchLayout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -265,15 +267,15 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options, parts = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
-    if isinstance(sequence_parallel, Placement):
+    if isinstance(sequence_parallel, BatchLayout):
         return _placed(module.sequence_parallel, q, k, v, options, parts, sequence_parallel), None
     return module.sequence_parallel.attention_agreed(q, k, v, options, parts), None
 
 
 def _placed(
-    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int, placement: Placement
+    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int, placement: BatchLayout
 ) -> Tensor:
-    """Attention with a batch's Placement. It runs outside of compiled graphs, since each batch has another mask."""
+    """Attention with a batch's BatchLayout. It runs outside of compiled graphs, since each batch has another mask."""
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_placed)(sp, q, k, v, options, parts, placement)
     mask = placement.mask_with_window(options.mask.window)
@@ -360,7 +362,7 @@ def _try_shard_loss(patch: _Patch, module: nn.Module, kwargs: dict[str, Any], ou
         return
     tried = tried_loss(unwrapped(module), kwargs["shift_labels"], float(items), output, 1.0)
     error = shard_loss_error(sp.groups.control, sp, tried, "initialize")
-    agree(sp.groups.control, "loss of the model", None, error=error)
+    assert_ranks_agree(sp.groups.control, "loss of the model", None, error=error)
     patch.untried = tuple(head for head in patch.untried if head is not module)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ds_seqpar.data.placement import Placement
+from ds_seqpar.data.batch_layout import BatchLayout
 
 KINDS = ("dynamic", "longrope")
 TOKENS = "_sequence_parallel_tokens"  # attribute of an embedding: tokens up to the longest position, see `tell`
@@ -38,7 +38,7 @@ def tell(modules: tuple[nn.Module, ...], tokens: int | None) -> None:
         setattr(module, TOKENS, tokens)
 
 
-def tokens_up_to_the_longest(own: int, size: int, placement: Placement | None) -> int:
+def tokens_up_to_the_longest(own: int, size: int, placement: BatchLayout | None) -> int:
     """The tokens up to the longest position. own: tokens of a row that a rank holds, where `size` ranks share sequences
     equally."""
     if placement is None:

@@ -19,10 +19,10 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import fingerprint, shard_call
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints, trusted
-from ds_seqpar.runtime.agreement import Fields, agree
+from ds_seqpar.runtime.agreement import Fields, assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
-from ds_seqpar.whole.spread import Spread
+from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..families import is_of_liger
 from ..graph_breaks import between_graphs
@@ -47,15 +47,15 @@ PASSED = ("num_items_in_batch", "logits_to_keep")  # arguments that are not shar
 class WholeCall:
     """One call of a patched model with a whole batch.
 
-    module: the outermost one that was called. spread: of the batch's tokens; logits: of the tokens that get logits.
+    module: the outermost one that was called. shard_spec: of the batch's tokens; logits: of the tokens that get logits.
     labelled: whether the output has a loss. shifted: whether outputs of one number a token have none for the last.
     loss_inputs: (this rank's shift_labels, the divisor of their losses) where the loss is still to be checked."""
 
     module: nn.Module
     agreement: Agreement
     loss_inputs: tuple[Tensor, float] | None
-    spread: Spread
-    logits: Spread
+    shard_spec: ShardSpec
+    logits: ShardSpec
     labelled: bool
     shifted: bool
 
@@ -74,7 +74,9 @@ def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
     if is_moved_batch(positions):
         return True
     part, whole = whose_positions(sp, given)
-    found = agree(sp.groups.control, "position_ids of a batch", None, number=int(part and not whole), call=FORWARD)
+    found = assert_ranks_agree(
+        sp.groups.control, "position_ids of a batch", None, number=int(part and not whole), call=FORWARD
+    )
     sharded = bool(found)
     if sharded and part:
         trusted.trust(positions, sp)
@@ -122,7 +124,7 @@ def shard_inputs(module: nn.Module, agreement: Agreement, given: Mapping[str, An
         sharded, call, value = _prepare(module, agreement, given)
     except Exception as reason:
         error = as_seqpar_error("sharding a whole batch failed", reason)
-    agree(sp.groups.control, "whole batch", value, error=error, call=FORWARD, advice=_cause)
+    assert_ranks_agree(sp.groups.control, "whole batch", value, error=error, call=FORWARD, advice=_cause)
     setattr(sharded["position_ids"], CALL, call)
     return sharded
 
@@ -156,15 +158,15 @@ def _prepare(
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
     rows, tokens = tokens_of(given).shape[:2]
-    spread = logits = Spread.of(sp, rows, tokens, shard.get("placement"), "outputs")
+    shard_spec = logits = ShardSpec.of(sp, rows, tokens, shard.get("placement"), "outputs")
     if keep := others.pop("logits_to_keep", 0):
-        logits, kept = spread.narrow(slice(None), slice(-keep, None))
+        logits, kept = shard_spec.narrow(slice(None), slice(-keep, None))
         others["logits_to_keep"] = kept.to(tokens_of(given).device)
     call = WholeCall(
         module=module,
         agreement=agreement,
         loss_inputs=(shard["shift_labels"], float(given.get("num_items_in_batch", counted))) if tries_loss else None,
-        spread=spread,
+        shard_spec=shard_spec,
         logits=logits,
         labelled=labelled,
         shifted=bool(given.get("fused_lm_head")),
@@ -189,7 +191,7 @@ def compare_inputs(sp: SequenceParallel, model: Any, given: Mapping[str, Any], c
     and the model inside makes them. compiled: whether the module is compiled; its gradients would end at the base."""
     fused = is_of_liger(model.forward) and given.get("labels") is not None
     error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
-    agree(sp.groups.control, "whole batch", _compared(given), error=error, call=FORWARD, advice=_cause)
+    assert_ranks_agree(sp.groups.control, "whole batch", _compared(given), error=error, call=FORWARD, advice=_cause)
 
 
 def _misuse(given: Mapping[str, Any]) -> str:
@@ -236,7 +238,7 @@ def _check_loss(call: WholeCall, labels: Tensor, items: float, output: Any) -> N
     agreement, model = call.agreement, call.agreement.model()
     tried = tried_loss(model, labels, items, output, 1 / agreement.sp.size)  # of the balance, each rank has a part
     error = tried.error(agreement.loss_option_of or "") if tried is not None and tried.rest else None
-    agree(agreement.sp.groups.control, "loss of the model", None, error=error)
+    assert_ranks_agree(agreement.sp.groups.control, "loss of the model", None, error=error)
     agreement.loss_option_of = None  # not before: a loss that was refused is refused again
 
 
@@ -244,17 +246,17 @@ class _OnPart:
     """Hooks of a module around the base model that computes each token by itself, so that of a whole tensor in parts it
     computes this rank's. Its parameters get a part of their gradient, times `size`, as the base model's do."""
 
-    spread: Spread | None = None  # of the tensor that is computed
+    shard_spec: ShardSpec | None = None  # of the tensor that is computed
 
     def before(self, module: nn.Module, args: tuple) -> tuple | None:
-        self.spread = None
+        self.shard_spec = None
         if not args or not isinstance(args[0], WholeTensor) or args[0].flat:
             return None
-        self.spread = args[0].spread.named("logits")
+        self.shard_spec = args[0].shard_spec.named("logits")
         return args[0].local, *args[1:]
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        return output if self.spread is None else whole_of(output, self.spread)
+        return output if self.shard_spec is None else whole_of(output, self.shard_spec)
 
 
 def compute_on_parts(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
@@ -276,10 +278,10 @@ def _made_whole(sp: SequenceParallel, call: WholeCall, name: str, x: Any) -> Any
         return x
     if name == "loss" and call.labelled:
         return whole_loss(sp, x)
-    spread = (call.logits if name == "logits" else call.spread).named(name)
-    if x.shape[:2] == spread.lead:
-        found = whole_of(x, spread)
+    shard_spec = (call.logits if name == "logits" else call.shard_spec).named(name)
+    if x.shape[:2] == shard_spec.lead:
+        found = whole_of(x, shard_spec)
         return found[:, :-1] if call.shifted else found
     if name == "router_logits" and x.dim() == 2:
-        return whole_of(x.unflatten(0, spread.lead), spread).flatten(0, 1)
+        return whole_of(x.unflatten(0, shard_spec.lead), shard_spec).flatten(0, 1)
     return x

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.runtime.agreement import sums
+from ds_seqpar.runtime.agreement import all_reduce_sum
 
 
 class PreemptionCallback(TrainerCallback):
@@ -32,7 +32,7 @@ class PreemptionCallback(TrainerCallback):
         self.signalled = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        (ranks,) = sums(self.sp.control_world, [int(self.signalled)], "the end of a step")
+        (ranks,) = all_reduce_sum(self.sp.control_world, [int(self.signalled)], "the end of a step")
         if ranks:
             control.should_save = control.should_training_stop = True
 

@@ -18,7 +18,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.agreement import agree, gathered, ranks_in_words
+from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ds_seqpar.runtime.process_exit import printed_once
 
 LAST = True  # no text: a folder may have any name
@@ -80,12 +80,12 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
     except ConfigError as reason:
         error = reason
     kind = "a folder" if isinstance(wanted, str) else {None: "none", LAST: "the last one"}[wanted]
-    agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
+    assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
     if wanted is None:
         return None
     if isinstance(wanted, str):
         return _folder_if_whole(group, wanted, run, {})
-    steps_of_ranks = gathered(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
+    steps_of_ranks = all_gather_objects(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
     passed_over: dict[str, str] = {}
     for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
         folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -123,7 +123,7 @@ def _folder_if_whole(
         own_report = inspect_checkpoint(Path(folder), run)
     except Exception as reason:  # a damaged file may raise anything
         own_report = CheckpointReport(fault=f"reading it failed ({type(reason).__name__})")
-    reports = [found for _, found in gathered(group, ("the checkpoint", own_report))]
+    reports = [found for _, found in all_gather_objects(group, ("the checkpoint", own_report))]
     if mismatch := next((found.mismatch for found in reports if found.mismatch), ""):
         raise ConfigError(f"{mismatch}; got {folder}")
     faults: dict[str, list[int]] = {}

@@ -30,7 +30,7 @@ from ds_seqpar.data.documents import documents_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import Part, agree, sums
+from ds_seqpar.runtime.agreement import Part, all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
 
@@ -164,9 +164,11 @@ class SequenceParallelMixin(Behind):
                     batch["labels"] = counted_labels(self.sp, batch)
         except Exception as reason:
             error = as_seqpar_error("loading data failed", reason)
-        agree(self.sp.control_world, what, {"batches": len(found)}, error=error, after=self.sp.groups.control)
+        assert_ranks_agree(
+            self.sp.control_world, what, {"batches": len(found)}, error=error, after=self.sp.groups.control
+        )
         peers = Part(self.sp.data_rank, self.sp.groups.control)
-        agree(self.sp.control_world, "whole batches", given, alike=peers, advice=mismatch_hints.of_batches)
+        assert_ranks_agree(self.sp.control_world, "whole batches", given, alike=peers, advice=mismatch_hints.of_batches)
         return found
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -184,14 +186,14 @@ class SequenceParallelMixin(Behind):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with rng_state.unchanged():
             error = checks.data_error(self)
-        agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
-        agree(self.sp.control_world, "training arguments", checks.settings(self))
+        assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
+        assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
         folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
         return super().train(folder, *args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
-        agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
+        assert_ranks_agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
         if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
             self._look_at_loss(unwrapped(self.model))
@@ -223,7 +225,7 @@ class SequenceParallelMixin(Behind):
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
-        agree(self.sp.control_world, "evaluation data", length, error=error)
+        assert_ranks_agree(self.sp.control_world, "evaluation data", length, error=error)
         self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         if stream is not None:  # the Trainer counts those of one group
@@ -244,7 +246,9 @@ class SequenceParallelMixin(Behind):
         real = self._real_sequences()
         if not own and batch.get("labels") is not None:
             batch["labels"] = self._once(batch, real)
-            items = sums(self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation")[0]
+            items = all_reduce_sum(
+                self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation"
+            )[0]
             batch["num_items_in_batch"] = max(items / self.sp.size, 1) / self.sp.data_size
         loss, logits, labels = self._tried_step(model, batch, loss_only, own, ignore_keys)
         if loss is not None and not own:
@@ -267,9 +271,9 @@ class SequenceParallelMixin(Behind):
             raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         except Exception as reason:
             error = as_seqpar_error("prediction_step failed", reason)
-        agree(self.sp.groups.control, "evaluation step", None, error=error)
+        assert_ranks_agree(self.sp.groups.control, "evaluation step", None, error=error)
         shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
-        agree(self.sp.control_world, "evaluation losses", {"loss": shape})
+        assert_ranks_agree(self.sp.control_world, "evaluation losses", {"loss": shape})
         return found
 
     def _counted_loss(
@@ -294,7 +298,7 @@ class SequenceParallelMixin(Behind):
             labels = self._without_repeated(batch, labels, real)
         except Exception as reason:
             error = as_seqpar_error("telling the last examples apart failed", reason)
-        agree(self.sp.control_world, "evaluation step", None, error=error)
+        assert_ranks_agree(self.sp.control_world, "evaluation step", None, error=error)
         return labels
 
     def _without_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:

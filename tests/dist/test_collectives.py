@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.whole import whole_of
-from ds_seqpar.whole.spread import Spread
+from ds_seqpar.whole.shard_spec import ShardSpec
 from tests import oracle
 from tests.dist.ranks import WRONG, assert_all_refused, differ, everywhere, lacking, make, only_one, refusal
 from tests.launch import on_each_of
@@ -34,7 +34,7 @@ def averaged(*losses):
 
 
 def parts(sp):
-    where = Spread.of(sp, 2, 16, None, "logits")
+    where = ShardSpec.of(sp, 2, 16, None, "logits")
     return whole_of(torch.ones(2, 8, 5), where)
 
 

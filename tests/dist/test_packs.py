@@ -428,7 +428,7 @@ POSITIONS = ("position_ids", "placement", "other tokens")
 WRONG_PLACEMENTS = {
     "another size": everywhere("placement", "4 inner ranks", "got 2"),
     "fewer tokens": everywhere("placement", "(1, 2"),
-    "no placement": everywhere("Placement", "got dict"),
+    "no placement": everywhere("BatchLayout", "got dict"),
     "other documents": everywhere(*POSITIONS),
     "one rank's other documents": only_one(*POSITIONS),
     "rows beside one another": everywhere(*POSITIONS),

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import InputError
-from ds_seqpar.whole import WholeTensor, spread, whole_of
-from ds_seqpar.whole.spread import Spread
+from ds_seqpar.whole import WholeTensor, shard_spec, whole_of
+from ds_seqpar.whole.shard_spec import ShardSpec
 from tests.launch import on_each_of
 from tests.words import missing
 
@@ -142,7 +142,7 @@ USES = {
 def spreads(sp):
     """A batch that is shared equally, one of another length, and one with documents, in rows that lie end to end."""
     documents = dataclasses.replace(sp.place(16, (3, 5, 8)), rows=2)
-    return [Spread.of(sp, 2, *case, "logits") for case in ((8, None), (7, sp.place(7)), (8, documents))]
+    return [ShardSpec.of(sp, 2, *case, "logits") for case in ((8, None), (7, sp.place(7)), (8, documents))]
 
 
 @on_each_of(2)
@@ -281,7 +281,7 @@ def test_a_slice_is_not_changed_in_place_and_a_large_gather_is_warned_of_once():
     ):
         with pytest.raises(InputError, match="another shape or other memory"):
             change()
-    spread.LARGE = 100
+    shard_spec.LARGE = 100
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -296,7 +296,7 @@ def test_losses_of_tokens_gather_a_number_a_token():
     """A gather of more than that warns, backward too."""
     names = ["preference", "cross entropy", "shifted cross entropy", "log-probabilities", "entropy"]
     where, *_ = spreads(SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)))
-    spread.LARGE = 2 * 8 * torch.float64.itemsize
+    shard_spec.LARGE = 2 * 8 * torch.float64.itemsize
     for name in (*names, "standard deviation"):
         own = torch.randn(2, 4, SIZE, dtype=torch.float64, requires_grad=True)
         with warnings.catch_warnings(record=True) as seen:

@@ -96,7 +96,7 @@ CALLS = {
     ),
     "a text": (
         call(lambda sp: {**packed(sp), "placement": "packed"}),
-        everywhere("Placement", "got str"),
+        everywhere("BatchLayout", "got str"),
     ),
     "positions": (
         call(lambda sp: {**packed(sp), "position_ids": packed(sp)["position_ids"] + 1}),

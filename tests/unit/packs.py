@@ -11,7 +11,7 @@ import random
 from bisect import bisect_right
 from typing import NamedTuple
 
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.sharding.balance import balanced
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.compiler.sharding.masks import Mask
@@ -94,7 +94,7 @@ def causal_pairs(runs, documents):
 
 def travelling(dealt):
     """Tokens of k/v that each rank receives on a ring: a block goes on to the last rank that reads it."""
-    rows, ranks = pattern_of(dealt.mask, UnevenShards(dealt.blocks)).rows, len(dealt.blocks)
+    rows, ranks = block_mask_of(dealt.mask, UnevenShards(dealt.blocks)).rows, len(dealt.blocks)
     received = [0] * ranks
     for block, runs in enumerate(dealt.blocks):
         last = max((hop for hop in range(ranks) if rows[(block + hop) % ranks] >> block & 1), default=0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import Step
-from ds_seqpar.compiler.schedules.plan import Pattern, Plan
+from ds_seqpar.compiler.schedules.plan import BlockMask, Plan
 from ds_seqpar.compiler.sharding.layout import Topology
 
 DIRECTIONS = ("forward", "backward")
@@ -72,12 +72,12 @@ def causal_contiguous(size):
     return frozenset((i, j) for i, j in everything(size) if j <= i)
 
 
-def pattern(size, pairs, even=True):
+def block_mask(size, pairs, even=True):
     """Blocks of which these (q, kv) pairs meet."""
     rows = [0] * size
     for i, j in pairs:
         rows[i] |= 1 << j
-    return Pattern(tuple(rows), even=even)
+    return BlockMask(tuple(rows), even=even)
 
 
 def blocks(schedule, size):
@@ -101,12 +101,12 @@ def at(schedule, shape):
 def build(schedule, topology, direction, travels="kv", pairs=None, even=True):
     """The schedule's plan for these pairs; default: all that it can take."""
     size = ranks(topology)
-    meet = pattern(blocks(schedule, size), takes(schedule, size, topology) if pairs is None else pairs, even)
+    meet = block_mask(blocks(schedule, size), takes(schedule, size, topology) if pairs is None else pairs, even)
     return built(schedule, topology, direction, travels, meet)
 
 
 def built(schedule, topology, direction, travels, meet):
-    """The schedule's plan for a Pattern."""
+    """The schedule's plan for a BlockMask."""
     steps = SCHEDULES[schedule].build(topology, meet, direction, travels)
     return Plan.of(schedule, direction, ranks(topology), steps, SCHEDULES[schedule].parts)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ds_seqpar.compiler.compile import Recipe, pattern_of
+from ds_seqpar.compiler.compile import Recipe, block_mask_of
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import LAYOUTS, Topology, join
@@ -156,7 +156,7 @@ def test_a_step_of_a_ring_is_one_kernel_call(layout, square):
 
 
 # 16 ranks of 6 tokens
-PATTERN = pattern_of(CAUSAL, EvenShards("zigzag", 96, 16))
+PATTERN = block_mask_of(CAUSAL, EvenShards("zigzag", 96, 16))
 SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
 MESHES = {
     "attention2d": [{"rows": rows} for rows in (1, 2, 4, 8)],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.sharding.balance import balanced
 from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run
 from ds_seqpar.compiler.sharding.masks import Mask
@@ -160,7 +160,7 @@ def test_the_bytes_that_are_counted_are_those_of_the_ring():
     for ranks, lengths in itertools.product((4, 8), packs(10, 4, seed=3)):
         dealt = by_balance(lengths, ranks)
         shards = UnevenShards(dealt.blocks)
-        plan = built("ring", ring(ranks), "forward", "kv", pattern_of(dealt.mask, shards))
+        plan = built("ring", ring(ranks), "forward", "kv", block_mask_of(dealt.mask, shards))
         moved = [
             sum(shards.tokens("kv", move.key) for step in steps for move in step.moves if move.dst == rank)
             for rank, steps in enumerate(plan.ranks)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.attention import schedules
 from benchmarks.attention.schedules import block_bytes, unit
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards
@@ -64,7 +64,7 @@ def test_the_triangle_is_as_said_by_its_plan_and_near_the_floor(ranks):
     shape = shape_of("bf16", "bfloat16", 1, (32, 32, 128))
     config = SequenceParallelConfig(size=ranks, ulysses=1, schedule="triangle").resolve(ranks)
     shards = EvenShards(config.layout, 4 * ranks, ranks)
-    plan = config.recipe(config.topology(ranks)).plan("forward", pattern_of(CAUSAL, shards), shape)
+    plan = config.recipe(config.topology(ranks)).plan("forward", block_mask_of(CAUSAL, shards), shape)
     found = [size / unit(shape, shards) for size in plan.received(block_bytes(shape, "forward", shards))]
     assert max(found) == pytest.approx(schedules.least("triangle", ranks, "forward", shape)[0])
     assert 0 < statistics.fmean(found) - schedules.floor(ranks, "forward", shape) < 1

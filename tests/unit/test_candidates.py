@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.base import MOVING_SIDES, RANK_ORDERS
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
@@ -107,7 +107,7 @@ def test_candidates_that_are_called_the_same_have_the_same_plans():
 
 def _story(candidate, way, travel):
     top, shards = candidate.topology, EvenShards(candidate.layout, 16 * candidate.inner, candidate.inner)
-    steps = candidate.schedule.build(top, pattern_of(CAUSAL, shards), way, travel)
+    steps = candidate.schedule.build(top, block_mask_of(CAUSAL, shards), way, travel)
     places = tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(8))
     if candidate.inner == 1:  # a rank alone has one block, or two that are the same tokens
         return places

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import Recipe, pattern_of
+from ds_seqpar.compiler.compile import Recipe, block_mask_of
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.plan import Counted
@@ -17,7 +17,7 @@ from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
 from tests.grids import each_then_rest, examples
 from tests.unit import toy_schedule
-from tests.unit.plans import DIRECTIONS, FORMS, built, joint, pattern, problems, ranks, ring, topologies, topology
+from tests.unit.plans import DIRECTIONS, FORMS, block_mask, built, joint, problems, ranks, ring, topologies, topology
 
 # of each kind another, so that two sums are equal only where all their terms are
 UNITS = {kind: 1000**power for power, kind in enumerate(("q", "kv", "out", "dq", "dkv"))}
@@ -33,7 +33,7 @@ BOTH = [(name, direction) for name in SCHEDULES for direction in DIRECTIONS if l
 def test_what_is_counted_without_steps_is_what_the_plan_receives(form, data):
     schedule, direction, travels = form
     shape, pairs = data.draw(problems(schedule, 12))
-    meet = pattern(ranks(shape), pairs, even=data.draw(st.booleans()))
+    meet = block_mask(ranks(shape), pairs, even=data.draw(st.booleans()))
     steps = SCHEDULES[schedule].build(shape, meet, direction, travels)
     assert isinstance(steps, Counted)
     assert steps.received(UNITS) == built(schedule, shape, direction, travels, meet).received(UNITS)
@@ -43,7 +43,7 @@ def test_what_is_counted_without_steps_is_what_the_plan_receives(form, data):
 def test_a_schedule_of_ones_own_that_rotates_is_counted_too(direction):
     for travels, (seats, cars) in itertools.product(("kv", "q"), ((1, 4), (2, 3), (3, 2), (4, 1))):
         size = seats * cars
-        meet = pattern(size, {(i, j) for i in range(size) for j in range(size) if (i * j) % 3 != 1 or i == j})
+        meet = block_mask(size, {(i, j) for i in range(size) for j in range(size) if (i * j) % 3 != 1 or i == j})
         steps = toy_schedule.carousel(topology(("seat", seats), ("car", cars)), meet, direction, travels)
         plan = [steps(rank) for rank in range(size)]
         received = [
@@ -74,7 +74,7 @@ def _patterns(size):
     tokens, dice = 64 * size, random.Random(size)
     even = {layout: EvenShards(layout, tokens, size) for layout in ("contiguous", "zigzag")}
     found = {
-        (f"window {window}", layout): pattern_of(Mask(window=window), shards)
+        (f"window {window}", layout): block_mask_of(Mask(window=window), shards)
         for window in (2, 64, 65, 200, 64 * size // 3)
         for layout, shards in even.items()
     }
@@ -83,9 +83,9 @@ def _patterns(size):
         mask = Mask(documents=Mask.documents_of(lengths))
         near = Mask(documents=mask.documents, window=dice.randint(1, tokens))
         if sum(lengths) == tokens:
-            found |= {(number, layout): pattern_of(mask, shards) for layout, shards in even.items()}
-        found[number, "balanced"] = pattern_of(mask, UnevenShards(balanced(lengths, size)))
-        found[number, "balanced, window"] = pattern_of(near, UnevenShards(balanced(lengths, size)))
+            found |= {(number, layout): block_mask_of(mask, shards) for layout, shards in even.items()}
+        found[number, "balanced"] = block_mask_of(mask, UnevenShards(balanced(lengths, size)))
+        found[number, "balanced, window"] = block_mask_of(near, UnevenShards(balanced(lengths, size)))
     return found
 
 
@@ -112,19 +112,19 @@ def test_where_all_meet_nothing_is_counted(monkeypatch):
         for shape, mask in itertools.product(topologies(schedule, 8), (CAUSAL, FULL)):
             recipe = Recipe(schedule=SCHEDULES[schedule], topology=shape)
             sizes = _shape((8, 8)).bytes_per_token(direction)
-            meet = pattern_of(mask, EvenShards(layout, 1024, 8))
+            meet = block_mask_of(mask, EvenShards(layout, 1024, 8))
             assert meet.plain
             with monkeypatch.context() as patch:
                 patch.setattr("ds_seqpar.compiler.compile._cheapest_side", refused)
                 assert recipe.moving_side(direction, meet, sizes) in ("kv", "q")
-    assert not pattern_of(Mask(window=64), EvenShards("contiguous", 1024, 8)).plain
+    assert not block_mask_of(Mask(window=64), EvenShards("contiguous", 1024, 8)).plain
 
 
 # ---- the way round
 
 
 def test_queries_go_to_the_ranks_before_theirs_and_no_further_than_their_window():
-    meet = pattern_of(Mask(window=64), EvenShards("contiguous", 64 * 16, 16))
+    meet = block_mask_of(Mask(window=64), EvenShards("contiguous", 64 * 16, 16))
     plan = built("ring", ring(16), "backward", "q", meet)
     moves = [move for step in joint(plan) for move in step.moves]
     assert sorted((move.src, move.dst) for move in moves) == [(rank, rank - 1) for rank in range(1, 16)]
@@ -134,7 +134,7 @@ def test_queries_go_to_the_ranks_before_theirs_and_no_further_than_their_window(
 
 
 def test_queries_of_a_causal_ring_go_to_the_first_rank_and_stop():
-    meet = pattern_of(CAUSAL, EvenShards("contiguous", 1024, 8))
+    meet = block_mask_of(CAUSAL, EvenShards("contiguous", 1024, 8))
     plan = built("ring", ring(8), "backward", "q", meet)
     received = plan.received({"q": 1, "kv": 0, "dq": 0, "dkv": 0})
     assert received == [7 - rank for rank in range(8)]

@@ -11,7 +11,7 @@ import pytest
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.analysis.draw import COLORS
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import multiple
@@ -36,8 +36,8 @@ def _plans(heads=(8, 8), causal=True, **settings):
     of_member = heads[0] // config.ulysses, max(1, heads[1] // config.ulysses), 128
     shape = shape_of(config.comm_dtype, "bfloat16", 1, of_member)
     shards = EvenShards(config.layout, 2 * multiple(config.layout, size, config.ulysses), recipe.size)
-    pattern = pattern_of(CAUSAL if causal else FULL, shards)
-    return [recipe.plan(direction, pattern, shape) for direction in ("forward", "backward")]
+    block_mask = block_mask_of(CAUSAL if causal else FULL, shards)
+    return [recipe.plan(direction, block_mask, shape) for direction in ("forward", "backward")]
 
 
 def _tables(out):

@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from ds_seqpar.compiler import compile as compiling
-from ds_seqpar.compiler.compile import SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.compile import SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, block_mask_of
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.program.ulysses import Heads
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.plan import Pattern
+from ds_seqpar.compiler.schedules.plan import BlockMask
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask, visibility
 from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
 from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
@@ -90,8 +90,8 @@ def test_the_pattern_of_a_stand_in_is_the_true_one(layout):
             assert compiling._stand_in(mask, shards).seq <= max(2 * runs, shards.seq if run < 3 else 0)
             compiler = Compiler(_recipe("ring", topologies("ring", size)[0]), 0)
             blocks = [shards.runs("q", (block,)) for block in range(size)]
-            true = Pattern(visibility(blocks, blocks, mask))
-            assert compiler.pattern(mask, shards) == pattern_of(mask, shards) == true, (size, run)
+            true = BlockMask(visibility(blocks, blocks, mask))
+            assert compiler.block_mask(mask, shards) == block_mask_of(mask, shards) == true, (size, run)
 
 
 def test_a_mask_that_knows_distances_has_no_stand_in():

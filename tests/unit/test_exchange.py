@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ds_seqpar.compiler.compile import Compiler, pattern_of
+from ds_seqpar.compiler.compile import Compiler, block_mask_of
 from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
 from ds_seqpar.compiler.program import ulysses as exchanging
 from ds_seqpar.compiler.program.instructions import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
@@ -87,7 +87,7 @@ def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(directio
     config = SequenceParallelConfig(size=4, ulysses=4).resolve(4, (32, 32))
     recipe, shards = config.recipe(config.topology(4)), EvenShards("contiguous", 64, 1)
     shape = shape_of("fp32", "float32", 1, (8 // head_chunks, 8 // head_chunks, 8))
-    plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)
+    plan = recipe.plan(direction, block_mask_of(CAUSAL, shards), shape)
     bytes_each = functools.partial(exchanging.exchange_bytes_per_token, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
     costs = Costs(transfer={}, product=1.0, exchange=lambda exchange: bytes_each(exchange) / all_bytes)

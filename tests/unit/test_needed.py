@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from ds_seqpar.analysis.validate import validate
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
@@ -60,7 +60,7 @@ def _plans(schedule, direction, travels, size, masks):
         pairs = _met(mask, shards)
         if not all(SCHEDULES[schedule].can_compute(*pair) for pair in pairs):
             continue
-        meet = pattern_of(mask, shards)
+        meet = block_mask_of(mask, shards)
         assert set(meet.pairs()) == pairs
         for topology in topologies(schedule, size):
             yield pairs, built(schedule, topology, direction, travels, meet)

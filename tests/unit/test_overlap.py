@@ -20,13 +20,13 @@ from tests.grids import each_then_rest, few_then_rest
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
+    block_mask,
     build,
     causal_contiguous,
     changed,
     everything,
     joint,
     mesh,
-    pattern,
     places,
     ring,
     topologies,
@@ -61,7 +61,7 @@ def _pairs(schedule, direction, travels, numbers):
         for topology in topologies(schedule, size):
             for pairs in _relations(schedule, size):
                 plan = build(schedule, topology, direction, travels, pairs)
-                found.append((pairs, plan, overlapped(plan, pattern(plan.size, pairs), _sizes(direction))))
+                found.append((pairs, plan, overlapped(plan, block_mask(plan.size, pairs), _sizes(direction))))
     return found
 
 
@@ -167,7 +167,7 @@ def test_no_plan_becomes_slower_for_mha_or_gqa(schedule, direction, travels, siz
             plan = build(schedule, topology, direction, travels, pairs)
             for heads in ((8, 8), (8, 2)):
                 sizes = _sizes(direction, *heads)
-                better = overlapped(plan, pattern(plan.size, pairs), sizes)
+                better = overlapped(plan, block_mask(plan.size, pairs), sizes)
                 costs = Costs(transfer=sizes, product=1.0).balanced(plan)
                 assert _seconds(better, costs) <= _seconds(plan, costs), topology
 
@@ -199,7 +199,7 @@ def test_meshes_take_little_longer_than_the_longer_of_products_and_transfers(sha
         sizes = _sizes(direction, travel=travel)
         costs = Costs(transfer=sizes, product=1.0).balanced(plan)
         assert computation(plan, costs) == pytest.approx(communication(plan, costs))
-        better = overlapped(plan, pattern(plan.size, everything(plan.size)), sizes)
+        better = overlapped(plan, block_mask(plan.size, everything(plan.size)), sizes)
         assert _seconds(better, costs) <= most * computation(plan, costs)
         # which says something: as it was, the plan takes longer
         assert _seconds(plan, costs) > 1.2 * computation(plan, costs)
@@ -213,21 +213,21 @@ def test_a_ring_overlaps_by_itself(direction, travels):
         costs = Costs(transfer=sizes, product=1.0).balanced(plan)
         # a product before the first transfer is done, or the gradient's last hop home after the last
         assert _seconds(plan, costs) <= (1 + 1.5 / size) * computation(plan, costs)
-        assert _seconds(overlapped(plan, pattern(size, everything(size)), sizes), costs) <= _seconds(plan, costs)
+        assert _seconds(overlapped(plan, block_mask(size, everything(size)), sizes), costs) <= _seconds(plan, costs)
 
 
 def test_a_plan_without_transfers_is_left_as_it_is():
     for topology in (mesh(1, 1, 1), ring(1)):
         plan = build("mesh" if "x" in topology.inner_axes else "ring", topology, "forward")
-        assert overlapped(plan, pattern(1, [(0, 0)]), _sizes("forward")) is plan
+        assert overlapped(plan, block_mask(1, [(0, 0)]), _sizes("forward")) is plan
     pairs = {(r, r) for r in range(4)}
     diagonal = build("ring", ring(4), "backward", pairs=pairs)
-    assert overlapped(diagonal, pattern(4, pairs), _sizes("backward")) is diagonal
+    assert overlapped(diagonal, block_mask(4, pairs), _sizes("backward")) is diagonal
 
 
 def _some_plans():
     sizes = {"q": 3, "kv": 5, "out": 7, "dq": 11, "dkv": 13}
-    needed = pattern(8, [(i, j) for i, j in everything(8) if j != i + 1])
+    needed = block_mask(8, [(i, j) for i, j in everything(8) if j != i + 1])
     return repr([overlapped(build("mesh", mesh(2, 2, 2), direction), needed, sizes) for direction in DIRECTIONS])
 
 
@@ -256,7 +256,7 @@ def test_every_process_makes_the_same_plan():
 
 def _good(direction, travels="kv"):
     plan = build("mesh", mesh(2, 2, 2), direction, travels)
-    better = overlapped(plan, pattern(8, everything(8)), _sizes(direction))
+    better = overlapped(plan, block_mask(8, everything(8)), _sizes(direction))
     assert better != plan
     return better
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.analysis.validate import last_uses, validate
-from ds_seqpar.compiler.compile import Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.compile import Compiler, Recipe, block_mask_of
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
@@ -106,12 +106,12 @@ def test_one_program_is_made_for_the_same_settings_whatever_the_length(schedule)
     longer = compiler.bound_inner("forward", CAUSAL, shards[1], SHAPE)
     assert longer is not bound
     assert longer.program is bound.program
-    validate(recipe.plan("forward", pattern_of(CAUSAL, shards[0]), SHAPE), causal_contiguous(4))
+    validate(recipe.plan("forward", block_mask_of(CAUSAL, shards[0]), SHAPE), causal_contiguous(4))
 
 
 def test_the_mask_and_the_layout_say_which_products_are_needed():
     def products(layout, seq, mask):
-        meet = pattern_of(mask, EvenShards(layout, seq, 4))
+        meet = block_mask_of(mask, EvenShards(layout, seq, 4))
         plan = build("ring", ring(4), "forward", pairs=meet.pairs())
         return {(c.q[0], c.kv[0]) for step in joint(plan) for c in step.computes}
 

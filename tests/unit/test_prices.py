@@ -163,7 +163,7 @@ def test_the_busiest_rank_receives_what_its_plan_says(settings):
     call = _call(8, mask=CAUSAL, heads=(16, 8, 64), **settings)
     shape, members = call.shapes[call.busiest_member], call.members
     for way in WAYS:
-        plan = dataclasses.replace(call.recipe, overlap=False).plan(way, call.pattern, shape)
+        plan = dataclasses.replace(call.recipe, overlap=False).plan(way, call.block_mask, shape)
         tokens = call.shards.tokens("q", (0,))
         units = {kind: size * tokens for kind, size in shape.bytes_per_token(way).items()}
         own = call.shards.tokens("q", (0,)) // members * shape.head_dim * 2

@@ -27,11 +27,11 @@ from ds_seqpar.compiler.schedules.actions import ACCUMULATORS, OPERANDS
 from tests.grids import examples
 from tests.unit.plans import (
     FORMS,
+    block_mask,
     build,
     double_ring,
     everything,
     mesh,
-    pattern,
     problems,
     ranks,
     ring,
@@ -242,7 +242,7 @@ def test_slots_hold_what_is_read_and_programs_fit_each_other(
     topology, pairs = data.draw(problems(schedule, 9))
     plan = build(schedule, topology, direction, travels, pairs, even=even)
     if overlap:
-        plan = overlapped(plan, pattern(plan.size, pairs), SIZES)
+        plan = overlapped(plan, block_mask(plan.size, pairs), SIZES)
     _check(plan, pairs, wide_travel, early)
 
 
@@ -270,7 +270,7 @@ def test_messages_are_asked_for_before_they_leave_and_nothing_else_changes(sched
 def test_more_steps_before_take_no_slot_more(schedule, direction, travels, early, monkeypatch):
     plan = _plan_of_six(schedule, direction, travels)
     meet = {(q, kv) for steps in plan.ranks for step in steps for c in step.computes for q in c.q for kv in c.kv}
-    plan = overlapped(plan, pattern(plan.size, meet), SIZES)
+    plan = overlapped(plan, block_mask(plan.size, meet), SIZES)
     found = _programs(plan, early=early)
     monkeypatch.setattr(lowering, "_earliest", lambda code, buffers, receives, at: at)
     for program, without in zip(found, _programs(plan, early=early), strict=True):
@@ -388,7 +388,7 @@ def test_every_instruction_has_a_place():
 )
 @pytest.mark.parametrize("even", [True, False])
 def test_a_place_stays_short_on_many_ranks(schedule, topology, even):
-    meet = pattern(256, takes(schedule, 256), even)
+    meet = block_mask(256, takes(schedule, 256), even)
     steps = SCHEDULES[schedule].build(topology, meet, "backward", "kv")(100)
     program = lower(schedule, "backward", 100, 256, steps, True)
     for at in (0, len(program.code) // 2, len(program.code) - 1):

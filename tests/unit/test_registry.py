@@ -23,7 +23,7 @@ from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from tests.grids import few_then_rest
 from tests.unit import toy_schedule
-from tests.unit.plans import DIRECTIONS, everything, joint, pattern, topology
+from tests.unit.plans import DIRECTIONS, block_mask, everything, joint, topology
 from tests.unit.test_schedule_bytes import UNITS
 from tests.words import missing
 
@@ -53,7 +53,7 @@ def _taken(schedule, ranks):
 
 def _plan(schedule, shape, direction, travels):
     ranks = shape.size(*shape.inner_axes)
-    steps = schedule.build(shape, pattern(ranks * schedule.parts, _taken(schedule, ranks)), direction, travels)
+    steps = schedule.build(shape, block_mask(ranks * schedule.parts, _taken(schedule, ranks)), direction, travels)
     return Plan.of(schedule.name, direction, ranks, steps, schedule.parts)
 
 
@@ -126,7 +126,7 @@ def test_what_it_cannot_compute_is_refused(schedule, numbers):
         every = everything(ranks * its.parts)
         if not all(itertools.starmap(its.can_compute, every)):
             with pytest.raises(ConfigError, match=schedule.name):
-                its.build(shape, pattern(ranks * its.parts, every), direction, travels)
+                its.build(shape, block_mask(ranks * its.parts, every), direction, travels)
 
 
 def test_schedules_are_found_by_themselves():

@@ -17,13 +17,13 @@ from tests.grids import examples, few_then_rest
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
+    block_mask,
     build,
     causal_contiguous,
     double_ring,
     everything,
     joint,
     mesh,
-    pattern,
     problems,
     ranks,
     ring,
@@ -183,7 +183,7 @@ HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (32, 32), (32, 8))
 def _chosen(topology, direction, sizes, schedule="mesh"):
     """Which side "auto" lets travel."""
     recipe, size = Recipe(schedule=SCHEDULES[schedule], topology=topology), ranks(topology)
-    chosen = recipe.moving_side(direction, pattern(size, everything(size)), sizes)
+    chosen = recipe.moving_side(direction, block_mask(size, everything(size)), sizes)
     plans = {side: build(schedule, topology, direction, side) for side in SIDES}
     assert max(plans[chosen].received(sizes)) == min(max(plan.received(sizes)) for plan in plans.values())
     return {chosen}
@@ -236,7 +236,7 @@ def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, 
         pairs = causal_contiguous(size) if schedule == "distflash" else everything(size)
         for topology in topologies(schedule, size):
             plan = build(schedule, topology, direction, travels, pairs)
-            better = overlapped(plan, pattern(plan.size, pairs), SIZES[direction])
+            better = overlapped(plan, block_mask(plan.size, pairs), SIZES[direction])
             assert better.received(UNITS[direction]) == plan.received(UNITS[direction]), topology
 
 
@@ -246,7 +246,7 @@ def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, 
 def test_an_overlapped_plan_never_moves_more(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 12))
     plan = build(schedule, topology, direction, travels, pairs)
-    better = overlapped(plan, pattern(plan.size, pairs), SIZES[direction])
+    better = overlapped(plan, block_mask(plan.size, pairs), SIZES[direction])
     moved = [_blocks(x) for x in (plan, better)]
     assert all(moved[1][kind] <= moved[0][kind] for kind in moved[1])
 

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.program.shape import Shape as PlanShape
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL
@@ -199,8 +199,8 @@ def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, 
         for side in ("kv", "q", "auto"):
             config = shape.config(rotate_forward=side, rotate_backward=side, overlap=overlap).resolve(shape.size)
             recipe = config.recipe(config.topology(shape.size))
-            pattern = pattern_of(CAUSAL, EvenShards("zigzag", 4 * shape.size, recipe.size))
-            sides.append(recipe.plan(direction, pattern, sizes))
+            block_mask = block_mask_of(CAUSAL, EvenShards("zigzag", 4 * shape.size, recipe.size))
+            sides.append(recipe.plan(direction, block_mask, sizes))
         assert sides[0] == sides[1] == sides[2], shape
 
 

@@ -13,7 +13,7 @@ from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.overlap.simulate import Costs, Event, communication, computation, programs_of
 from ds_seqpar.compiler.schedules.actions import Compute, Gather, Move, ReduceScatter, Step
 from tests.grids import examples
-from tests.unit.plans import FORMS, build, by_hand, mesh, pattern, problems, ranks
+from tests.unit.plans import FORMS, block_mask, build, by_hand, mesh, problems, ranks
 
 _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 
@@ -200,7 +200,7 @@ def test_no_plan_is_faster_than_its_products_or_its_transfers(schedule, directio
     topology, pairs = data.draw(problems(schedule, 9))
     plan = build(schedule, topology, direction, travels, pairs)
     if overlap:
-        plan = overlapped(plan, pattern(plan.size, pairs), costs.transfer)
+        plan = overlapped(plan, block_mask(plan.size, pairs), costs.transfer)
     timeline = simulate(plan, costs)
     bound = max(computation(plan, costs), communication(plan, costs))
     assert timeline.seconds >= bound * (1 - 1e-12)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_seqpar.analysis.validate import validate
-from ds_seqpar.compiler.compile import SAMPLE_LENGTH, Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.compile import SAMPLE_LENGTH, Compiler, Recipe, block_mask_of
 from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
@@ -61,7 +61,7 @@ def _causal(shape):
 def _meet(shape, mask, tokens):
     """Which chunks meet, of so many tokens a rank."""
     ranks = _ranks(*shape)
-    return pattern_of(mask, EvenShards(STRIPS[shape[1]], tokens * ranks, ranks))
+    return block_mask_of(mask, EvenShards(STRIPS[shape[1]], tokens * ranks, ranks))
 
 
 def _steps(shape, direction):

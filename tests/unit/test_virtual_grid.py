@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
@@ -287,10 +287,10 @@ def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
     # a query block brings q, do, lse and delta in backward
     units = {"kv": kv, "dkv": kv, "q": q, "out": q + lse, "dq": q}, {"kv": kv, "dkv": kv, "q": 2 * (q + lse), "dq": q}
     recipe = config.recipe(config.topology(size))
-    pattern = pattern_of(CAUSAL if causal else FULL, EvenShards(layout, seq, recipe.size))
+    block_mask = block_mask_of(CAUSAL if causal else FULL, EvenShards(layout, seq, recipe.size))
     shape = shape_of("fp32", "float64", batch, (heads[0] // ulysses, heads[1] // ulysses, head_dim))
     planned = [
-        recipe.plan(direction, pattern, shape).received(elements)
+        recipe.plan(direction, block_mask, shape).received(elements)
         for direction, elements in zip(("forward", "backward"), units, strict=True)
     ]
     # one fused all-to-all in and one out, each way

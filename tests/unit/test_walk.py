@@ -70,7 +70,7 @@ def test_a_kernel_that_conceals_its_alignment_is_wrong(monkeypatch):
 def test_a_product_of_which_nothing_is_visible_adds_nothing(replace_schedule):
     """A plan may compute more than is needed, and send it."""
 
-    def helped(topology, pattern, direction, travels):
+    def helped(topology, block_mask, direction, travels):
         # rank 1 sees rank 0's late keys with rank 0's own early queries: nothing, and sends home what it found
         own = tuple(Compute(rank=rank, q=(rank,), kv=(rank,)) for rank in range(2))
         moves = (Move(src=0, dst=1, kind="q", key=(0,)), Move(src=0, dst=1, kind="kv", key=(0,)))
@@ -158,13 +158,13 @@ def _check_mutations(replace_schedule, name, seeds):
         layout = "contiguous" if "distflash" in name else dice.choice(["zigzag", "contiguous", "striped"])
 
         @functools.cache  # all ranks walk the same plan
-        def build(topology, pattern, way, travels, dice=dice, direction=direction, overlap=overlap):
-            plan = Plan.of(name, way, size, builder(topology, pattern, way, travels))
+        def build(topology, block_mask, way, travels, dice=dice, direction=direction, overlap=overlap):
+            plan = Plan.of(name, way, size, builder(topology, block_mask, way, travels))
             if overlap:
-                plan = overlapped(plan, pattern, {"q": 2, "kv": 1, "out": 3, "dq": 2, "dkv": 1})
+                plan = overlapped(plan, block_mask, {"q": 2, "kv": 1, "out": 3, "dq": 2, "dkv": 1})
             for _ in range(dice.choice([1, 1, 1, 2, 3]) if way == direction else 0):
                 plan = _mutated(dice, plan)
-            validate(plan, pattern.pairs())
+            validate(plan, block_mask.pairs())
             return plan.ranks.__getitem__
 
         replace_schedule(settings["schedule"], build)

@@ -7,7 +7,7 @@ from ds_seqpar.compiler.sharding.layout import Layout, Run, divisors
 from ds_seqpar.errors import ConfigError
 
 
-def carousel(topology, pattern, direction, moving_side="kv"):
+def carousel(topology, block_mask, direction, moving_side="kv"):
     """Rank p = seat + seats * car. k/v is gathered over the seats of a car, and what travels goes from car to car, the
     other way round than in a ring: in step t rank p holds what car + t brought."""
     seats, cars = topology.size("seat"), topology.size("car")
@@ -27,7 +27,7 @@ def carousel(topology, pattern, direction, moving_side="kv"):
         gathers=lambda rank: together(Gather, "kv", rank),
         reduces=lambda rank: together(ReduceScatter, "dkv", rank) if direction == "backward" else (),
     )
-    return Rotation(way, cars, direction, moving_side, pattern)
+    return Rotation(way, cars, direction, moving_side, block_mask)
 
 
 def backwards(tokens, ranks, rank):

@@ -12,14 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from ..schedules.actions import ACCUMULATORS, Compute, Move, Step
-from ..schedules.plan import Pattern, Plan
+from ..schedules.plan import BlockMask, Plan
 from ..sharding.layout import owned, owner
 from .simulate import Costs, communication, programs_of, simulate
 
 RankBlock = tuple[int, str, int]  # (rank, kind, block): an operand or a result, and the rank where it is or is needed
 
 
-def overlapped(plan: Plan, needed: Pattern, sizes: Mapping[str, float]) -> Plan:
+def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
     """The same products on the same ranks and the same bytes, in another order that `simulate` finds fastest.
 
     plan: of all ranks. needed: which pairs of blocks meet; products of others are left out. sizes: bytes of a block, by
@@ -48,7 +48,7 @@ class _ListScheduler:
 
     source: for each operand that a rank needs from another, the rank that sends it."""
 
-    def __init__(self, plan: Plan, needed: Pattern, costs: Costs, source: dict[RankBlock, int]) -> None:
+    def __init__(self, plan: Plan, needed: BlockMask, costs: Costs, source: dict[RankBlock, int]) -> None:
         self.plan, self.costs, self.source, self.parts = plan, costs, source, plan.parts
         self.remaining = _products(plan, needed)
         self.pending = set(self.source)  # operands that nobody has sent yet
@@ -188,7 +188,7 @@ class _ListScheduler:
         return dataclasses.replace(self.plan, name=f"{self.plan.name}, overlapped", ranks=ranks)
 
 
-def _products(plan: Plan, needed: Pattern) -> list[set[tuple[int, int]]]:
+def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
     """The products (q block, kv block) of each rank that are needed."""
     products: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
     for steps in plan.ranks:

@@ -9,12 +9,12 @@ from typing import Any
 
 from ...errors import SECTION, ConfigError
 from ..sharding.layout import COMMON, LAYOUTS, Axes, Layout, Topology
-from .plan import Pattern, StepsOf
+from .plan import BlockMask, StepsOf
 
 Value = int | tuple[int, ...]
 Own = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, none of them "auto"
 HeadCounts = tuple[int, int]  # query heads, key/value heads
-Builder = Callable[[Topology, Pattern, str, str], StepsOf]
+Builder = Callable[[Topology, BlockMask, str, str], StepsOf]
 MOVING_SIDES = ("kv", "q")
 
 
@@ -65,8 +65,9 @@ class Schedule:
     """All that other modules know of a schedule for A inner ranks.
 
     name, summary: its name, and a line that says what it is.
-    build(topology, pattern, direction, moving_side): the steps of any rank. Raises ConfigError where it has none. Where
-        it returns a `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses the moving side by the pattern.
+    build(topology, block mask, direction, moving_side): the steps of any rank. Raises ConfigError where it has none.
+        Where it returns a `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses the moving side by the block
+        mask.
     axes(ranks, own): names and sizes of the axes of its ranks, the one that is numbered fastest first.
     received(axes, direction, moving_side, units): elements that each rank receives; units: those of one block of each
         kind, as `Plan.received` takes them. No plan is built. It is exact where every product is needed that

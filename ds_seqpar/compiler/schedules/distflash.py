@@ -8,10 +8,10 @@ from ...errors import ConfigError
 from ..sharding.layout import Axes, Topology
 from .actions import Compute, Move, Step, Steps
 from .base import Schedule
-from .plan import Pattern, StepsOf
+from .plan import BlockMask, StepsOf
 
 
-def distflash(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> StepsOf:
+def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> StepsOf:
     """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it computes the queries of
     the late worker p - t + A against its own k/v. It sends the result back.
 
@@ -21,19 +21,19 @@ def distflash(topology: Topology, pattern: Pattern, direction: str, moving_side:
     """
     if moving_side != "kv":
         raise ConfigError('distflash moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
-    for i, j in pattern.pairs():
+    for i, j in block_mask.pairs():
         if j > i:
             raise ConfigError(
                 "distflash needs causal attention on the contiguous layout, in which no query sees a later block; got "
                 f"queries of block {i} that see keys of block {j}, use a causal mask and that layout, or schedule ring "
                 "or mesh"
             )
-    return _DistFlash(topology.size("ring"), pattern, direction).of
+    return _DistFlash(topology.size("ring"), block_mask, direction).of
 
 
 class _DistFlash:
-    def __init__(self, size: int, pattern: Pattern, direction: str) -> None:
-        self.size, self.pattern, self.direction = size, pattern, direction
+    def __init__(self, size: int, block_mask: BlockMask, direction: str) -> None:
+        self.size, self.block_mask, self.direction = size, block_mask, direction
 
     def of(self, rank: int) -> Steps:
         return tuple(self.step(rank, t) for t in range(self.size // 2 + 1))
@@ -55,7 +55,7 @@ class _DistFlash:
         if p < t and 2 * t == self.size:
             return None
         q, kv = (p, p - t) if p >= t else (p - t + self.size, p)
-        return Compute(rank=p, q=(q,), kv=(kv,)) if self.pattern(q, kv) else None
+        return Compute(rank=p, q=(q,), kv=(kv,)) if self.block_mask(q, kv) else None
 
     def operand(self, compute: Compute) -> Move:
         """The operand of a product that the worker does not own, straight from its owner."""

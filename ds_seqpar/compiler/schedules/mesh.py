@@ -14,11 +14,11 @@ from ...errors import SECTION, ConfigError
 from ..sharding.layout import Axes, Key, Topology, divisors
 from .actions import OPERANDS, Collective, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
 from .base import HeadCounts, Own, Schedule, blocks_received, count, three_counts
-from .plan import Counted, Pattern, bits
+from .plan import BlockMask, Counted, bits
 from .ring import Rotation, Round
 
 
-def mesh(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
+def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
     """Rank p = x + a (y + b z): q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the
     gradients are reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1)
     meet once, on rank (x1, y0, z0) where k/v travels.
@@ -54,14 +54,14 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, moving_side: str 
         reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
     ).facing(moving_side)
     if a * b == 1:
-        return Rotation(way, turns, direction, moving_side, pattern)
+        return Rotation(way, turns, direction, moving_side, block_mask)
     groups = _groups(way, turns, moving_side)
-    reads = [_read(q, kv, pattern) for q, kv in groups]
+    reads = [_read(q, kv, block_mask) for q, kv in groups]
     # a gather brings all that its group has
-    if pattern.even and reads == [(_mask(q), kv) for q, kv in groups]:
-        return Rotation(way, turns, direction, moving_side, pattern)
+    if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
+        return Rotation(way, turns, direction, moving_side, block_mask)
     return Direct(
-        way.size, direction, lambda rank: _pairs(way, rank, turns, moving_side, pattern), lambda rank: reads[rank]
+        way.size, direction, lambda rank: _pairs(way, rank, turns, moving_side, block_mask), lambda rank: reads[rank]
     )
 
 
@@ -89,9 +89,9 @@ def _groups(way: Round, turns: int, moving_side: str) -> list[tuple[Key, int]]:
     return [of(rank) for rank in range(way.size)]
 
 
-def _read(q: Key, kv: int, pattern: Pattern) -> tuple[int, int]:
+def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
     """Bitmasks of those q blocks, and of those kv blocks, that meet any block of the other side."""
-    rows = pattern.rows
+    rows = block_mask.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
 
@@ -99,14 +99,14 @@ def _mask(blocks: Iterable[int]) -> int:
     return functools.reduce(operator.or_, [1 << block for block in blocks], 0)
 
 
-def _pairs(way: Round, rank: int, turns: int, moving_side: str, pattern: Pattern) -> Sequence[Pairs]:
+def _pairs(way: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
     """The rank's products block by block: its own in step 0, while others arrive, then those of each turn."""
-    own = [(rank, rank)] if pattern(rank, rank) else []
+    own = [(rank, rank)] if block_mask(rank, rank) else []
     steps: list[Pairs] = [own]
     for t in range(turns):
         moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
         q, kv = (staying[0], moving[1]) if moving_side == "kv" else (moving[0], staying[1])
-        steps.append([(i, j) for i in q for j in kv if pattern(i, j) and (i, j) != (rank, rank)])
+        steps.append([(i, j) for i in q for j in kv if block_mask(i, j) and (i, j) != (rank, rank)])
     return steps
 
 

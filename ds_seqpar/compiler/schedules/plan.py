@@ -23,7 +23,7 @@ class Counted(abc.ABC):
         """What `Plan.received` returns for the plan of all ranks."""
 
 
-class Pattern:
+class BlockMask:
     """Which blocks meet. rows[i]: a bitmask of the key/value blocks that any query of block i sees. even: whether all
     blocks of q, and all of k/v, have the same number of tokens, as collectives need."""
 
@@ -36,7 +36,7 @@ class Pattern:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and self._key == other._key
+        return isinstance(other, BlockMask) and self._key == other._key
 
     @property
     def size(self) -> int:
@@ -61,8 +61,8 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a schedule (`name`) makes of one pattern, in one direction ("forward" or "backward"). ranks[p]: the steps of
-    rank p, as many on each. parts: blocks that each rank owns."""
+    """What a schedule (`name`) makes of one block mask, in one direction ("forward" or "backward"). ranks[p]: the steps
+    of rank p, as many on each. parts: blocks that each rank owns."""
 
     name: str
     direction: str

@@ -16,7 +16,7 @@ from ..sharding.layout import Axes, Key, Topology, divisors
 from . import plan
 from .actions import Compute, Gather, Move, ReduceScatter, Step, Steps
 from .base import HeadCounts, Own, Schedule, blocks_received, count
-from .plan import Counted, Pattern
+from .plan import BlockMask, Counted
 
 # (moving side, direction) -> the accumulator that travels with it, one hop behind
 FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}
@@ -49,13 +49,13 @@ class Rotation(Counted):
     after everything is home.
     """
 
-    def __init__(self, way: Round, steps: int, direction: str, moving_side: str, pattern: Pattern) -> None:
+    def __init__(self, way: Round, steps: int, direction: str, moving_side: str, block_mask: BlockMask) -> None:
         self.way, self.moving_side, self.direction = way, moving_side, direction
         self.side = 1 if moving_side == "kv" else 0
         self.follower = FOLLOWER[moving_side, direction]
         keys = [way.keys(rank) for rank in range(way.size)]
         self.moving, self.staying = [k[self.side] for k in keys], [k[1 - self.side] for k in keys]
-        seen = [functools.reduce(operator.or_, [pattern.rows[i] for i in q], 0) for q, _ in keys]
+        seen = [functools.reduce(operator.or_, [block_mask.rows[i] for i in q], 0) for q, _ in keys]
         held = [sum([1 << j for j in kv]) for _, kv in keys]
         # of a moving unit the k/v blocks that it has, or that its queries see, and the same of what stays on a rank:
         # the two meet where they have a block in common
@@ -130,7 +130,7 @@ def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
 # ---- the rings
 
 
-def ring(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
+def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
     """Every key/value block goes round all ranks whose queries need it. In step t of one ring rank p holds that of
     p - t. In a double ring a block visits the W ranks of an inner ring, then crosses to the next one and visits its W,
     and so on. So A/W - 1 of its A - 1 hops leave a node; and the last hop of its gradient does, straight home.
@@ -152,7 +152,7 @@ def ring(topology: Topology, pattern: Pattern, direction: str, moving_side: str 
         here=lambda rank, t: at(rank, t, -1),
         keys=lambda rank: ((rank,), (rank,)),
     )
-    return Rotation(way.facing(moving_side), ring_size * rings, direction, moving_side, pattern)
+    return Rotation(way.facing(moving_side), ring_size * rings, direction, moving_side, block_mask)
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:

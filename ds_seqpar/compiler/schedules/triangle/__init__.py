@@ -15,11 +15,11 @@ from ....errors import SECTION, ConfigError
 from ...sharding.layout import Axes, Layout, Run, Runs, Topology
 from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
 from ..base import HeadCounts, Own, Schedule, count
-from ..plan import Counted, Pattern, bits
+from ..plan import BlockMask, Counted, bits
 from .tiling import Stop, Tiling, pair_of, tiling
 
 
-def triangle(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
+def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
     """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal
     it computes what costs no bytes. In block i these are all early queries that see its own early k/v chunk, in block j
     all that its own late query chunk sees. Every rank then has T (T - 1) products of chunks, those half seen counted
@@ -38,12 +38,12 @@ def triangle(topology: Topology, pattern: Pattern, direction: str, moving_side: 
     seen = 0
     for q in tiles.chunks:
         seen |= 1 << q
-        if later := pattern.rows[q] & ~seen:
+        if later := block_mask.rows[q] & ~seen:
             raise ConfigError(
                 "triangle needs causal attention, in which no query sees a later chunk; got queries of chunk "
                 f"{q} that see keys of chunk {next(bits(later))}, use a causal mask, or schedule ring or mesh"
             )
-    return _Triangle(tiles, pattern, direction)
+    return _Triangle(tiles, block_mask, direction)
 
 
 def can_compute(q: int, kv: int) -> bool:
@@ -58,8 +58,8 @@ def _is_causal(tiles: Tiling, q: int, kv: int) -> bool:
 
 
 class _Triangle(Counted):
-    def __init__(self, tiles: Tiling, pattern: Pattern, direction: str) -> None:
-        self.tiles, self.pattern, self.direction = tiles, pattern, direction
+    def __init__(self, tiles: Tiling, block_mask: BlockMask, direction: str) -> None:
+        self.tiles, self.block_mask, self.direction = tiles, block_mask, direction
         self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # of a chunk that goes round
         self.turn = self.comes("kv", self.hops["kv"])  # the first step in which results leave
         self.steps = max(1, self.turn + 2 * self.hops["kv"])
@@ -76,7 +76,7 @@ class _Triangle(Counted):
         pairs += [(q, row[j]) for q in row[j:i]]
         pairs += [(column[late], kv) for kv in column[: late + 1]]
         pairs += self.tiles.staircase(rank)
-        return [pair for pair in pairs if self.pattern(*pair)]
+        return [pair for pair in pairs if self.block_mask(*pair)]
 
     def _reads(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
         """The q and the k/v chunks in a rank's products."""

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.placement import Placement
+from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding, assembled
-from ..runtime.agreement import agree
+from ..runtime.agreement import assert_ranks_agree
 
 LARGE = 2**30  # bytes of a gather that is warned of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Spread:
+class ShardSpec:
     """How a tensor (rows, tokens, ...) is spread over the ranks of a group.
 
     Each rank's part is (rows, its tokens, ...); with `joined`, where rows lie end to end, (1, its tokens, ...). orders:
@@ -31,13 +31,13 @@ class Spread:
     tokens: int
     joined: bool
     orders: tuple[Tensor, ...]
-    placement: Placement | None
+    placement: BatchLayout | None
     name: str
-    narrowed: dict[Any, tuple[Spread, Tensor]] = dataclasses.field(default_factory=dict)
+    narrowed: dict[Any, tuple[ShardSpec, Tensor]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, sp: Sharding, rows: int, tokens: int, placement: Placement | None, name: str) -> Spread:
-        """The Spread of a sharded batch of rows x tokens."""
+    def of(cls, sp: Sharding, rows: int, tokens: int, placement: BatchLayout | None, name: str) -> ShardSpec:
+        """The ShardSpec of a sharded batch of rows x tokens."""
         where = placement or sp.place(tokens)
         return cls(
             sp=sp,
@@ -49,11 +49,11 @@ class Spread:
             name=name,
         )
 
-    def named(self, name: str) -> Spread:
+    def named(self, name: str) -> ShardSpec:
         """The same spread of a tensor with another name."""
         return dataclasses.replace(self, name=name)
 
-    def is_like(self, other: Spread) -> bool:
+    def is_like(self, other: ShardSpec) -> bool:
         """Whether ranks have the same tokens in both."""
         return self.orders is other.orders and self.rows == other.rows
 
@@ -78,7 +78,7 @@ class Spread:
         DisagreementError on all of them where one calls something else, CommunicationError where one calls nothing."""
         shape = (self.rows, self.tokens, *part.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
-        agree(self.sp.groups.control, call, {"shape": shape, "dtype": part.dtype}, call=f"the {call},")
+        assert_ranks_agree(self.sp.groups.control, call, {"shape": shape, "dtype": part.dtype}, call=f"the {call},")
         size = part.element_size() * torch.Size(shape).numel()
         if size > LARGE:
             warn_of_size(self.name, round(size / 2**30, 1))
@@ -86,16 +86,16 @@ class Spread:
         whole = assembled(part.movedim(1, 0), self.orders, tokens, self.sp.group_for(part), call).movedim(0, 1)
         return whole.reshape(shape).contiguous()
 
-    def narrow(self, rows: slice, tokens: slice) -> tuple[Spread, Tensor]:
-        """(the Spread of some rows and tokens; the indices of this rank's tokens that are among them). Without `joined`
-        a part has all rows, and the caller cuts these."""
+    def narrow(self, rows: slice, tokens: slice) -> tuple[ShardSpec, Tensor]:
+        """(the ShardSpec of some rows and tokens; the indices of this rank's tokens that are among them). Without
+        `joined` a part has all rows, and the caller cuts these."""
         key = rows.indices(self.rows), tokens.indices(self.tokens)
         if key not in self.narrowed:
             self.narrowed[key] = self._narrow(range(*key[0]), range(*key[1]))
         found, kept = self.narrowed[key]
         return found.named(self.name), kept
 
-    def _narrow(self, rows: range, tokens: range) -> tuple[Spread, Tensor]:
+    def _narrow(self, rows: range, tokens: range) -> tuple[ShardSpec, Tensor]:
         chosen = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         if self.joined:
             chosen = (torch.tensor(rows, dtype=torch.int64, device="cpu")[:, None] * self.tokens + chosen).flatten()

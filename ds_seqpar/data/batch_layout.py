@@ -13,7 +13,7 @@ from ..compiler.sharding.shards import Shards, UnevenShards, members_positions, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class BatchLayout:
     """Which tokens of a batch each rank has, and what they attend to, where the layout does not say everything.
 
     That is so for packed documents, for padding that is not plainly on the right, and for lengths that ranks cannot
