@@ -81,14 +81,14 @@ class SequenceParallel(Sharding):
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")
-        self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
+        self.rank = self.topology.index(rank, "ulysses", *self.topology.cp_axes)
         with explaining_failure("making process groups", world):
             made = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         groups.bind_thread()
         self.comm = TorchComm(made)
-        member = self.topology.index(rank, "ulysses")
-        self.runtime = runtime.Runtime(self.config, self.topology, made.inner_rank, self.comm, member, measured)
+        ulysses_rank = self.topology.index(rank, "ulysses")
+        self.runtime = runtime.Runtime(self.config, self.topology, made.cp_rank, self.comm, ulysses_rank, measured)
         self.calls = self.runtime.calls
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
@@ -136,7 +136,7 @@ class SequenceParallel(Sharding):
         is a multiple of kv_heads: query head h reads kv head h * kv_heads // heads. v may have another head_dim, which
         out then has (the smaller of both is filled up with zeros, which are computed and sent). scale: default head_dim
         ** -0.5, of q. mask: in place of `causal`, which keys a query sees by global position (causal, window,
-        documents). shards: in place of the configured layout, the runs of q and of k/v that each inner rank holds; they
+        documents). shards: in place of the configured layout, the runs of q and of k/v that each CP rank holds; they
         may differ, and in length from rank to rank. softcap: scores x become softcap * tanh(x / softcap) (Gemma 2).
         sinks (heads,), of all the model's query heads on every rank: one more score a head, which every row's softmax
         counts and which brings nothing (gpt-oss). A rank's gradient of them is a part; the sum over ranks is the whole.

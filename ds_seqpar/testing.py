@@ -17,7 +17,7 @@ from .compiler.compile import Compiler
 from .compiler.program.instructions import Wait
 from .compiler.program.ulysses import SavedForBackward
 from .compiler.sharding.masks import Mask
-from .compiler.sharding.shards import EvenShards, Shards, members_positions, tokens_of
+from .compiler.sharding.shards import EvenShards, Shards, positions_by_ulysses_rank, tokens_of
 from .config.settings import SequenceParallelConfig, check_heads, check_length
 from .errors import ConfigError, InputError
 from .runtime import input_checks
@@ -49,15 +49,15 @@ class Result:
         return dataclasses.replace(self, **{name: x[..., : dims[name]] for name, x in tensors.items() if x is not None})
 
 
-# messages between the inner ranks of one member number, or between the members of one inner rank: by (from, to, tag)
+# messages between the CP ranks of one Ulysses rank, or between the Ulysses ranks of one CP rank: by (from, to, tag)
 Mailbox = defaultdict[tuple[int, int, int], deque[Tensor]]
 
 
 class _VirtualComm:
-    """The transport of one virtual rank: a mailbox. members: its transport to the other Ulysses members."""
+    """The transport of one virtual rank: a mailbox. ulysses: its transport to the other Ulysses ranks."""
 
-    def __init__(self, rank: int, mailbox: Mailbox, members: _VirtualComm | None = None) -> None:
-        self.rank, self.mailbox, self.members = rank, mailbox, members or self
+    def __init__(self, rank: int, mailbox: Mailbox, ulysses: _VirtualComm | None = None) -> None:
+        self.rank, self.mailbox, self.ulysses = rank, mailbox, ulysses or self
         self.early = 0  # a mailbox keeps what is sent, so asking for it early gains nothing
         self.received: Counter[str] = Counter()
 
@@ -84,7 +84,7 @@ class _VirtualComm:
         )
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> _Receives:
-        peers, own = range(len(sizes[0])), sizes[1][self.members.rank]
+        peers, own = range(len(sizes[0])), sizes[1][self.ulysses.rank]
         parts = sent.split(list(sizes[0])), received.split(list(sizes[1]))
         return self._collective(peers, kind, sum(sizes[1]) - own, *parts, EXCHANGE_TAG)
 
@@ -101,7 +101,7 @@ class _VirtualComm:
             for tensors in (sent, received)
         )
         self.received[kind] += elements
-        return (self.members if tag == EXCHANGE_TAG else self).post(sends, receives)
+        return (self.ulysses if tag == EXCHANGE_TAG else self).post(sends, receives)
 
 
 @dataclasses.dataclass
@@ -139,7 +139,7 @@ def attention(
     compilers: dict[Hashable, Compiler] | None = None,
 ) -> Result:
     """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
-    what every inner rank holds, in place of the configured layout; then k and v may have another length than q.
+    what every CP rank holds, in place of the configured layout; then k and v may have another length than q.
     softcap, sinks: as `SequenceParallel.attention` takes them. compilers: a dict, empty at first, that keeps what one
     call compiled for the next one. Kernel "auto" goes by the built-in order: no file that `machine` names is read.
 
@@ -183,7 +183,7 @@ def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
 
 
 class _Ranks:
-    """All virtual ranks. Lists hold one element for each SP rank; rank u + U * r is member u of inner rank r."""
+    """All virtual ranks. Lists hold one element for each SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
 
     def __init__(
         self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None,
@@ -192,10 +192,10 @@ class _Ranks:
         self.shards, self.mask, self.scores, self.sinks = shards, mask, scores, sinks
         count, topology, ranks = config.ulysses, config.topology(config.size), range(config.size)
         among_inner = [Mailbox(deque) for _ in range(count)]
-        among_members = [Mailbox(deque) for _ in range(config.size // count)]
-        self.mailboxes = among_inner + among_members
+        among_ulysses = [Mailbox(deque) for _ in range(config.size // count)]
+        self.mailboxes = among_inner + among_ulysses
         self.comms = [
-            _VirtualComm(r // count, among_inner[r % count], _VirtualComm(r % count, among_members[r // count]))
+            _VirtualComm(r // count, among_inner[r % count], _VirtualComm(r % count, among_ulysses[r // count]))
             for r in ranks
         ]
         self.runtimes = [Runtime(config, topology, r // count, self.comms[r], r % count) for r in ranks]
@@ -204,18 +204,18 @@ class _Ranks:
         self.common: Tensor | None = None  # what all ranks take off their keys
         self.positions = {side: self.positions_of(side, count) for side in ("q", "kv")}
 
-    def positions_of(self, side: str, members: int) -> list[Tensor]:
+    def positions_of(self, side: str, ulysses_size: int) -> list[Tensor]:
         """The global positions of every SP rank's tokens."""
         return [
             torch.tensor(positions, dtype=torch.int64)
-            for inner in range(self.shards.size)
-            for positions in members_positions(self.shards, side, inner, members)
+            for cp_rank in range(self.shards.size)
+            for positions in positions_by_ulysses_rank(self.shards, side, cp_rank, ulysses_size)
         ]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int) -> Result:
         local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
         settings = self.mask, self.shards, self.scores
-        saves = SavedForBackward.NOTHING if self.runtimes[0].members.degree == 1 else SavedForBackward.QKV_AND_OUT
+        saves = SavedForBackward.NOTHING if self.runtimes[0].ulysses.size == 1 else SavedForBackward.QKV_AND_OUT
         for runtime, (own_q, own_k, _) in zip(self.runtimes, local, strict=True):
             input_checks.check_programs(runtime, own_q, own_k, self.mask, self.shards, self.scores.softcap)
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, members_positions
+from ds_seqpar.compiler.sharding.shards import EvenShards, positions_by_ulysses_rank
 
 
 def positions(layout, seq, size, ulysses, index):
     """The positions of the tokens of SP rank `index` = u + U * inner, under a named layout."""
     inner, member = divmod(index, ulysses)
-    return members_positions(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
+    return positions_by_ulysses_rank(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
 
 
 def attention(

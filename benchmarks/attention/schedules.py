@@ -49,7 +49,7 @@ def block_bytes(shape: Shape, direction: str, shards: Shards) -> dict[str, int]:
 
 
 def unit(shape: Shape, shards: Shards) -> int:
-    """Bytes of the q of an inner rank's tokens."""
+    """Bytes of the q of a CP rank's tokens."""
     return shape.bytes_per_token("forward")["q"] * tokens_of(shards, "q", 0)
 
 

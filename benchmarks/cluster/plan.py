@@ -10,14 +10,14 @@ from benchmarks.contenders import Spec
 from ds_seqpar.compiler.compile import BoundProgram, Compiler
 from ds_seqpar.compiler.program.instructions import ExchangeStart, GatherStart, Post, ScatterStart
 from ds_seqpar.compiler.program.shape import ITEMSIZE, shape_of
-from ds_seqpar.compiler.program.ulysses import Members
+from ds_seqpar.compiler.program.ulysses import UlyssesGroup
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
 from ds_seqpar.config.settings import SequenceParallelConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-Place = tuple[int, int]  # Ulysses' member, inner rank
+Place = tuple[int, int]  # Ulysses' Ulysses rank, CP rank
 
 
 def bytes_between(
@@ -53,26 +53,27 @@ def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[
     topology, inner = config.topology(args.world), args.world // config.ulysses
     shards, mask = EvenShards(config.layout, args.seq, inner), CAUSAL if args.causal else FULL
     own = shape_of(config.comm_dtype, DTYPES[args.dtype], 1, (args.heads, args.kv_heads, args.head_dim))
-    at = {(topology.index(r, "ulysses"), topology.index(r, *topology.inner_axes)): r for r in range(args.world)}
+    at = {(topology.index(r, "ulysses"), topology.index(r, *topology.cp_axes)): r for r in range(args.world)}
     recipe, kept = config.recipe(topology), config.kept(stages, False, False)
     for place, rank in at.items():
-        compiler, members = Compiler(recipe, place[1]), Members(config.ulysses, place[0])
+        compiler, ulysses_size = Compiler(recipe, place[1]), UlyssesGroup(config.ulysses, place[0])
         for direction in ("forward", "backward"):
-            bound = compiler.bound_call(direction, mask, shards, own, members, PLAIN_KERNEL, stages, kept)
+            bound = compiler.bound_call(direction, mask, shards, own, ulysses_size, PLAIN_KERNEL, stages, kept)
             for source, size in received(bound, place):
                 yield at[source], rank, size
 
 
 def received(bound: BoundProgram, place: Place) -> Iterator[tuple[Place, int]]:
-    """From whom a rank's program receives, and how many bytes. A collective brings as much from each other member."""
-    member, inner = place
+    """From whom a rank's program receives, and how many bytes. A collective brings as much from each other Ulysses
+    rank."""
+    ulysses_rank, inner = place
     for one in bound.program.code:
         if isinstance(one, Post):
-            yield from (((member, t.peer), bound.unit_bytes(t.slot, *t.unit)) for t in one.receives)
+            yield from (((ulysses_rank, t.peer), bound.unit_bytes(t.slot, *t.unit)) for t in one.receives)
         elif isinstance(one, GatherStart | ScatterStart):
             slot, its = one.sent if isinstance(one, GatherStart) else one.received, one.collective
             size = bound.unit_bytes(slot, its.kind, its.part(inner))
-            yield from (((member, other), size) for other in one.ranks if other != inner)
+            yield from (((ulysses_rank, other), size) for other in one.ranks if other != inner)
         elif isinstance(one, ExchangeStart):
             sizes = bound.exchange_sizes(one.exchange)
-            yield from (((m, inner), n * sizes.itemsize) for m, n in enumerate(sizes.incoming) if m != member)
+            yield from (((m, inner), n * sizes.itemsize) for m, n in enumerate(sizes.incoming) if m != ulysses_rank)

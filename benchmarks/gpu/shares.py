@@ -53,8 +53,8 @@ class _Noise:
 class Alone(testing._VirtualComm):
     """A transport that carries nothing: what is sent is dropped, and what is received is noise."""
 
-    def __init__(self, rank: int, members: testing._VirtualComm | None = None) -> None:
-        super().__init__(rank, testing.Mailbox(deque), members)
+    def __init__(self, rank: int, ulysses_size: testing._VirtualComm | None = None) -> None:
+        super().__init__(rank, testing.Mailbox(deque), ulysses_size)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         for message in receives:
@@ -78,11 +78,11 @@ class Share:
         scores = Scores(self.own[0].shape[3] ** -0.5)
         self.settings = mask, shards, scores
         self.all = testing._Ranks(config, shards, mask, scores, None, {})
-        self.runtime, (inner, member) = self.all.runtimes[rank], divmod(rank, config.ulysses)
-        self.runtime.comm = Alone(inner, Alone(member))
+        self.runtime, (inner, ulysses_rank) = self.all.runtimes[rank], divmod(rank, config.ulysses)
+        self.runtime.comm = Alone(inner, Alone(ulysses_rank))
 
     def forward(self) -> list[Tensor]:
-        keep = 0 if self.runtime.members.degree == 1 else 2
+        keep = 0 if self.runtime.ulysses.size == 1 else 2
         self.found = run(self.runtime.forward(*self.own, None, *self.settings, 1, keep))
         return self.found[:1]
 

@@ -28,17 +28,20 @@ def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNS
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
     where it is not installed, or the file cannot be written.
 
-    A row is an inner rank, whose Ulysses members do the same at the same time. Its upper lane: products and waits; its
+    A row is a CP rank, whose Ulysses ranks do the same at the same time. Its upper lane: products and waits; its
     lower lane: transfers and exchanges of heads that arrive. Time is in products of two blocks.
     """
     timeline = simulate(programs_of(plan, head_split), costs)
     bound = head_split.head_chunks * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
-    members, head_chunks = head_split[:2]
-    words = f" in Ulysses {members}" * (members > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
+    ulysses_size, head_chunks = head_split[:2]
+    words = f" in Ulysses {ulysses_size}" * (ulysses_size > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
     title = f"{plan.name}{words}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"
-    rows = {inner: ranks_in_words(range(inner * members, (inner + 1) * members)) for inner in range(plan.size)}
+    rows = {
+        cp_rank: ranks_in_words(range(cp_rank * ulysses_size, (cp_rank + 1) * ulysses_size))
+        for cp_rank in range(plan.size)
+    }
     draw_timelines({title: timeline}, file, rows, costs.product or 1.0, unit)
 
 

@@ -28,7 +28,7 @@ def listing(bound: BoundProgram) -> str:
         held = f"{role} {exchange.words}" if exchange else ", ".join(units)
         held += " in the dtype of sums" * (role == "wide")
         slots.append([_slot(number), held, str(bound.slot_bytes(number))])
-    head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
+    head = f"{program.name} {program.direction}, the program of CP rank {program.rank} of {program.size}"
     peak = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"
     return "\n".join([head, *columns(code), "", *columns(slots), "", peak])
 
@@ -78,7 +78,7 @@ TEXTS: dict[type, str] = {
     op.Fold: "fold {parts} of {unit} {received} -> {own}",
     op.Finish: "finish {results}",
     op.PackHeads: "pack heads of {exchange} into {into}",
-    op.ExchangeStart: "exchange #{ticket}: {exchange} with {ranks} members, {sent} -> {received}",
+    op.ExchangeStart: "exchange #{ticket}: {exchange} with {ranks} Ulysses ranks, {sent} -> {received}",
     op.Enter: "enter head chunk {head_chunk}: {arrived}",
     op.Leave: "leave head chunk {head_chunk}",
     op.UnpackHeads: "unpack heads of {exchange} from {received}",

@@ -38,12 +38,12 @@ class Operation(NamedTuple):
     receives: tuple[tuple[Channel, Any], ...]
 
 
-def check(calls: Sequence[Sequence[Program]], members: int = 1) -> None:
+def check(calls: Sequence[Sequence[Program]], ulysses_size: int = 1) -> None:
     """Raises PlanError where a rank would wait for ever, or would receive another message than it asked for.
 
     calls: the calls of attention in order, forward and backward of each layer. Each is the programs of all ranks that
-    share a sequence, by rank = member + members * inner rank. members: of a Ulysses group. Between two calls all
-    ranks meet in a collective, as in the gathers of ZeRO.
+    share a sequence, by rank = Ulysses rank + Ulysses ranks * CP rank. ulysses_size: of a Ulysses group. Between two
+    calls all ranks meet in a collective, as in the gathers of ZeRO.
     """
     count = len(calls[0])
     queues: list[list[Operation]] = [[] for _ in range(count)]
@@ -51,17 +51,17 @@ def check(calls: Sequence[Sequence[Program]], members: int = 1) -> None:
         for rank, (queue, program) in enumerate(zip(queues, programs, strict=True)):
             if number:
                 queue.append(_together(BETWEEN, ("world",), rank, range(count), (BETWEEN, number)))
-            queue.extend(_operations(program, rank, members))
+            queue.extend(_operations(program, rank, ulysses_size))
     _run(queues, _partners(queues))
 
 
-def _operations(program: Program, rank: int, members: int) -> Iterable[Operation]:
-    member, inner = rank % members, rank // members
-    peers = range(member, members * program.size, members)  # inner rank -> rank
+def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Operation]:
+    ulysses_rank, cp_rank = rank % ulysses_size, rank // ulysses_size
+    peers = range(ulysses_rank, ulysses_size * program.size, ulysses_size)  # CP rank -> rank
     for one in program.code:
         words = f"step {one.step}"
         if isinstance(one, op.Post):
-            where = "inner", member
+            where = "cp_rank", ulysses_rank
             yield Operation(
                 f"{words}: messages with ranks {sorted({peers[t.peer] for t in (*one.sends, *one.receives)})}",
                 tuple((Channel(where, rank, peers[t.peer]), _content(program, t)) for t in one.sends),
@@ -73,7 +73,7 @@ def _operations(program: Program, rank: int, members: int) -> Iterable[Operation
                 f"{words}: {one.label}", ("axis", *ranks), rank, ranks, (type(one), one.collective, head_chunk)
             )
         elif isinstance(one, op.ExchangeStart):
-            ranks = [members * inner + peer for peer in one.ranks]
+            ranks = [ulysses_size * cp_rank + peer for peer in one.ranks]
             yield _together(f"{words}: {one.label}", ("ulysses", *ranks), rank, ranks, one.exchange)
 
 

@@ -95,7 +95,7 @@ def _documents(file: str) -> tuple[int, ...]:
 
 
 def _timeline(result: PlanResult) -> Timeline:
-    ranks, inner = result.best.candidate.size, result.best.candidate.inner
+    ranks, inner = result.best.candidate.size, result.best.candidate.cp_size
     if 12 * ranks * inner > SIMULATED:
         raise ConfigError(
             f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "

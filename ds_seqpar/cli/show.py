@@ -13,9 +13,9 @@ from ..analysis.validate import validate
 from ..compiler.compile import Compiler, block_mask_of, visible_share
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.shape import shape_of
-from ..compiler.program.ulysses import Heads, HeadSplit, Members, SavedForBackward, exchange_bytes_per_token
+from ..compiler.program.ulysses import Heads, HeadSplit, SavedForBackward, UlyssesGroup, exchange_bytes_per_token
 from ..compiler.schedules import SCHEDULES, settings
-from ..compiler.sharding.heads import busiest_member, largest_share
+from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL
 from ..compiler.sharding.shards import EvenShards
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
     for old, option in OLD_OPTIONS.items():
         show.add_argument(f"--{old.replace('_', '-')}", dest=f"old_{old}", help=argparse.SUPPRESS, **option)
     show.add_argument("--full", action="store_true", help="without a causal mask")
-    show.add_argument("--program", type=int, metavar="RANK", help="also print what one inner rank executes")
+    show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
         "--seq", type=int, help="tokens of the sequence, for bytes and the critical path; default: a short one"
     )
@@ -91,18 +91,18 @@ def run(args: argparse.Namespace) -> None:
     _check_limits(args)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
-    members, head_chunks = config.ulysses, config.head_chunks
-    first = Heads.of(args.heads[0], args.heads[1], Members(members, 0), head_chunks).head_chunks[0]
+    ulysses_size, head_chunks = config.ulysses, config.head_chunks
+    first = Heads.of(args.heads[0], args.heads[1], UlyssesGroup(ulysses_size, 0), head_chunks).head_chunks[0]
     own = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, 128))
-    heads = *largest_share(*first.counts, members), 128  # of the Ulysses member that sets the pace
+    heads = *largest_share(*first.counts, ulysses_size), 128  # of the Ulysses rank that sets the pace
     shape = shape_of(config.comm_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
     if args.program is not None and args.program not in range(recipe.size):
-        raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
+        raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
-    saved = config.kept(head_chunks, False, False) if members > 1 else SavedForBackward.QKV_AND_OUT
-    head_split = HeadSplit(members, head_chunks, saved, config.overlap)
+    saved = config.kept(head_chunks, False, False) if ulysses_size > 1 else SavedForBackward.QKV_AND_OUT
+    head_split = HeadSplit(ulysses_size, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
         block_mask = block_mask_of(mask, shards)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
             transfer=shape.bytes_per_token(direction),
             product=1.0,
             weight=visible_share(mask, shards),
-            exchange=functools.partial(exchange_bytes_per_token, shape, members),
+            exchange=functools.partial(exchange_bytes_per_token, shape, ulysses_size),
         )
         if communication(plan, costs):
             costs = costs.balanced(plan)
@@ -122,9 +122,9 @@ def run(args: argparse.Namespace) -> None:
         timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (head_chunks * bound)
         print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
-        print(LEGEND + GROUPS.format(members, config.size) * (members > 1) if index == 0 else "")
+        print(LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1) if index == 0 else "")
         if args.program is not None:
-            place = Members(members, busiest_member(*first.counts, members))
+            place = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first.counts, ulysses_size))
             compiler = Compiler(recipe, args.program)
             call = compiler.bound_call(direction, mask, shards, own, place, PLAIN_KERNEL, head_chunks, saved)
             print(listing(call), end="\n\n")
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
             draw(plan, costs, args.png, head_split)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
-            timeline.save(args.trace, "inner" * (members > 1))
+            timeline.save(args.trace, "CP" * (ulysses_size > 1))
             print(f"wrote {args.trace}\n")
 
 

@@ -15,13 +15,13 @@ from typing import TypeVar
 from .program.instructions import HeadExchange, Program
 from .program.lower import lower
 from .program.shape import Field, FieldLocation, Shape, buffer_bytes, locations_of
-from .program.ulysses import ExchangeSizes, Heads, Members, SavedForBackward, call_program, exchange_sizes
+from .program.ulysses import ExchangeSizes, Heads, SavedForBackward, UlyssesGroup, call_program, exchange_sizes
 from .schedules import Schedule
 from .schedules.actions import Steps
 from .schedules.plan import BlockMask, Counted, Plan
 from .sharding.layout import LAYOUTS, Key, Topology
 from .sharding.masks import Mask, visibility
-from .sharding.shards import EvenShards, Shards, members_tokens
+from .sharding.shards import EvenShards, Shards, tokens_by_ulysses_rank
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def size(self) -> int:
-        return self.topology.size(*self.topology.inner_axes)
+        return self.topology.size(*self.topology.cp_axes)
 
     def moving_side(self, direction: str, block_mask: BlockMask, sizes: Mapping[str, int]) -> str:
         """The side that moves: the one that is set, or the one that "auto" chooses. That is the side with which the
@@ -67,7 +67,7 @@ class Recipe:
             steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
             if isinstance(steps, Counted):
                 return steps.received(sizes)
-        axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
+        axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.cp_axes)
         return self.schedule.received(axes, direction, moving_side, sizes)
 
     def plan(self, direction: str, block_mask: BlockMask, shape: Shape) -> Plan:
@@ -113,7 +113,7 @@ class BoundProgram:
     """A program with the lengths of one call: the walker, the simulator and the memory figure read it.
 
     shapes: for each head chunk, the shape of its inner tensors. support: of the kernel. linear_tiles: what gives tiles
-    by the length alone, where there is such a thing. heads: which member has which heads, in which head chunk."""
+    by the length alone, where there is such a thing. heads: which Ulysses rank has which heads, in which head chunk."""
 
     def __init__(
         self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, support: KernelSupport,
@@ -151,7 +151,7 @@ class BoundProgram:
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
     def _exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
-        """How many elements this member sends and receives in an exchange of heads."""
+        """How many elements this Ulysses rank sends and receives in an exchange of heads."""
         return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
@@ -208,29 +208,29 @@ class Compiler:
         return _cached(self._bound, (direction, mask, shards, shape, support), make)
 
     def bound_call(
-        self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, support: KernelSupport,
+        self, direction: str, mask: Mask, shards: Shards, own: Shape, ulysses: UlyssesGroup, support: KernelSupport,
         head_chunks: int = 1, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
         """The program of one call of attention, with lengths. own: the shape of a rank's own tensors, of all heads.
         lse: whether the caller wants the lse too. Raises as `bound_inner` does."""
 
         def make() -> BoundProgram:
-            heads = Heads.of(own.q_heads, own.kv_heads, members, head_chunks)
+            heads = Heads.of(own.q_heads, own.kv_heads, ulysses, head_chunks)
             shapes = tuple(own.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
-            program = self.program_of_call(inner, members.degree, shards, saved, lse)
+            program = self.program_of_call(inner, ulysses.size, shards, saved, lse)
             linear = self.linear_tiles(mask, shards, support.square)
             return BoundProgram(program, shapes, shards, mask, support, linear, heads)
 
-        return _cached(self._bound, (direction, mask, shards, own, members, support, head_chunks, saved, lse), make)
+        return _cached(self._bound, (direction, mask, shards, own, ulysses, support, head_chunks, saved, lse), make)
 
     def program_of_call(
-        self, inner: tuple[Program, ...], degree: int, shards: Shards, saved: SavedForBackward, lse: bool
+        self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool
     ) -> Program:
-        """The program of a call, from the inner program of each head chunk. degree: Ulysses'."""
-        q, kv = (members_tokens(shards, side, self.rank, degree) for side in ("q", "kv"))
+        """The program of a call, from the inner program of each head chunk. ulysses_size: of the Ulysses group."""
+        q, kv = (tokens_by_ulysses_rank(shards, side, self.rank, ulysses_size) for side in ("q", "kv"))
         same_tokens = q == kv  # then q, k and v can travel in one exchange
-        options = degree, same_tokens, saved, lse, self.recipe.overlap
+        options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap
         # the inner programs are cached beside it: an `id` is good for as long as its program is
         cache_key = tuple(map(id, inner)), *options
         return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]

@@ -18,7 +18,7 @@ from .program.ulysses import PER_ROW, SIDE, SavedForBackward
 from .schedules.actions import ACCUMULATORS, Unit
 from .sharding.heads import free_head_chunk_counts, largest_share
 from .sharding.masks import Mask
-from .sharding.shards import Shards, members_tokens, tokens_of
+from .sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
 from .tiles.tiles import MERGED_AT_ONCE, Tile
 
 INF = float("inf")
@@ -286,10 +286,10 @@ class _Tracker:
     def own(self, head_chunk: int, field: str) -> int:
         """Bytes of a field of own tokens and of the head chunk's heads."""
         heads, shape = self.bound.heads, self.shape
-        tokens = members_tokens(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.members.degree)
+        tokens = tokens_by_ulysses_rank(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field)
         width = ITEMSIZE[shape.wide] if field in PER_ROW else shape.head_dim * shape.itemsize
-        return shape.batch * tokens[heads.members.member] * (of_head_chunk.stop - of_head_chunk.start) * width
+        return shape.batch * tokens[heads.ulysses.rank] * (of_head_chunk.stop - of_head_chunk.start) * width
 
     def pack_heads(self, one: op.PackHeads) -> None:
         head_chunk, inward, fields = one.exchange
@@ -323,7 +323,7 @@ class _Tracker:
                 self.saved, self.head_chunk_results[name] = self.saved + self.head_chunk_results[name], 0
             if "lse" not in self.sent:
                 del self.head_chunk_results["lse"]
-        if self.bound.heads.members.degree == 1:
+        if self.bound.heads.ulysses.size == 1:
             for name in list(self.head_chunk_results):
                 self.put(one.head_chunk, name, self.head_chunk_results.pop(name))
 
@@ -343,13 +343,13 @@ class _Tracker:
 TRACK = methods_of(_Tracker)
 
 
-def fewest_head_chunks(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
+def fewest_head_chunks(recipe: Recipe, ulysses_size: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
     """The fewest head chunks with which attention takes no more memory than its q, k, v and out. own: a rank's own
-    tensors. All ranks look at the program of the first inner rank, so that they agree. members: of Ulysses; travel:
+    tensors. All ranks look at the program of the first CP rank, so that they agree. ulysses_size: of Ulysses; travel:
     the setting of `shape_of`."""
-    compiler, free = Compiler(recipe, 0), free_head_chunk_counts(own.q_heads, own.kv_heads, members)
+    compiler, free = Compiler(recipe, 0), free_head_chunk_counts(own.q_heads, own.kv_heads, ulysses_size)
     for count in free:
-        heads = (*largest_share(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
+        heads = (*largest_share(own.q_heads // count, own.kv_heads // count, ulysses_size), own.head_dim)
         shape = shape_of(travel, own.dtype, own.batch, heads)
         taken = max(peak(compiler.bound_inner(way, mask, shards, shape)) for way in ("forward", "backward"))
         per_token = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize

@@ -186,6 +186,7 @@ class SequenceParallelConfig:
 
     own = renamed.Renamed("schedule_options")
     unsaid = renamed.Renamed("auto_fields")
+    inner_axes = renamed.Renamed("cp_axes")
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by name, as the JSON would have them."""
@@ -237,7 +238,7 @@ class SequenceParallelConfig:
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None) -> int:
-        """The Ulysses degree, checked or chosen."""
+        """The Ulysses size, checked or chosen."""
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
             raise ConfigError(
@@ -249,8 +250,8 @@ class SequenceParallelConfig:
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """The largest Ulysses degree that divides the heads equally, leaves each member a head in every head chunk, and
-        leaves inner ranks in a number that the schedule's own settings fit."""
+        """The largest Ulysses size that divides the heads equally, leaves each Ulysses rank a head in every head chunk,
+        and leaves CP ranks in a number that the schedule's own settings fit."""
         head_chunks = 1 if self.head_chunks == "auto" else self.head_chunks
         legal = [u for u in even_ulysses(self.size, *heads) if max_head_chunks(*heads, u) >= head_chunks]
         for ulysses in sorted(legal, reverse=True):
@@ -263,8 +264,8 @@ class SequenceParallelConfig:
             return ulysses
         shape = ", ".join(f"{name} {value}" for name, value in self.schedule_options)
         raise ConfigError(
-            f"{SECTION}.{'/'.join(dict(self.schedule_options))} must fit the inner ranks, size / ulysses; got "
-            f"{shape} for size {self.size}, whose ulysses degrees that divide {heads[0]} query and {heads[1]} "
+            f"{SECTION}.{'/'.join(dict(self.schedule_options))} must fit the CP ranks, size / ulysses; got "
+            f"{shape} for size {self.size}, whose ulysses sizes that divide {heads[0]} query and {heads[1]} "
             f"key/value heads equally are {legal}"
         )
 
@@ -291,7 +292,7 @@ class SequenceParallelConfig:
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
         """The schedule's own settings, with every "auto" replaced."""
-        if heads:  # all Ulysses members must choose alike, so they choose for the one with the most heads
+        if heads:  # all Ulysses ranks must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
         return tuple(chosen.shaped(self.size // self.ulysses, dict(self.schedule_options), heads, self.layout).items())
@@ -311,13 +312,13 @@ class SequenceParallelConfig:
         return section
 
     @property
-    def inner_axes(self) -> Axes:
-        """Of a resolved config: names and sizes of the axes of its inner ranks, the first one numbered fastest."""
+    def cp_axes(self) -> Axes:
+        """Of a resolved config: names and sizes of the axes of its CP ranks, the first one numbered fastest."""
         return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
         """Of a resolved config: all ranks of the job as named axes."""
-        chosen, axes = schedules.schedule(self.schedule), self.inner_axes
+        chosen, axes = schedules.schedule(self.schedule), self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
@@ -375,30 +376,31 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
 
 
 def legal_ulysses(size: int, q_heads: int) -> list[int]:
-    """The Ulysses degrees that divide `size` and leave no member without a query head."""
+    """The Ulysses sizes that divide `size` and leave no Ulysses rank without a query head."""
     return [u for u in divisors(size) if u <= q_heads]
 
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
-    """The Ulysses degrees U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads members share a
-    key/value head."""
+    """The Ulysses sizes U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads Ulysses ranks
+    share a key/value head."""
     return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: Count = 1) -> None:
-    """Raises ConfigError where these heads cannot be dealt to so many Ulysses members, in so many head chunks."""
+    """Raises ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
         raise ConfigError(
-            f"{SECTION}.ulysses must be at most the number of query heads, so that every member has one; got ulysses "
-            f"{ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal_ulysses(size, q_heads)}"
+            f"{SECTION}.ulysses must be at most the number of query heads, so that each Ulysses rank has one; got "
+            f"ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of "
+            f"{legal_ulysses(size, q_heads)}"
         )
     most = max_head_chunks(q_heads, kv_heads, ulysses)
     if head_chunks != "auto" and head_chunks > most:
         raise ConfigError(
             f"{SECTION}.head_chunks must leave every head chunk a key/value head, and a query head for each "
-            f"of {ulysses} Ulysses members; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
+            f"of {ulysses} Ulysses ranks; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
             f"use at most {most}"
         )
 

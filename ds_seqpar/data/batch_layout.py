@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, members_positions, tokens_of
+from ..compiler.sharding.shards import Shards, UnevenShards, positions_by_ulysses_rank, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,5 +65,7 @@ def _with_window(mask: Mask, window: int) -> Mask:
 
 @functools.lru_cache(maxsize=64)
 def positions_held(shards: Shards, ulysses: int, rank: int) -> Tensor:
-    inner, member = divmod(rank, ulysses)
-    return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")
+    cp_rank, ulysses_rank = divmod(rank, ulysses)
+    return torch.tensor(
+        positions_by_ulysses_rank(shards, "q", cp_rank, ulysses)[ulysses_rank], dtype=torch.int64, device="cpu"
+    )

@@ -208,9 +208,9 @@ class Sharding:
 
 
 def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """The whole tensor (seq, ...) of all members' parts. local (own tokens, ...): this rank's part. orders: for each
-    member the positions of its tokens. Collective over the group; None: this rank alone. call: the user's call, for
-    errors."""
+    """The whole tensor (seq, ...) of all Ulysses ranks' parts. local (own tokens, ...): this rank's part. orders: for
+    each Ulysses rank the positions of its tokens. Collective over the group; None: this rank alone. call: the user's
+    call, for errors."""
     dtype, longest = local.dtype, max(len(order) for order in orders)
     local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
     parts = local.new_empty(len(orders), longest, *local.shape[1:])

@@ -21,10 +21,10 @@ from ..compiler.program.instructions import (
 )
 from ..compiler.program.lower import lower
 from ..compiler.program.shape import Shape, shape_of
-from ..compiler.program.ulysses import Members, SavedForBackward, call_program
+from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup, call_program
 from ..compiler.schedules.base import Schedule
 from ..compiler.schedules.plan import BlockMask, StepsOf
-from ..compiler.sharding.heads import busiest_member, heads_of_members
+from ..compiler.sharding.heads import busiest_ulysses_rank, heads_by_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
@@ -37,7 +37,7 @@ from .machine import Machine
 class AttentionCall:
     """Attention of one layer.
 
-    config: without any "auto". shards: of the inner ranks. heads: (query heads, key/value heads, head_dim) that are
+    config: without any "auto". shards: of the CP ranks. heads: (query heads, key/value heads, head_dim) that are
     computed at once: the model's, or those of one head chunk. head_chunks: how many head chunks there are, all of as
     many heads. kept: what forward leaves for backward."""
 
@@ -54,7 +54,7 @@ class AttentionCall:
     @property
     def hides_exchanges(self) -> bool:
         """Whether Ulysses' exchanges of one head chunk travel while another head chunk computes."""
-        return self.config.overlap and self.head_chunks > 1 and self.members > 1
+        return self.config.overlap and self.head_chunks > 1 and self.ulysses_size > 1
 
     @functools.cached_property
     def topology(self) -> Topology:
@@ -70,37 +70,40 @@ class AttentionCall:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shape of attention on each Ulysses member."""
+        """The shape of attention on each Ulysses rank."""
         q_heads, kv_heads, dim = self.heads
-        counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_of_members(q_heads, kv_heads, self.members)]
+        counts = [
+            (q.stop - q.start, kv.stop - kv.start)
+            for q, kv in heads_by_ulysses_rank(q_heads, kv_heads, self.ulysses_size)
+        ]
         return tuple(shape_of(self.config.comm_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
 
     @property
-    def members(self) -> int:
+    def ulysses_size(self) -> int:
         return self.config.ulysses
 
     @functools.cached_property
-    def busiest_member(self) -> int:
-        """The first member with the most heads. All members choose what travels by its bytes."""
-        return max(range(self.members), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
+    def busiest_ulysses_rank(self) -> int:
+        """The first Ulysses rank with the most heads. All Ulysses ranks choose what travels by its bytes."""
+        return max(range(self.ulysses_size), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
 
     @functools.cached_property
     def coordinates(self) -> tuple[tuple[int, int], ...]:
-        """(Ulysses member, inner rank) of each rank that shares the first sequence; the next sequences repeat them."""
+        """(Ulysses rank, CP rank) of each rank that shares the first sequence; the next sequences repeat them."""
         topology, ranks = self.topology, range(self.config.size)
-        return tuple((topology.index(r, "ulysses"), topology.index(r, *topology.inner_axes)) for r in ranks)
+        return tuple((topology.index(r, "ulysses"), topology.index(r, *topology.cp_axes)) for r in ranks)
 
     @functools.cached_property
     def ranks(self) -> dict[tuple[int, int], int]:
-        """(Ulysses member, inner rank) -> rank."""
+        """(Ulysses rank, CP rank) -> rank."""
         return {coordinates: rank for rank, coordinates in enumerate(self.coordinates)}
 
     def moving_side(self, direction: str) -> str:
-        sizes = self.shapes[self.busiest_member].bytes_per_token(direction)
+        sizes = self.shapes[self.busiest_ulysses_rank].bytes_per_token(direction)
         return self.recipe.moving_side(direction, self.block_mask, sizes)
 
     def steps(self, direction: str) -> StepsOf:
-        """A function from an inner rank to its steps, without overlap. Raises ConfigError where the schedule has
+        """A function from a CP rank to its steps, without overlap. Raises ConfigError where the schedule has
         none."""
         return _steps(self.recipe.schedule, self.topology, self.block_mask, direction, self.moving_side(direction))
 
@@ -137,10 +140,12 @@ def programs(machine: Machine, call: AttentionCall, direction: str) -> list[Prog
 
 
 def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
-    """The programs of the first Ulysses member's ranks, without Ulysses' exchanges."""
+    """The programs of the first Ulysses rank's ranks, without Ulysses' exchanges."""
     shape, schedule, size = call.shapes[0], call.recipe.schedule, call.recipe.size
     if call.recipe.overlap:
-        steps_of_ranks = list(call.recipe.plan(direction, call.block_mask, call.shapes[call.busiest_member]).ranks)
+        steps_of_ranks = list(
+            call.recipe.plan(direction, call.block_mask, call.shapes[call.busiest_ulysses_rank]).ranks
+        )
     else:
         steps_of_ranks = [call.steps(direction)(rank) for rank in range(size)]
     exact = shape.travel == shape.wide
@@ -151,26 +156,26 @@ def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
 
 
 def with_exchanges(machine: Machine, call: AttentionCall, inner: Sequence[Program]) -> list[Program]:
-    """The programs of all simulated ranks, given those of the inner ranks without Ulysses' exchanges."""
+    """The programs of all simulated ranks, given those of the CP ranks without Ulysses' exchanges."""
     size, head_chunks = call.config.size, call.head_chunks if call.hides_exchanges else 1
     of_all_ranks = []
     for rank in range(simulated_sequences(machine, call) * size):
-        member, inner_rank = call.coordinates[rank % size]
+        ulysses_rank, cp_rank = call.coordinates[rank % size]
         base = rank - rank % size
 
-        def world_rank(peer: int, member: int = member, base: int = base) -> int:
-            return base + call.ranks[member, peer]
+        def world_rank(peer: int, ulysses_rank: int = ulysses_rank, base: int = base) -> int:
+            return base + call.ranks[ulysses_rank, peer]
 
-        group = tuple(base + call.ranks[m, inner_rank] for m in range(call.members))
+        group = tuple(base + call.ranks[m, cp_rank] for m in range(call.ulysses_size))
         program = call_program(
-            [inner[inner_rank]] * head_chunks, call.members, True, call.kept, overlap=head_chunks > 1
+            [inner[cp_rank]] * head_chunks, call.ulysses_size, True, call.kept, overlap=head_chunks > 1
         )
         of_all_ranks.append(with_world_ranks(program, rank, world_rank, group))
     return of_all_ranks
 
 
 def with_world_ranks(program: Program, rank: int, world_rank: Callable[[int], int], group: tuple[int, ...]) -> Program:
-    """The program with ranks of the world in place of inner ranks. rank: whose program it is. world_rank: of an inner
+    """The program with ranks of the world in place of CP ranks. rank: whose program it is. world_rank: of an inner
     rank. group: the ranks of its Ulysses group."""
     code: list[Instruction] = []
     for one in program.code:
@@ -206,32 +211,32 @@ def call_figures(
     dtype: str = "bfloat16",
     batch: int = 1,
     rank: int = 0,
-    member: int | None = None,
+    ulysses_rank: int | None = None,
     support: KernelSupport = PLAIN_KERNEL,
     early: int = 0,
     kept: bool | None = None,
 ) -> Figures:
     """The memory of a layer's attention on one rank, with `tokens` tokens a rank.
 
-    config: without any "auto". heads: (query heads, key/value heads, head_dim) of the model. rank: the inner rank.
-    member: of the Ulysses group; None: one with the most heads. support: of the kernel. early: as
+    config: without any "auto". heads: (query heads, key/value heads, head_dim) of the model. rank: the CP rank.
+    Ulysses rank: of the Ulysses group; None: one with the most heads. support: of the kernel. early: as
     `Comm.early`, which is 0 except over gloo. kept: whether the checkpoint around attention keeps its results; None:
     there is no checkpoint.
     """
-    recipe = config.recipe(Topology(axes=config.inner_axes))  # where ranks lie changes no program
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # where ranks lie changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
     own = shape_of(config.comm_dtype, dtype, batch, heads)
     count = config.head_chunks
     if count == "auto":
         count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, own, mask, shards)
-    if member is None:
-        member = busiest_member(q_heads, kv_heads, config.ulysses)
+    if ulysses_rank is None:
+        ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))
-    compiler, members = cached_compiler(recipe, rank, early), Members(config.ulysses, member)
+    compiler, ulysses_size = cached_compiler(recipe, rank, early), UlyssesGroup(config.ulysses, ulysses_rank)
 
     def bound(direction: str) -> BoundProgram:
         kept_for_backward = leaves if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
-        return compiler.bound_call(direction, mask, shards, own, members, support, count, kept_for_backward)
+        return compiler.bound_call(direction, mask, shards, own, ulysses_size, support, count, kept_for_backward)
 
     return figures(bound("forward"), bound("backward"), leaves)

@@ -85,19 +85,19 @@ def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
 
     The longest ring is shortened, since on a longer one a rank holds no more at once. Axes that are gathered over, and
     whether the ring's length is even, stay as they are."""
-    inner_schedule, inner = schedule(config.schedule), config.size // config.ulysses
-    axes = dict(config.inner_axes)
+    inner_schedule, cp_size = schedule(config.schedule), config.size // config.ulysses
+    axes = dict(config.cp_axes)
     rings = [name for name in axes if name not in inner_schedule.collective_axes]
     if config.overlap or not rings:
         return config
     longest = max(rings, key=lambda name: axes[name])
     turns = min(axes[longest], TURNS + axes[longest] % 2)
-    inner, axes = inner // axes[longest] * turns, {**axes, longest: turns}
-    fitting = (own for own in inner_schedule.shapes(inner) if dict(inner_schedule.axes(inner, own)) == axes)
+    cp_size, axes = cp_size // axes[longest] * turns, {**axes, longest: turns}
+    fitting = (own for own in inner_schedule.shapes(cp_size) if dict(inner_schedule.axes(cp_size, own)) == axes)
     own = next(fitting, None)
     if own is None:
         return config
-    return dataclasses.replace(config, size=inner * config.ulysses, schedule_options=tuple(sorted(own.items())))
+    return dataclasses.replace(config, size=cp_size * config.ulysses, schedule_options=tuple(sorted(own.items())))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,14 +105,14 @@ def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
     checkpointing: bool,
 ) -> Figures:  # fmt: skip
-    """The memory of attention on the first, the middle or the last inner rank, whichever needs most. tokens: of a rank.
+    """The memory of attention on the first, the middle or the last CP rank, whichever needs most. tokens: of a rank.
     Cached, because candidates that differ only in their links or rank order need the same."""
-    inner = config.size // config.ulysses
+    cp_size = config.size // config.ulysses
     figures = [
         call_figures(
             config, world=config.size, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
             kept=not config.recompute_attention if checkpointing else None,
         )
-        for rank in sorted({0, inner // 2, inner - 1})
+        for rank in sorted({0, cp_size // 2, cp_size - 1})
     ]  # fmt: skip
     return max(figures, key=lambda one: (one.backward, one.forward))

@@ -56,7 +56,7 @@ class MachineCosts:
     def __init__(self, machine: Machine, call: AttentionCall, direction: str, programs: Iterable[Program] = ()) -> None:
         self.machine, self.call, self.direction = machine, call, direction
         self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
-        # caches of `product_seconds`, `carried` and `member_seconds`
+        # caches of `product_seconds`, `carried` and `rank_seconds`
         self.products: dict[tuple, tuple[float, int]] = {}
         self.transfers: dict[tuple, TransferTime] = {}
         self.collectives: dict[tuple, tuple[float, ...]] = {}
@@ -77,13 +77,15 @@ class MachineCosts:
 
     def work(self, rank: int, instruction: Instruction) -> tuple[float, int]:
         """(seconds of the device, calls by which the host starts them)."""
-        member, inner = self.coordinates_of(rank)
+        ulysses_rank, inner = self.coordinates_of(rank)
         if isinstance(instruction, Product):
-            seconds, calls = self.product_seconds(member, instruction.q, instruction.kv)
+            seconds, calls = self.product_seconds(ulysses_rank, instruction.q, instruction.kv)
             if (rank, instruction) in self.added:
-                seconds += sum(self.copy_seconds(3, member, unit, wide=True) for unit, _ in instruction.results)
+                seconds += sum(self.copy_seconds(3, ulysses_rank, unit, wide=True) for unit, _ in instruction.results)
             return seconds, calls
-        return self.copies(member, inner, instruction) + self.machine.stolen * self.bytes_through(rank, instruction), 1
+        return self.copies(ulysses_rank, inner, instruction) + self.machine.stolen * self.bytes_through(
+            rank, instruction
+        ), 1
 
     def bytes_through(self, rank: int, one: Instruction) -> float:
         """Bytes that an instruction has the rank send and receive, where these slow its work down; else 0."""
@@ -96,45 +98,45 @@ class MachineCosts:
             return sum(size for src, dst, size in self.transfers_of(one) if rank in (src, dst))
         return 0.0
 
-    def copies(self, member: int, inner: int, one: Instruction) -> float:
+    def copies(self, ulysses_rank: int, inner: int, one: Instruction) -> float:
         """Seconds in which an instruction reads and writes memory."""
         if isinstance(one, PackHeads | UnpackHeads):
-            return self.pack_seconds(member, inner, one)
+            return self.pack_seconds(ulysses_rank, inner, one)
         if isinstance(one, Pack):
-            return self.copy_seconds(2, member, one.unit)
+            return self.copy_seconds(2, ulysses_rank, one.unit)
         if isinstance(one, Assemble):
-            return self.copy_seconds(2, member, (one.collective.kind, one.collective.blocks))
+            return self.copy_seconds(2, ulysses_rank, (one.collective.kind, one.collective.blocks))
         if isinstance(one, Export) and one.own != one.into:
-            return self.copy_seconds(2, member, one.unit)
+            return self.copy_seconds(2, ulysses_rank, one.unit)
         if isinstance(one, Merge) and one.own != OWN:
-            return self.copy_seconds(3, member, one.unit, wide=True)
+            return self.copy_seconds(3, ulysses_rank, one.unit, wide=True)
         if isinstance(one, Fold):
-            return self.copy_seconds(one.parts + 2, member, one.unit, wide=True)
+            return self.copy_seconds(one.parts + 2, ulysses_rank, one.unit, wide=True)
         if isinstance(one, Finish):
-            return sum(self.copy_seconds(1, member, unit, wide=True) for unit, _ in one.results)
+            return sum(self.copy_seconds(1, ulysses_rank, unit, wide=True) for unit, _ in one.results)
         return 0.0
 
-    def pack_seconds(self, member: int, inner: int, one: PackHeads | UnpackHeads) -> float:
+    def pack_seconds(self, ulysses_rank: int, inner: int, one: PackHeads | UnpackHeads) -> float:
         """Seconds of packing for an exchange, or of unpacking. A single tensor that goes outward is not packed."""
-        exchange, others = one.exchange, range(self.call.members)
+        exchange, others = one.exchange, range(self.call.ulysses_size)
         if isinstance(one, PackHeads) and not exchange.inward and len(exchange.fields) == 1:
             return 0.0
-        ends = [(member, other) if isinstance(one, PackHeads) else (other, member) for other in others]
+        ends = [(ulysses_rank, other) if isinstance(one, PackHeads) else (other, ulysses_rank) for other in others]
         return 2 * sum(self.exchanged_bytes(exchange, inner, *end) for end in ends) / self.machine.memory_rate
 
-    def copy_seconds(self, times: int, member: int, unit: Unit, wide: bool = False) -> float:
+    def copy_seconds(self, times: int, ulysses_rank: int, unit: Unit, wide: bool = False) -> float:
         """Seconds of reading or writing a unit `times` times. wide: in the dtype of sums, not in that of messages."""
-        size = self.unit_bytes(member, unit)
+        size = self.unit_bytes(ulysses_rank, unit)
         if wide:
-            shape = self.call.shapes[member]
+            shape = self.call.shapes[ulysses_rank]
             fields = shape.fields(self.direction, unit[0], shape.wide)
             per_token = shape.batch * sum(field.elements * field.itemsize for field in fields)
             size = per_token * self.call.shards.tokens(side_of(unit[0]), unit[1])
         return times * size / self.machine.memory_rate
 
-    def product_seconds(self, member: int, q: Key, kv: Key) -> tuple[float, int]:
+    def product_seconds(self, ulysses_rank: int, q: Key, kv: Key) -> tuple[float, int]:
         """(seconds, kernel calls) of the product of some blocks of q with some of kv."""
-        shape = self.call.shapes[member]
+        shape = self.call.shapes[ulysses_rank]
         key = shape.q_heads, self._tiling_key(q, kv)
         if key not in self.products:
             shards = self.call.shards
@@ -159,23 +161,23 @@ class MachineCosts:
     # ---- transfers
 
     def coordinates_of(self, rank: int) -> tuple[int, int]:
-        """(Ulysses member, inner rank)."""
+        """(Ulysses rank, CP rank)."""
         return self.call.coordinates[rank % self.call.config.size]
 
-    def unit_bytes(self, member: int, unit: Unit) -> float:
-        return self.sizes[member][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
+    def unit_bytes(self, ulysses_rank: int, unit: Unit) -> float:
+        return self.sizes[ulysses_rank][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
 
     def exchanged_bytes(self, exchange: HeadExchange, inner: int, src: int, dst: int) -> float:
-        """Bytes that one Ulysses member sends to another. Inward it sends the receiver's heads, outward its own."""
+        """Bytes that one Ulysses rank sends to another. Inward it sends the receiver's heads, outward its own."""
         shape = self.call.shapes[dst if exchange.inward else src]
         heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
-        tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
+        tokens = tokens_of(self.call.shards, "q", inner) / self.call.ulysses_size
         each = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
         return tokens * heads * shape.batch * each
 
     def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:
-        member = self.coordinates_of(src)[0]
-        key = src, dst, self.unit_bytes(member, unit)
+        ulysses_rank = self.coordinates_of(src)[0]
+        key = src, dst, self.unit_bytes(ulysses_rank, unit)
         if key not in self.transfers:
             busy = dict(self.link_seconds(src, dst, key[2]))
             seconds = self.machine.wire(src, dst).latency + max(busy.values())
@@ -194,19 +196,19 @@ class MachineCosts:
             for way, rank in zip(ways, (src, dst), strict=True):
                 yield (way, "uplink", machine.node(rank)), size / machine.uplink
 
-    def member_seconds(self, start: Start) -> tuple[float, ...]:
+    def rank_seconds(self, start: Start) -> tuple[float, ...]:
         """Seconds of each member of a collective. Cached for groups that are spread alike over nodes, where all blocks
         have one length."""
         ranks = start.ranks
         if not self.call.shards.even:
             return self.collective_times(start).seconds
         nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
-        members = tuple(self.coordinates_of(rank)[0] for rank in ranks)
+        ulysses_size = tuple(self.coordinates_of(rank)[0] for rank in ranks)
         if isinstance(start, ExchangeStart):
             what: tuple = start.exchange
         else:
             what = start.collective.kind, len(start.collective.parts[0])
-        key = type(start), what, nodes, members
+        key = type(start), what, nodes, ulysses_size
         if key not in self.collectives:
             self.collectives[key] = self.collective_times(start).seconds
         return self.collectives[key]
@@ -249,7 +251,7 @@ class MachineCosts:
             yield src, dst, self.collective_bytes(start, src, dst)
 
     def collective_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
-        """Bytes of the message from one member of a reduce-scatter or an exchange to another."""
+        """Bytes of the message from one Ulysses rank of a reduce-scatter or an exchange to another."""
         (sender, inner), (receiver, _) = self.coordinates_of(src), self.coordinates_of(dst)
         if isinstance(start, ExchangeStart):
             return self.exchanged_bytes(start.exchange, inner, sender, receiver)
@@ -277,14 +279,15 @@ def simulate_call(machine: Machine, call: AttentionCall, direction: str) -> Time
 
 
 def call_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
-    """Seconds of a call, simulated: on one Ulysses member's ranks where all members do the same at the same time."""
+    """Seconds of a call, simulated: on one Ulysses rank's ranks where all Ulysses ranks do the same at the same
+    time."""
     if call.hides_exchanges:
         return simulate_call(machine, call, direction).seconds
     return call.head_chunks * _head_chunk_seconds(machine, call, direction)
 
 
 def _head_chunk_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
-    if not members_are_alike(machine, call):
+    if not ulysses_ranks_are_alike(machine, call):
         return simulate_call(machine, call, direction).seconds
     inner, ranks = inner_programs(call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]
     numbered = (dataclasses.replace(program, rank=ranks[i]) for i, program in enumerate(inner))
@@ -294,15 +297,17 @@ def _head_chunk_seconds(machine: Machine, call: AttentionCall, direction: str) -
 
 def simulated_ranks(machine: Machine, call: AttentionCall) -> int:
     """How many ranks `call_seconds` simulates."""
-    one = members_are_alike(machine, call) and not call.hides_exchanges
+    one = ulysses_ranks_are_alike(machine, call) and not call.hides_exchanges
     return call.recipe.size if one else simulated_sequences(machine, call) * call.config.size
 
 
-def members_are_alike(machine: Machine, call: AttentionCall) -> bool:
-    """Whether all Ulysses members have equally many heads, share no links, and are spread alike over nodes."""
+def ulysses_ranks_are_alike(machine: Machine, call: AttentionCall) -> bool:
+    """Whether all Ulysses ranks have equally many heads, share no links, and are spread alike over nodes."""
     if machine.uplink is not None or len(set(call.shapes)) > 1 or not call.shards.even:
         return False
-    along = [[call.ranks[member, i] for i in range(call.recipe.size)] for member in range(call.members)]
+    along = [
+        [call.ranks[ulysses_rank, i] for i in range(call.recipe.size)] for ulysses_rank in range(call.ulysses_size)
+    ]
     across = zip(*along, strict=True)
     return all(len({_block_mask(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
 
@@ -315,11 +320,11 @@ def _block_mask(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
 
 def _exchange_seconds(costs: MachineCosts, call: AttentionCall, program: Program) -> float:
     """Seconds of Ulysses' exchanges around a call, with their packing, on the first rank of the sequence."""
-    group = tuple(call.ranks[member, 0] for member in range(call.members))
+    group = tuple(call.ranks[ulysses_rank, 0] for ulysses_rank in range(call.ulysses_size))
     empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
-    exchanges = call_program([empty], call.members, True, call.kept)
+    exchanges = call_program([empty], call.ulysses_size, True, call.kept)
     code = with_world_ranks(exchanges, group[0], lambda inner: inner, group).code
-    waited = sum(costs.member_seconds(one)[0] for one in code if isinstance(one, ExchangeStart))
+    waited = sum(costs.rank_seconds(one)[0] for one in code if isinstance(one, ExchangeStart))
     return waited + sum(costs.busy_time(group[0], one) for one in code)
 
 
@@ -336,7 +341,7 @@ class _CostsOfRanks:
         return self.costs.transfer_time(self.ranks[src], self.ranks[dst], unit)
 
     def collective_times(self, start: Start) -> CollectiveTimes:
-        assert not isinstance(start, ExchangeStart)  # the ranks of one Ulysses member exchange nothing
+        assert not isinstance(start, ExchangeStart)  # the ranks of one Ulysses rank exchange nothing
         ranks = tuple(self.ranks[rank] for rank in start.ranks)
         collective = dataclasses.replace(start.collective, ranks=ranks)
         return self.costs.collective_times(start._replace(collective=collective))

@@ -29,11 +29,11 @@ class Candidate:
     overlap: bool = False
 
     @property
-    def inner(self) -> int:
+    def cp_size(self) -> int:
         return self.size // self.ulysses
 
     @property
-    def degree(self) -> tuple[int, int]:
+    def ulysses_size(self) -> tuple[int, int]:
         return self.size, self.ulysses
 
     @property
@@ -49,17 +49,17 @@ class Candidate:
 
     def plan_key(self, documents: bool) -> tuple:
         """Equal for candidates whose plans are equal. These have the same builder, the same axes of more than one rank
-        in the same order, and equal layouts. Schedules with one ring and nothing else are equal, and on one inner rank
+        in the same order, and equal layouts. Schedules with one ring and nothing else are equal, and on one CP rank
         all are. documents: whether sequences are packs; without, layouts that deal the same tokens are equal."""
-        layout = None if self.inner == 1 else self.layout if documents else LAYOUTS[self.layout].runs
-        long_axes = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
+        layout = None if self.cp_size == 1 else self.layout if documents else LAYOUTS[self.layout].runs
+        long_axes = [name for name in self.topology.cp_axes if self.topology.size(name) > 1]
         if len(long_axes) < 2 and not set(long_axes) & set(self.schedule.collective_axes):
             kind = self.schedule.parts, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
             passing: tuple = kind if long_axes else ()
             order = tuple((name in long_axes, size) for name, size in self.topology.axes if size > 1)
             return passing, order, self.size, layout
-        inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
-        return self.schedule.build, inner, tuple(axis for axis in self.topology.axes if axis[1] > 1), layout
+        cp_size = tuple((name, self.topology.size(name)) for name in self.topology.cp_axes)
+        return self.schedule.build, cp_size, tuple(axis for axis in self.topology.axes if axis[1] > 1), layout
 
     @property
     def has_default_layout(self) -> bool:
@@ -68,14 +68,14 @@ class Candidate:
 
     @property
     def ring_ranks(self) -> int:
-        """The inner ranks of one ring: those along axes without collectives."""
-        axes = set(self.topology.inner_axes) - set(self.schedule.collective_axes)
+        """The CP ranks of one ring: those along axes without collectives."""
+        axes = set(self.topology.cp_axes) - set(self.schedule.collective_axes)
         return self.topology.size(*axes)
 
     def __str__(self) -> str:
         named = self.schedule.name
         own = "".join(f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.own.items())
-        name = f"{named}{own}" if self.inner > 1 else ""
+        name = f"{named}{own}" if self.cp_size > 1 else ""
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         kind = " x ".join(filter(None, (ulysses, name))) or "alone"
         words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
@@ -93,7 +93,7 @@ ParallelShape = tuple[int, int, Schedule, Own]  # size, ulysses, schedule, the s
 
 def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[ParallelShape]:
     """All shapes that agree with the given settings, of sizes that can be planned, always in the same order."""
-    for size, ulysses in degrees(world, heads, given):
+    for size, ulysses in ulysses_sizes(world, heads, given):
         for schedule in _schedules(given):
             for own in schedule.shapes(size // ulysses):
                 wanted = {name: given[name] for name in own if _is_given(given, name)}
@@ -101,12 +101,12 @@ def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iter
                     yield size, ulysses, schedule, own
 
 
-def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+def ulysses_sizes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """All pairs (size, ulysses) that agree with the given settings and are small enough to be planned."""
     for size in _options(given, "size", divisors(world)):
         for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
-            few = size <= limits.MAX_PLANNED_RANKS and ulysses <= limits.MAX_MEMBERS
-            if few and size % ulysses == 0 and size // ulysses <= limits.MAX_INNER_RANKS:
+            few = size <= limits.MAX_PLANNED_RANKS and ulysses <= limits.MAX_ULYSSES
+            if few and size % ulysses == 0 and size // ulysses <= limits.MAX_CP_RANKS:
                 yield size, ulysses
 
 
@@ -154,8 +154,8 @@ def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[
 
 
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Direction -> the sides that may travel, "q" or "kv". On one inner rank nothing travels, so one side is enough."""
-    sides = candidate.schedule.moving_sides if candidate.inner > 1 else candidate.schedule.moving_sides[:1]
+    """Direction -> the sides that may travel, "q" or "kv". On one CP rank nothing travels, so one side is enough."""
+    sides = candidate.schedule.moving_sides if candidate.cp_size > 1 else candidate.schedule.moving_sides[:1]
     return {way: tuple(_options(given, f"rotate_{way}", sides)) for way in ("forward", "backward")}
 
 

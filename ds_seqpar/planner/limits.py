@@ -20,18 +20,18 @@ MAX_HEADS = 2**12  # heads of a model: no model has a thousand
 MAX_LAYERS = 1000  # layers of a model: transformers makes it without memory, in milliseconds a layer
 MAX_EXPERTS = 10_000  # experts of all layers together: some families make a module for each
 MAX_WIDTH = 2**24  # hidden size, intermediate size, head_dim or vocabulary: no product of two overflows
-MAX_MEMBERS = 2**8  # members of a Ulysses group, in `plan`: it compares the nodes of every pair of members
+MAX_ULYSSES = 2**8  # Ulysses ranks of a Ulysses group, in `plan`: it compares the nodes of every pair of Ulysses ranks
 MAX_PLANNED_RANKS = 2**14  # ranks that share a sequence, in `plan`: it visits all for each of a hundred candidates
-# inner ranks (size / ulysses), in `memory` and `plan`: a rank's program has a step for each other inner rank. Of a
+# CP ranks (size / ulysses), in `memory` and `plan`: a rank's program has a step for each other CP rank. Of a
 # longer ring `memory` computes a short one in its place, which needs as much memory
-MAX_INNER_RANKS = 1024
-MAX_OVERLAP_RANKS = 64  # inner ranks with overlap: ordering their products takes time that grows with their cube
-MAX_SHOWN_RANKS = 128  # inner ranks, in `show`: it prints and simulates all ranks in all steps
+MAX_CP_RANKS = 1024
+MAX_OVERLAP_RANKS = 64  # CP ranks with overlap: ordering their products takes time that grows with their cube
+MAX_SHOWN_RANKS = 128  # CP ranks, in `show`: it prints and simulates all ranks in all steps
 MAX_SHOWN_OVERLAP_RANKS = 64  # the same, with overlap
-MAX_DRAWN_RANKS = 64  # inner ranks in a picture: more could not be told apart
+MAX_DRAWN_RANKS = 64  # CP ranks in a picture: more could not be told apart
 # documents of a sequence: for each shape the planner deals them to ranks anew, which takes milliseconds a document
 MAX_DOCUMENTS = 2**12
-# shapes of schedules, over all sizes and Ulysses degrees: if there are more, `plan` tries one layout and one rank order
+# shapes of schedules, over all sizes and Ulysses sizes: if there are more, `plan` tries one layout and one rank order
 # for each
 MAX_SHAPES = 10_000
 MODEL = {  # field of a model's configuration -> its limit
@@ -50,13 +50,13 @@ def check(name: str, value: int, most: int, hint: str = "") -> None:
 
 
 def check_followed(
-    inner: int, overlap: bool, most: int = MAX_INNER_RANKS, most_overlapped: int = MAX_OVERLAP_RANKS
+    cp_size: int, overlap: bool, most: int = MAX_CP_RANKS, most_overlapped: int = MAX_OVERLAP_RANKS
 ) -> None:
-    """Raises ConfigError for more inner ranks (size / ulysses) than `most`, or with overlap than `most_overlapped`."""
+    """Raises ConfigError for more CP ranks (size / ulysses) than `most`, or with overlap than `most_overlapped`."""
     name = "size / ulysses, the ranks that run the schedule,"
-    if overlap and most_overlapped < inner <= most:
-        check(f"{name} with overlap", inner, most_overlapped, "leave overlap out or take fewer")
-    check(name, inner, most, "take a smaller size or a larger ulysses")
+    if overlap and most_overlapped < cp_size <= most:
+        check(f"{name} with overlap", cp_size, most_overlapped, "leave overlap out or take fewer")
+    check(name, cp_size, most, "take a smaller size or a larger ulysses")
 
 
 def check_model(numbers: Mapping[str, object]) -> None:

@@ -78,15 +78,15 @@ class _Rank:
 
     def __init__(self, costs: MachineCosts, call: AttentionCall, rank: int, steps: StepsOf) -> None:
         self.costs, self.call, self.machine, self.rank = costs, call, costs.machine, rank
-        self.member, self.inner = call.coordinates[rank]
+        self.ulysses_rank, self.cp_rank = call.coordinates[rank]
         self.link_seconds: dict[LinkEnd, float] = defaultdict(float)  # of the rank's links and its node's
         self.received = {True: 0.0, False: 0.0}
         self.messages = 0
         self.compute = self.between_collectives = self.before = self.after = self.exchanges = 0.0
         self.computed: set[Unit] = set()
-        for step in steps(self.inner):
+        for step in steps(self.cp_rank):
             self.step(step)
-        if call.members > 1:
+        if call.ulysses_size > 1:
             for exchange in exchanges(costs.direction, saved=call.kept):
                 self.exchange(exchange)
 
@@ -103,7 +103,7 @@ class _Rank:
         for move in (*step.moves, *step.results):
             self.move(move)
         for move in step.moves:
-            if move.dst == self.inner and move.within == 1:
+            if move.dst == self.cp_rank and move.within == 1:
                 latency = max(latency, self.machine.wire(self.at(move.src), self.rank).latency)
                 for link, seconds in self.ends(move, 1):
                     coming[link] += seconds
@@ -112,30 +112,30 @@ class _Rank:
         self.after += self.collectives_seconds(step.reduces, ScatterStart)
 
     def product_seconds(self, compute: Compute) -> float:
-        device, calls = self.costs.product_seconds(self.member, compute.q, compute.kv)
+        device, calls = self.costs.product_seconds(self.ulysses_rank, compute.q, compute.kv)
         kinds = ACCUMULATORS[self.costs.direction]
         units: list[Unit] = [(kind, compute.kv if kind == "dkv" else compute.q) for kind in kinds]
         if self.computed & set(units):
-            device += sum(self.costs.copy_seconds(3, self.member, unit, wide=True) for unit in units)
+            device += sum(self.costs.copy_seconds(3, self.ulysses_rank, unit, wide=True) for unit in units)
         self.computed |= set(units)
         return self.costs.with_host(device, calls)
 
-    def at(self, inner: int) -> int:
-        """The rank of an inner rank, of the same Ulysses member."""
-        return self.call.ranks[self.member, inner]
+    def at(self, cp_rank: int) -> int:
+        """The rank of a CP rank, of the same Ulysses rank."""
+        return self.call.ranks[self.ulysses_rank, cp_rank]
 
     def ends(self, move: Move, end: int) -> Sequence[tuple[LinkEnd, float]]:
         """(link, seconds) of the links at the source of a move (end 0), or at its destination (end 1)."""
         src, dst = self.at(move.src), self.at(move.dst)
-        return list(self.costs.link_seconds(src, dst, self.costs.unit_bytes(self.member, move.unit)))[end::2]
+        return list(self.costs.link_seconds(src, dst, self.costs.unit_bytes(self.ulysses_rank, move.unit)))[end::2]
 
     def move(self, move: Move) -> None:
         self.messages += 1
-        for link, seconds in self.ends(move, int(move.dst == self.inner)):
+        for link, seconds in self.ends(move, int(move.dst == self.cp_rank)):
             self.link_seconds[link] += seconds
-        if move.dst == self.inner:
+        if move.dst == self.cp_rank:
             in_node = self.machine.node(self.at(move.src)) == self.machine.node(self.rank)
-            self.received[in_node] += self.costs.unit_bytes(self.member, move.unit)
+            self.received[in_node] += self.costs.unit_bytes(self.ulysses_rank, move.unit)
 
     def collectives_seconds(
         self, collectives: Sequence[Collective], start: type[GatherStart] | type[ScatterStart]
@@ -144,7 +144,7 @@ class _Rank:
         links: dict[LinkEnd, float] = defaultdict(float)
         slowest = 0.0
         for collective in collectives:
-            ranks = tuple(self.at(inner) for inner in collective.ranks)
+            ranks = tuple(self.at(cp_rank) for cp_rank in collective.ranks)
             cls = Gather if start is GatherStart else ReduceScatter
             mapped: Collective = cls(ranks=ranks, kind=collective.kind, parts=collective.parts)
             slowest = max(slowest, self.add_collective(_start(start, mapped), links))
@@ -153,7 +153,7 @@ class _Rank:
         return max(host * count, host + max(slowest, *links.values())) if links else 0.0
 
     def exchange(self, exchange: HeadExchange) -> None:
-        group = tuple(self.call.ranks[m, self.inner] for m in range(self.call.members))
+        group = tuple(self.call.ranks[m, self.cp_rank] for m in range(self.call.ulysses_size))
         start = ExchangeStart(0, 0, exchange, group, OWN, OWN)
         self.exchanges += 2 * self.machine.instruction + self.add_collective(start, defaultdict(float))
 
@@ -171,7 +171,7 @@ class _Rank:
                     longest = max(longest, links[link])
             if dst == self.rank:
                 self.received[self.machine.node(src) == self.machine.node(dst)] += size
-        return self.costs.member_seconds(start)[ranks.index(self.rank)] if len(ranks) <= WIDE else longest
+        return self.costs.rank_seconds(start)[ranks.index(self.rank)] if len(ranks) <= WIDE else longest
 
 
 def _start(cls: type[GatherStart] | type[ScatterStart], collective: Collective) -> Start:

@@ -10,7 +10,7 @@ from ..compiler.sharding.layout import multiple
 from ..config.deepspeed_json import Offload
 from ..config.settings import even_ulysses
 from . import limits
-from .candidates import candidates, degrees
+from .candidates import candidates, ulysses_sizes
 from .footprint import rank_bytes
 from .request import Request
 from .search import Prediction, least_memory, predict
@@ -62,7 +62,7 @@ def fitting_length(request: Request) -> int:
     """The request's length, or the next one that ranks can share, if the given schedule, or a ring, fits on as many
     ranks as can share a sequence; else 0."""
     wanted = {"schedule": schedules.DEFAULT} | {name: x for name, x in request.given.items() if x != "auto"}
-    found = [one for one in degrees(request.world, request.heads, wanted) if one[0] in (request.sizes or one)]
+    found = [one for one in ulysses_sizes(request.world, request.heads, wanted) if one[0] in (request.sizes or one)]
     size = max((size for size, _ in found), default=0)
     if not size or rank_bytes(least_memory(request, size), request.room) > request.limit:
         return 0

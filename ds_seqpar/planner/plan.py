@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from . import limits
-from .candidates import Candidate, candidates, check_given, degrees, refusal, shapes
+from .candidates import Candidate, candidates, check_given, refusal, shapes, ulysses_sizes
 from .footprint import Footprint, rank_bytes
 from .nearest import nothing_fits
 from .request import Request
@@ -36,9 +36,9 @@ FAR = 1.25  # candidates whose estimate is more than this times the best get no 
 ORDERED = 3  # predictions with which overlap is tried too
 STAGED = 3  # predictions with which head chunks are tried too
 ALIKE = 1.005  # predictions whose times differ by less count as equally fast, and the plainer one is preferred
-EACH = 2  # candidates of a size, Ulysses degree and schedule that get a lower bound
-STEPS, STEPS_EACH = 4000, 80  # that lower bounds may visit: at least, and for each pair of a size and a Ulysses degree
-OVERLAPPED = 16  # inner ranks up to which overlap is tried: finding the order of products takes the time of 100 steps
+EACH = 2  # candidates of a size, Ulysses size and schedule that get a lower bound
+STEPS, STEPS_EACH = 4000, 80  # that lower bounds may visit: at least, and for each pair of a size and a Ulysses size
+OVERLAPPED = 16  # CP ranks up to which overlap is tried: finding the order of products takes the time of 100 steps
 SIMULATED = 15_000  # instructions that the simulator executes in one plan
 SECONDS = operator.attrgetter("seconds")
 SAME = "in time and memory the same as"
@@ -108,10 +108,10 @@ class _Search:
 
     def count_allowed_steps(self) -> int:
         """How many steps lower bounds may visit. Notes sizes that are too large to plan."""
-        sizes = list(degrees(self.request.world, self.request.heads, self.request.given))
+        sizes = list(ulysses_sizes(self.request.world, self.request.heads, self.request.given))
         largest = max((size for size, _ in sizes), default=0)
         if largest < self.request.world and not (self.request.sizes or "size" in self.request.given):
-            few = f"{limits.MAX_INNER_RANKS:,} run its schedule"
+            few = f"{limits.MAX_CP_RANKS:,} run its schedule"
             why = f"at most {limits.MAX_PLANNED_RANKS:,} ranks share a sequence, and {few}"
             self.refused[f"more than {largest} ranks", why] += 1
         return max(STEPS, STEPS_EACH * len(sizes))
@@ -143,8 +143,8 @@ class _Search:
         request = self.request
         if request.sizes and candidate.size not in request.sizes:
             return "a step's sequences cannot be shared among such groups"
-        if candidate.overlap and candidate.inner > OVERLAPPED:
-            return f"the order of overlap is found on {OVERLAPPED} inner ranks at most"
+        if candidate.overlap and candidate.cp_size > OVERLAPPED:
+            return f"the order of overlap is found on {OVERLAPPED} CP ranks at most"
         return refusal(candidate, request.seq, bool(request.documents))
 
     def fitting_sizes(self) -> Iterator[Candidate]:
@@ -160,15 +160,15 @@ class _Search:
                 yield candidate
 
     def ordered_estimates(self) -> list[Estimate]:
-        """The estimates to look at: the best of each size and Ulysses degree, then others with the schedule's own
+        """The estimates to look at: the best of each size and Ulysses size, then others with the schedule's own
         layout, then the rest. Each part has the most promising first, and few of one kind."""
         kinds: Counter[tuple] = Counter()
         first, then, last = list[Estimate](), list[Estimate](), list[Estimate]()
         for entry in sorted(map(Estimator(self.request), self.fitting_sizes()), key=_promise):
             candidate = entry.candidate
-            kind = *candidate.degree, candidate.schedule.name, candidate.has_default_layout
-            kinds.update((candidate.degree, kind))
-            if kinds[candidate.degree] == 1:
+            kind = *candidate.ulysses_size, candidate.schedule.name, candidate.has_default_layout
+            kinds.update((candidate.ulysses_size, kind))
+            if kinds[candidate.ulysses_size] == 1:
                 first.append(entry)
             elif kinds[kind] <= (EACH if candidate.has_default_layout else 1):
                 (then if candidate.has_default_layout else last).append(entry)
@@ -194,7 +194,7 @@ class _Search:
         if isinstance(one, str):
             self.refused[str(candidate), one] += 1
             return
-        self.steps += estimate.bound_steps + (candidate.inner**2 // 2 if candidate.overlap else 0)
+        self.steps += estimate.bound_steps + (candidate.cp_size**2 // 2 if candidate.overlap else 0)
         if (same := self.by_numbers.setdefault(_numbers(one), one)) is not one:
             self.refused[str(candidate), f"{SAME} {same.candidate}"] += 1
         else:
@@ -247,7 +247,7 @@ class _Search:
         if given.get("head_chunks", "auto") != "auto" or given.get("overlap") is False:
             return []
         with_ulysses = [one for one in sorted(ranked, key=SECONDS) if one.config.ulysses > 1 and not one.config.overlap]
-        few = [one for one in with_ulysses[:STAGED] if one.candidate.inner <= OVERLAPPED]
+        few = [one for one in with_ulysses[:STAGED] if one.candidate.cp_size <= OVERLAPPED]
         chunked_by_heads = [
             self.simulate(head_chunks) for one in few for head_chunks in with_head_chunks(self.request, one)
         ]
@@ -268,9 +268,9 @@ class _Search:
         bounds = sorted((least_seconds_with_overlap(self.request, one), n) for n, one in enumerate(gathering))
         chances = [gathering[n] for bound, n in bounds if bound < predictions[0].seconds]
         for one in chances:
-            if one.candidate.inner > OVERLAPPED:
-                self.refused["overlap", f"its order is looked for on {OVERLAPPED} inner ranks at most"] += 1
-        chances = [one for one in chances if one.candidate.inner <= OVERLAPPED][:ORDERED]
+            if one.candidate.cp_size > OVERLAPPED:
+                self.refused["overlap", f"its order is looked for on {OVERLAPPED} CP ranks at most"] += 1
+        chances = [one for one in chances if one.candidate.cp_size <= OVERLAPPED][:ORDERED]
         tried = [predict(self.request, dataclasses.replace(one.candidate, overlap=True)) for one in chances]
         return [one for one in tried if isinstance(one, Prediction)]
 
@@ -285,7 +285,7 @@ class _Search:
         for (who, why), count in sorted(self.refused.items(), key=lambda item: SAME in item[0][1]):  # duplicates last
             yield (who if count == 1 else f"{who}, {count} configurations"), why
         for size, count in self.dropped.items():
-            yield f"{size} ranks, {count} configurations", "others of their schedule and Ulysses degree receive less"
+            yield f"{size} ranks, {count} configurations", "others of their schedule and Ulysses size receive less"
 
 
 def _promise(estimate: Estimate) -> tuple:

@@ -139,7 +139,7 @@ class Request:
         """Raises ConfigError where the given size, or all sizes that may be chosen, are too large to be planned."""
         ulysses = self.given.get("ulysses", "auto")
         if ulysses != "auto":
-            limits.check("ulysses of a plan", ulysses, limits.MAX_MEMBERS)
+            limits.check("ulysses of a plan", ulysses, limits.MAX_ULYSSES)
         sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
         if sizes:
             limits.check(
@@ -150,7 +150,7 @@ class Request:
     def _most_ulysses(self, size: int) -> int:
         if (given := self.given.get("ulysses", "auto")) != "auto":
             return given
-        return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MAX_MEMBERS)
+        return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MAX_ULYSSES)
 
     @property
     def heads(self) -> tuple[int, int]:

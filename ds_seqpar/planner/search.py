@@ -79,12 +79,12 @@ class Estimator:
         self.link_seconds: dict[tuple, tuple[float, list[float]]] = {}
 
     def __call__(self, candidate: Candidate) -> Estimate:
-        size, ulysses, inner = candidate.size, candidate.ulysses, candidate.inner
+        size, ulysses, cp_size = candidate.size, candidate.ulysses, candidate.cp_size
         products, lopsided = self.products(size, ulysses), self.lopsided(candidate)
         exchange, messages = self.links(candidate)
         slower = 2 if lopsided else 1
         attention = [max(slower * work, links) + exchange for work, links in zip(products, messages, strict=True)]
-        steps = candidate.ring_ranks + inner // 8 + (inner**2 // 50 if lopsided else 0)  # blocks may go one by one
+        steps = candidate.ring_ranks + cp_size // 8 + (cp_size**2 // 50 if lopsided else 0)  # blocks may go one by one
         return Estimate(
             seconds=self.seconds(size, *attention),
             least_seconds=self.seconds(size, *products),
@@ -94,7 +94,7 @@ class Estimator:
         )
 
     def _products(self, size: int, ulysses: int) -> tuple[float, float]:
-        """Seconds of a layer's products (forward, backward) on the Ulysses member with the most heads, if all inner
+        """Seconds of a layer's products (forward, backward) on the Ulysses rank with the most heads, if all inner
         ranks compute equally much."""
         request = self.request
         q_heads, _ = largest_share(*request.heads, ulysses)
@@ -125,7 +125,7 @@ class Estimator:
         """Whether the last rank computes about twice its share, as it does for causal attention on contiguous blocks.
         Schedules that never take keys of a later block are made for such blocks, and are balanced."""
         in_order = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
-        return in_order and candidate.inner > 1 and candidate.schedule.can_compute(0, 1)
+        return in_order and candidate.cp_size > 1 and candidate.schedule.can_compute(0, 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,10 +148,10 @@ def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> l
     """Seconds in which the busiest rank receives all messages of the schedule [in forward, in backward]. All bytes
     along an axis that leaves the node count as bytes between nodes."""
     machine, schedule, topology = request.machine, candidate.schedule, candidate.topology
-    axes = tuple((name, topology.size(name)) for name in topology.inner_axes)
+    axes = tuple((name, topology.size(name)) for name in topology.cp_axes)
     crossing = {name: _crossing(machine, topology, name) for name, _ in axes}
     in_node = tuple((name, 1 if crossing[name] else size) for name, size in axes)
-    rate, block = _between_rate(machine, max(crossing.values())), request.seq / (candidate.inner * schedule.parts)
+    rate, block = _between_rate(machine, max(crossing.values())), request.seq / (candidate.cp_size * schedule.parts)
 
     def seconds(way: str, side: str) -> float:
         units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(way).items())
@@ -177,12 +177,12 @@ def _between_rate(machine: Machine, crossing: float) -> float:
 
 
 def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_heads: int) -> float:
-    """Seconds of Ulysses' exchanges in forward, or in backward, for a member with these numbers of heads."""
-    machine, members = request.machine, candidate.ulysses
+    """Seconds of Ulysses' exchanges in forward, or in backward, for a Ulysses rank with these numbers of heads."""
+    machine, ulysses_size = request.machine, candidate.ulysses
     in_node = not _crossing(machine, candidate.topology, "ulysses")
-    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # members send straight to one another
+    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # Ulysses ranks send straight to one another
     tokens = request.seq / candidate.size * request.batch
-    elements = tokens * (members - 1) * (2 * q_heads + 2 * kv_heads) * request.model.head_dim
+    elements = tokens * (ulysses_size - 1) * (2 * q_heads + 2 * kv_heads) * request.model.head_dim
     return elements * ITEMSIZE[request.dtype] / rate
 
 
@@ -281,10 +281,10 @@ def with_head_chunks(request: Request, prediction: Prediction) -> list[Predictio
 
 
 def simulated_instructions(request: Request, prediction: Prediction) -> int:
-    """About how many instructions the simulator would execute: at most 12 a pair of a simulated and an inner rank."""
+    """About how many instructions the simulator would execute: at most 12 a pair of a simulated and a CP rank."""
     call = call_of(request.step(prediction.config))
     head_chunks = call.head_chunks if call.hides_exchanges else 1
-    return 12 * call_costs.simulated_ranks(request.machine, call) * (prediction.candidate.inner + 1) * head_chunks
+    return 12 * call_costs.simulated_ranks(request.machine, call) * (prediction.candidate.cp_size + 1) * head_chunks
 
 
 def least_seconds_with_overlap(request: Request, prediction: Prediction) -> float:
@@ -309,10 +309,10 @@ def timelines(request: Request, prediction: Prediction) -> dict[str, Timeline]:
 
 
 def least_received_bytes(request: Request, prediction: Prediction) -> float:
-    """The least bytes that a rank can receive in one layer's forward, for full attention and this Ulysses degree.
+    """The least bytes that a rank can receive in one layer's forward, for full attention and this Ulysses size.
 
     With any schedule a rank needs 4 S D sqrt(Hq Hkv / (U P)) bytes or more, of which it owns some. Here S is tokens, D
-    head_dim, U the Ulysses degree and P the ranks of a sequence. A causal mask lowers the bound by sqrt(2)."""
+    head_dim, U the Ulysses size and P the ranks of a sequence. A causal mask lowers the bound by sqrt(2)."""
     (q_heads, kv_heads), size = request.heads, prediction.config.size
     token = request.model.head_dim * ITEMSIZE[request.dtype] * request.batch * request.seq
     needed = 4 * token * math.sqrt(q_heads * kv_heads / (prediction.config.ulysses * size))

@@ -61,13 +61,13 @@ class StepTime:
 
 def call_of(step: TrainingStep) -> AttentionCall:
     """The attention call of one layer of a step, on the heads of its first head chunk."""
-    m, inner, head_chunks = step.model, step.config.size // step.config.ulysses, step.config.head_chunks
+    m, cp_size, head_chunks = step.model, step.config.size // step.config.ulysses, step.config.head_chunks
     kv_heads = math.ceil(m.kv_heads / head_chunks)
     return AttentionCall(
         config=step.config,
         world=step.world,
         mask=step.mask,
-        shards=_shards(step, inner),
+        shards=_shards(step, cp_size),
         heads=(kv_heads * (m.heads // m.kv_heads), kv_heads, m.head_dim),
         dtype=step.dtype,
         batch=step.batch,
@@ -76,11 +76,11 @@ def call_of(step: TrainingStep) -> AttentionCall:
     )
 
 
-def _shards(step: TrainingStep, inner: int) -> Shards:
+def _shards(step: TrainingStep, cp_size: int) -> Shards:
     if step.mask.documents:
         ends = (*step.mask.documents, step.seq)
-        return shards_of(step.config.layout, tuple(b - a for a, b in itertools.pairwise(ends)), inner)
-    return EvenShards(step.config.layout, step.seq, inner)
+        return shards_of(step.config.layout, tuple(b - a for a, b in itertools.pairwise(ends)), cp_size)
+    return EvenShards(step.config.layout, step.seq, cp_size)
 
 
 def step_time(

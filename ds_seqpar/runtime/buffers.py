@@ -4,12 +4,12 @@ Each slot is one buffer of bytes, seen as the tensors of the unit that it holds.
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
 functions here fill and read its messages; comm sends them. In a message tokens come first, and the heads of q, k and v
-of one token stand side by side. So the members' messages, one after another, are the inner rank's (tokens, batch,
+of one token stand side by side. So the Ulysses ranks' messages, one after another, are the CP rank's (tokens, batch,
 heads, D) without a copy, and q, k and v are views. A tensor is copied once into a message; outward once out of one.
 
-`compiler.heads` says which member gets which heads. One copy serves a group of neighbouring members with equally many
-heads; where U divides the heads, that is all of them. A kv head that several members need (U > Hkv) goes to exactly
-those, and its gradients are summed.
+`compiler.heads` says which Ulysses rank gets which heads. One copy serves a group of neighbouring Ulysses ranks with
+equally many heads; where U divides the heads, that is all of them. A kv head that several Ulysses ranks need (U > Hkv)
+goes to exactly those, and its gradients are summed.
 """
 
 from __future__ import annotations
@@ -96,20 +96,21 @@ def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
 
 
 def _views_of_groups(buffer: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
-    """A message of own tokens (elements,) -> for every group of members, views (members, s, B, h, D) of each tensor."""
-    shapes = [(group.members, tokens, batch, sum(group.heads), dim) for group in shares.groups]
+    """A message of own tokens (elements,) -> for every group of Ulysses ranks, views (Ulysses ranks, s, B, h, D) of
+    each tensor."""
+    shapes = [(group.ranks, tokens, batch, sum(group.heads), dim) for group in shares.groups]
     parts = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)
     cut = zip(parts, shapes, shares.groups, strict=True)
     return [part.view(shape).split(group.heads, dim=3) for part, shape, group in cut]
 
 
 def pack_in(tensors: Sequence[Tensor], shares: HeadShares, buffer: Tensor) -> None:
-    """Fills a message. Each tensor (B, s, H, D), with H as `shares.totals` -> buffer (elements,): for each member
+    """Fills a message. Each tensor (B, s, H, D), with H as `shares.totals` -> buffer (elements,): for each Ulysses rank
     (s, B, h of all tensors, D), the heads that it works on."""
     batch, tokens, _, dim = tensors[0].shape
     for group, parts in zip(shares.groups, _views_of_groups(buffer, shares, batch, tokens, dim), strict=True):
         for x, part, heads, span, shared in zip(tensors, parts, *group[1:], strict=True):
-            distinct = group.members // shared
+            distinct = group.ranks // shared
             dealt = _by_share(x, span, (batch, tokens, distinct, heads, dim))
             part.view(distinct, shared, tokens, batch, heads, dim).copy_(dealt.unsqueeze(1))
 
@@ -121,7 +122,8 @@ def _by_share(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
 
 
 def split_in(received: Tensor, heads: Sequence[int]) -> list[Tensor]:
-    """What arrives inward, (T, B, h of all tensors, D), T the tokens of all members -> a view (B, T, h, D) for each."""
+    """What arrives inward, (T, B, h of all tensors, D), T the tokens of all Ulysses ranks -> a view (B, T, h, D) for
+    each."""
     return [x.transpose(0, 1) for x in received.split(list(heads), dim=2)]
 
 
@@ -132,8 +134,8 @@ def join_out(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_out(received: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[Tensor]:
-    """What arrives outward, (elements,): from each member (s, B, h of all tensors, D) -> each tensor (B, s, H, D), in
-    memory of its own. Where members share a head, their parts of it are summed, in `sum_dtype`."""
+    """What arrives outward, (elements,): from each Ulysses rank (s, B, h of all tensors, D) -> each tensor (B, s, H,
+    D), in memory of its own. Where Ulysses ranks share a head, their parts of it are summed, in `sum_dtype`."""
     parts_of_groups, tensors = _views_of_groups(received, shares, batch, tokens, dim), []
     sums = sum_dtype(received.dtype)
     for index, (total, split) in enumerate(zip(shares.totals, shares.split, strict=True)):
@@ -141,7 +143,7 @@ def unpack_out(received: Tensor, shares: HeadShares, batch: int, tokens: int, di
         whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
         for group, parts in zip(shares.groups, parts_of_groups, strict=True):
             part, heads, span, shared = parts[index], group.heads[index], group.spans[index], group.sharers[index]
-            distinct = group.members // shared
+            distinct = group.ranks // shared
             if shared > 1:
                 part = part.view(distinct, shared, tokens, batch, heads, dim).sum(1, dtype=sums)
             target = _by_share(whole, span, (batch, tokens, distinct, heads, dim))

@@ -1,5 +1,5 @@
 """The tensors of one attention call, as a walk takes and returns them. The caller's are all heads of this rank's own
-tokens. Each head chunk's inner tensors are some heads of the inner rank's tokens. `compiler.program.ulysses` names
+tokens. Each head chunk's inner tensors are some heads of the CP rank's tokens. `compiler.program.ulysses` names
 their fields."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Call(abc.ABC):
     """What both directions share.
 
     own: the caller's tensors (B, s, H, D), by field. common (Hkv, D): what is taken off all keys, if anything is (see
-    `runtime.work`); sinks: (Hq,), if there are some. heads: which member works on which heads in which head chunk.
-    alone: whether this rank is the only member. inner: tensors of the head chunk that is walked, by field;
+    `runtime.work`); sinks: (Hq,), if there are some. heads: which Ulysses rank works on which heads in which head
+    chunk. alone: whether this rank is the only Ulysses rank. inner: tensors of the head chunk that is walked, by field;
     inner_results: its results, to be sent. own_results: those of own tokens, all heads."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Call(abc.ABC):
     ) -> None:  # fmt: skip
         self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
         self.common = common
-        self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
+        self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(own.values())).device
         self.inner: dict[str, Tensor] = {}
         self.inner_results: dict[str, Tensor] = {}
         self.own_results: dict[str, Tensor] = {}
@@ -87,13 +87,13 @@ class Call(abc.ABC):
         self.of_head_chunk(self.own_results[field], head_chunk, field).copy_(part)
 
     def take_own(self, head_chunk: int) -> None:
-        """Without other members, makes the inner tensors of the caller's."""
+        """Without other Ulysses ranks, makes the inner tensors of the caller's."""
         if self.alone:
             one = len(self.heads.head_chunks) == 1
             self.inner = self.own if one else {field: self.part(head_chunk, field) for field in self.own}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Takes inner results, by field. Without other members they are those of own tokens."""
+        """Takes inner results, by field. Without other Ulysses ranks they are those of own tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -101,8 +101,8 @@ class Call(abc.ABC):
             self.inner_results.update(results)
 
     def of_inner_heads(self, x: Tensor, head_chunk: int, side: int = 0) -> Tensor:
-        """A view of x (H, ...), as of the sinks, of the heads that this member works on. side: 0 for query heads, 1 for
-        key/value heads."""
+        """A view of x (H, ...), as of the sinks, of the heads that this Ulysses rank works on. side: 0 for query heads,
+        1 for key/value heads."""
         return x[self.heads.head_chunks[head_chunk][side]][self.heads.inner(head_chunk)[side]]
 
     def take_common_off(self, head_chunk: int) -> None:
@@ -112,8 +112,8 @@ class Call(abc.ABC):
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
-        """The sinks (H,) that this member works on. Where the keys' common part was taken off every row has its own,
-        (B, T, H), since its scores have changed by a number of its own."""
+        """The sinks (H,) that this Ulysses rank works on. Where the keys' common part was taken off every row has its
+        own, (B, T, H), since its scores have changed by a number of its own."""
         sinks = self.of_inner_heads(sinks, head_chunk)
         if self.common is None:
             return sinks
@@ -122,8 +122,8 @@ class Call(abc.ABC):
 
 class ForwardCall(Call):
     """own: q, k and v. Returns out, each head chunk's inner lse, and the inner tensors that `saves` names, as
-    `SavedForBackward` does. Without other members none are saved. With `lse`, which needs other members, it also
-    returns the lse of own tokens."""
+    `SavedForBackward` does. Without other Ulysses ranks none are saved. With `lse`, which needs other Ulysses ranks, it
+    also returns the lse of own tokens."""
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,

@@ -23,7 +23,7 @@ Sizes = tuple[Sequence[int], Sequence[int]]  # elements that go to each member o
 
 
 class Message(NamedTuple):
-    """The bytes of one unit, to or from `peer`, an inner rank. kind, elements: of the unit, for counting. tag: the same
+    """The bytes of one unit, to or from `peer`, a CP rank. kind, elements: of the unit, for counting. tag: the same
     on both ends."""
 
     peer: int
@@ -50,7 +50,7 @@ class Comm(Protocol):
         ...
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The inner ranks in the order that they have in a collective."""
+        """The CP ranks in the order that they have in a collective."""
         ...
 
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
@@ -66,8 +66,8 @@ class Comm(Protocol):
         ...
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
-        """An all-to-all among Ulysses' members. The first sizes[0][0] elements of `sent` go to member 0, and so on; the
-        first sizes[1][0] of `received` come from it."""
+        """An all-to-all among the Ulysses ranks. The first sizes[0][0] elements of `sent` go to Ulysses rank 0, and so
+        on; the first sizes[1][0] of `received` come from it."""
         ...
 
     def parts_of_all(self, x: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class TorchComm:
         inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with explaining_failure("a transfer", inner):
-            works = start(sends, receives, inner, self.groups.inner_order)
+            works = start(sends, receives, inner, self.groups.cp_order)
         return Works("a transfer", inner, works, buffers)
 
     def parts_of_all(self, x: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 with the world. Groups with the same ranks are made once, and no group is made for one rank.
 
 torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
-not, but then names a group by how many groups this rank has. Members may differ in that number, and would wait for one
-another for ever. The number also comes again once a group was freed, with the old addresses in the store. So groups are
-named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
+not, but then names a group by how many groups this rank has. Members may differ in that number, and would wait for
+one another for ever. The number also comes again once a group was freed, with the old addresses in the store. So groups
+are named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_thread() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveGroup:
-    """A group for a schedule's collectives. order: its inner ranks, by their rank in the group (torch sorts them by
+    """A group for a schedule's collectives. order: its CP ranks, by their rank in the group (torch sorts them by
     global rank)."""
 
     group: Group
@@ -95,9 +95,9 @@ class Groups:
     """This rank's groups; None in place of a group that would hold this rank only.
 
     sp: the ranks that share its sequence; sp_order[i]: the SP rank of that group's rank i. inner: the ranks that run
-    the schedule; inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: the
-    members that exchange heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
-    collectives: the groups of schedules' collectives, by their inner ranks. made: the groups that were made for this
+    the schedule; cp_rank: this one's number among them; cp_order[p]: the group rank of CP rank p. ulysses: the
+    Ulysses ranks that exchange heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
+    collectives: the groups of schedules' collectives, by their CP ranks. made: the groups that were made for this
     object, and are freed with it, their threads and sockets too. number: of this set of groups, the same on all ranks.
     """
 
@@ -106,8 +106,8 @@ class Groups:
     sp: Group | None
     sp_order: tuple[int, ...]
     inner: Group | None
-    inner_rank: int
-    inner_order: tuple[int, ...]
+    cp_rank: int
+    cp_order: tuple[int, ...]
     ulysses: Group | None
     control: Group | None
     collectives: dict[tuple[int, ...], CollectiveGroup]
@@ -147,19 +147,19 @@ def free(made: list[Group]) -> None:
 def create(topology: Topology, rank: int, world: Group) -> Groups:
     """This rank's groups. Collective over all ranks. world: from `control_world`."""
     maker = _Maker(rank, world)
-    sp_axes = ("ulysses", *topology.inner_axes)
-    sp_ranks, inner_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.inner_axes)
+    sp_axes = ("ulysses", *topology.cp_axes)
+    sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
     # attention has groups of its own: in that of all ranks its messages would meet those of others
-    inner = maker.own("inner", inner_ranks)
+    inner = maker.own("inner", cp_ranks)
     ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
     collectives = {}
     for axis in topology.collective_axes:
         if group := maker.own(axis, ranks := topology.group(rank, axis)):
-            order = tuple(topology.index(r, *topology.inner_axes) for r in sorted(ranks))
-            collectives[tuple(topology.index(r, *topology.inner_axes) for r in ranks)] = CollectiveGroup(group, order)
+            order = tuple(topology.index(r, *topology.cp_axes) for r in sorted(ranks))
+            collectives[tuple(topology.index(r, *topology.cp_axes) for r in ranks)] = CollectiveGroup(group, order)
     sp = maker.own_or_all("sp", sp_ranks)
     control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
-    group_ranks = {r: number for number, r in enumerate(sorted(inner_ranks))}
+    group_ranks = {r: number for number, r in enumerate(sorted(cp_ranks))}
     _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
     return Groups(
         world=world,
@@ -167,8 +167,8 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
         sp=sp,
         sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(sp_ranks)),
         inner=inner,
-        inner_rank=topology.index(rank, *topology.inner_axes),
-        inner_order=tuple(group_ranks[r] for r in inner_ranks),
+        cp_rank=topology.index(rank, *topology.cp_axes),
+        cp_order=tuple(group_ranks[r] for r in cp_ranks),
         ulysses=ulysses,
         control=control,
         collectives=collectives,

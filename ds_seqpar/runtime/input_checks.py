@@ -17,7 +17,7 @@ from torch.nn import Parameter, functional
 
 from ..compiler.sharding.heads import max_head_chunks
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, check_parts, members_tokens
+from ..compiler.sharding.shards import Shards, UnevenShards, check_parts, tokens_by_ulysses_rank
 from ..config.settings import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints
@@ -29,7 +29,7 @@ from .runtime import Runtime
 
 def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
     """Whether attention can be an op of a compiled graph: it needs the right types, and heads that can be dealt to
-    members and head chunks. All else is checked when the agreement runs."""
+    Ulysses ranks and head chunks. All else is checked when the agreement runs."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
     values = isinstance(options.mask, Mask) and (options.shards is None or isinstance(options.shards, UnevenShards))
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
@@ -38,10 +38,10 @@ def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: Attent
 
 
 def _can_be_dealt(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
-    degree, head_chunks = runtime.members.degree, runtime.config.head_chunks
-    if kv_heads < 1 or q_heads % kv_heads or q_heads < degree:
+    ulysses_size, head_chunks = runtime.ulysses.size, runtime.config.head_chunks
+    if kv_heads < 1 or q_heads % kv_heads or q_heads < ulysses_size:
         return False
-    return head_chunks == "auto" or head_chunks <= max_head_chunks(q_heads, kv_heads, degree)
+    return head_chunks == "auto" or head_chunks <= max_head_chunks(q_heads, kv_heads, ulysses_size)
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
@@ -282,14 +282,16 @@ def check_shares(
 ) -> None:
     """Raises ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
     is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
-    config, members = runtime.config, runtime.config.ulysses
-    check_heads(members, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
+    config, ulysses_size = runtime.config, runtime.config.ulysses
+    check_heads(ulysses_size, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
         check_documents(mask, q.shape[1] * config.size)
     else:
         _check_tokens(runtime, q, k, shards)
-    check_programs(runtime, q, k, mask, runtime.shards(q.shape[1] * members) if shards is None else shards, softcap)
+    check_programs(
+        runtime, q, k, mask, runtime.shards(q.shape[1] * ulysses_size) if shards is None else shards, softcap
+    )
 
 
 def check_programs(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0) -> None:
@@ -308,18 +310,18 @@ def check_documents(mask: Mask, seq: int) -> None:
 
 
 def check_shards(shards: object, size: int, layout: str) -> None:
-    """Raises InputError unless these are shards of `size` inner ranks, of as many blocks each as in the layout."""
+    """Raises InputError unless these are shards of `size` CP ranks, of as many blocks each as in the layout."""
     if not isinstance(shards, UnevenShards):
         got = type(shards).__name__
         raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
     if shards.size != size:
-        raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
+        raise InputError(f"attention needs shards of the {size} CP ranks; got some of {shards.size} ranks")
     check_parts(shards, layout)
 
 
 def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
-    count, member = runtime.members
-    wanted = [members_tokens(shards, side, runtime.rank, count)[member] for side in ("q", "kv")]
+    count, ulysses_rank = runtime.ulysses
+    wanted = [tokens_by_ulysses_rank(shards, side, runtime.rank, count)[ulysses_rank] for side in ("q", "kv")]
     if [q.shape[1], k.shape[1]] != wanted:
         raise InputError(
             f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "

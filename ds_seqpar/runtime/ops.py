@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compiler.program.ulysses import Heads, Members, SavedForBackward
+from ..compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..compiler.sharding.handles import keep_alive, object_of, objects_of
 from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, members_tokens
+from ..compiler.sharding.shards import Shards, UnevenShards, tokens_by_ulysses_rank
 from ..errors import InputError
 from . import checkpoints
 from .buffers import Tensors, sum_dtype
@@ -56,7 +56,7 @@ class _Settings(NamedTuple):
         """Mask, shards and scores for `tokens` of q on this rank."""
         if self.shards is not None:
             return self.mask, self.shards, self.scores
-        return self.mask, self.runtime.shards(tokens * self.runtime.members.degree), self.scores
+        return self.mask, self.runtime.shards(tokens * self.runtime.ulysses.size), self.scores
 
     def takes_common_off(self, dtype: torch.dtype) -> bool:
         """Whether the keys' common part is taken off."""
@@ -141,7 +141,7 @@ def _attention(
     q, k, _ = tensors
     head_chunks = head_chunks_of(runtime, q, k, mask, shards) if parts == 1 else 1
     saves = int(runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved()))
-    own_lse = lse and runtime.members.degree > 1
+    own_lse = lse and runtime.ulysses.size > 1
     settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, own_lse)
     if _runs_as_op() and not checkpointed:
         numbers = _as_numbers(runtime, mask, shards, scores, head_chunks, saves)
@@ -168,18 +168,19 @@ def head_chunks_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: U
         return count
     if torch.compiler.is_compiling():
         return 1  # a figure of memory needs numbers, and the compiler may have symbols
-    inner_shards = runtime.shards(q.shape[1] * runtime.members.degree) if shards is None else shards
+    inner_shards = runtime.shards(q.shape[1] * runtime.ulysses.size) if shards is None else shards
     return runtime.fewest_head_chunks(q, k, mask, inner_shards)
 
 
 def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[int]:
-    """The numbers by which the op's fake finds the shapes of its results. They are Ulysses' degree, this rank's member
-    number, and the inner rank's tokens of q and of k/v. The last is 1 where q, k and v travel in one message."""
-    (q, k, _), degree = tensors, runtime.members.degree
+    """The numbers by which the op's fake finds the shapes of its results. They are the Ulysses size, this rank's
+    Ulysses rank number, and the CP rank's tokens of q and of k/v. The last is 1 where q, k and v travel in one
+    message."""
+    (q, k, _), ulysses_size = tensors, runtime.ulysses.size
     if shards is None:
-        return [*runtime.members, q.shape[1] * degree, k.shape[1] * degree, 1]
-    counts = [members_tokens(shards, side, runtime.rank, degree) for side in ("q", "kv")]
-    return [*runtime.members, sum(counts[0]), sum(counts[1]), int(counts[0] == counts[1])]
+        return [*runtime.ulysses, q.shape[1] * ulysses_size, k.shape[1] * ulysses_size, 1]
+    counts = [tokens_by_ulysses_rank(shards, side, runtime.rank, ulysses_size) for side in ("q", "kv")]
+    return [*runtime.ulysses, sum(counts[0]), sum(counts[1]), int(counts[0] == counts[1])]
 
 
 def has_common(q: Tensor) -> bool:
@@ -227,8 +228,8 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
     softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    degree, member, *tokens, in_one_message = sizes
-    heads = Heads.of(q.shape[2], k.shape[2], Members(degree, member), head_chunks)
+    ulysses_size, ulysses_rank, *tokens, in_one_message = sizes
+    heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
     batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
     widths = [[part.stop - part.start for part in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
     results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]

@@ -212,7 +212,7 @@ class _WalkEvents:
         """(kind, label, further fields) for the event of each message."""
         if isinstance(one, op.ExchangeStart):
             sizes = self.bound.exchange_sizes(one.exchange)
-            size = sizes.arriving(self.bound.heads.members.member) * sizes.itemsize
+            size = sizes.arriving(self.bound.heads.ulysses.rank) * sizes.itemsize
             return [("exchange", one.label, {"what": "+".join(one.exchange.fields), "bytes": size})]
         if not isinstance(one, op.Post):
             kind, whole = one.collective.unit

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
-from ..compiler.program.ulysses import Members, SavedForBackward
+from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ..compiler.sharding.handles import handle_of
-from ..compiler.sharding.heads import heads_of_member
+from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
@@ -30,18 +30,18 @@ NOT_RECORDED = contextlib.nullcontext()
 class Runtime:
     """Settings, this rank's place and its transport.
 
-    rank: the inner rank. members: Ulysses' degree and this rank's member number. calls: those whose backward ranks
+    rank: the CP rank. ulysses: this rank's place in its Ulysses group. calls: those whose backward ranks
     agree on. checked: the key of the inputs that `inputs` checked last, and the form in which ranks compare them.
     last_bound, last_head_chunks: the arguments and the result of the last `bound` of each direction, and of the last
     `fewest_head_chunks`. recorder: records when this rank does what, while somebody asks for it. measured: the order of
     kernels of each `BlockSpec.case` that was measured. handle: of this object, for ops."""
 
     def __init__(
-        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0,
+        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
         measured: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
         self.calls = Calls(comm.groups if isinstance(comm, TorchComm) else None)
-        self.members = Members(config.ulysses, member)
+        self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.checked: tuple | None = None
         self.recorder: Recorder | None = None
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -57,7 +57,7 @@ class Runtime:
         return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
 
     def shards(self, tokens: int) -> Shards:
-        """The configured layout of a sequence of which every inner rank holds `tokens`."""
+        """The configured layout of a sequence of which every CP rank holds `tokens`."""
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
@@ -76,10 +76,10 @@ class Runtime:
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, around: tuple
     ) -> tuple[BoundProgram, Kernel]:
         own = self.own_shape(q, kv_heads)
-        inner = own.of_heads(*heads_of_member(own.q_heads, own.kv_heads, *self.members))
+        inner = own.of_heads(*heads_of_ulysses_rank(own.q_heads, own.kv_heads, *self.ulysses))
         spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
         kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.bound_call(direction, mask, shards, own, self.members, kernel.support, *around), kernel
+        return self.compiler.bound_call(direction, mask, shards, own, self.ulysses, kernel.support, *around), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """The shape of a rank's own tensors."""
@@ -116,7 +116,7 @@ class Runtime:
         """A walk over a rank's own tensors, which returns what `BackwardCall` does. own: do, and q, k, v and out where
         forward did not save the inner ones. saved: what forward saved. common: as forward had it."""
         do, kept = own["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
-        around = len(saved.lses), kept if self.members.degree > 1 else SavedForBackward.QKV_AND_OUT
+        around = len(saved.lses), kept if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *around)
         call = BackwardCall(bound, kernel, scores, _readable(own), sinks, common, saved)
         return Walk(bound, call, self.comm, self.recorder)
@@ -129,7 +129,7 @@ def run(walk: Walk) -> list[Tensor]:
         return walk.run()
     except CommunicationError as error:
         place = walk.program.where(walk.at)
-        raise CommunicationError(f"inner rank {walk.program.rank}, {error}\n{place}") from error
+        raise CommunicationError(f"CP rank {walk.program.rank}, {error}\n{place}") from error
     except Exception as error:
         error.add_note(walk.program.where(walk.at))
         raise

@@ -108,7 +108,7 @@ class Walk:
     def unpack_heads(self, one: op.UnpackHeads) -> None:
         exchange, sizes = one.exchange, self.bound.exchange_sizes(one.exchange)
         received = self.buffers.elements(one.received, sizes.dtype)
-        tokens = sizes.tokens[self.call.heads.members.member]
+        tokens = sizes.tokens[self.call.heads.ulysses.rank]
         results = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, sizes.width)
         for field, x in zip(exchange.fields, results, strict=True):
             self.call.put_result(exchange.head_chunk, field, x)

@@ -180,10 +180,10 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 # they are, bit by bit. After RoPE these are the elements that turn slowly.
 
 
-def takes_common_off(dtype: torch.dtype, softcap: float, inner_ranks: int, mask: Mask, shards: Shards | None) -> bool:
+def takes_common_off(dtype: torch.dtype, softcap: float, cp_ranks: int, mask: Mask, shards: Shards | None) -> bool:
     """Whether a common part is taken off: in fp32, where results of a row may be merged. They are among several inner
     ranks, and where a product has several tiles. The same on all ranks."""
-    whole = inner_ranks == 1 and mask.scale_free and not isinstance(shards, UnevenShards)
+    whole = cp_ranks == 1 and mask.scale_free and not isinstance(shards, UnevenShards)
     return dtype == torch.float32 and not softcap and not whole
 
 

@@ -22,8 +22,8 @@ class ShardSpec:
     """How a tensor (rows, tokens, ...) is spread over the ranks of a group.
 
     Each rank's part is (rows, its tokens, ...); with `joined`, where rows lie end to end, (1, its tokens, ...). orders:
-    for each member the positions of its tokens in a sequence; with joined, row * tokens + token. placement: of the
-    batch. name: of the tensor, for messages. narrowed: cache of `narrow`.
+    for each Ulysses rank the positions of its tokens in a sequence; with joined, row * tokens + token. placement: of
+    the batch. name: of the tensor, for messages. narrowed: cache of `narrow`.
     """
 
     sp: Sharding

@@ -284,7 +284,7 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
         return InputError(f"placement must be a BatchLayout, or None; got {type(placement).__name__}, {HOW}")
     inner = sp.size // sp.config.ulysses
     if placement.shards.size != inner:
-        return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
+        return InputError(f"a placement must be of the {inner} CP ranks; got {placement.shards.size}, {HOW}")
     if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(inner)) < sp.config.ulysses:
         return InputError(
             f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "

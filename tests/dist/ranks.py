@@ -56,8 +56,8 @@ def attention_error(sp):
 def planned(sp, seq, heads, units, batch=1, dim=8):
     """Elements that the plans of causal attention on fp64 let this rank receive, in both directions. heads: of the
     whole; units: by direction, elements of one block of each kind."""
-    members, compiler = sp.config.ulysses, sp.runtime.compiler
-    inner = heads[0] // members, max(1, heads[1] // members), dim
+    ulysses_size, compiler = sp.config.ulysses, sp.runtime.compiler
+    inner = heads[0] // ulysses_size, max(1, heads[1] // ulysses_size), dim
     shape = shape_of(sp.config.comm_dtype, "float64", batch, inner)
     pattern = compiler.pattern(CAUSAL, sp.runtime.shards(seq // compiler.recipe.size))
     plans = [compiler.recipe.plan(direction, pattern, shape) for direction in units]

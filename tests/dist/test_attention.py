@@ -20,14 +20,16 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 
 
 def legal(case):
-    """Ulysses divides the query heads; key/value heads are divided, or each is shared by U / Hkv members."""
-    (_, degree), (heads, kv_heads) = case["ranks"], case["heads"]
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+    """Ulysses divides the query heads; key/value heads are divided, or each is shared by U / Hkv Ulysses ranks."""
+    (_, ulysses_size), (heads, kv_heads) = case["ranks"], case["heads"]
+    return heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
 
 
 AXES = {
     # (size, ulysses) as one axis, so that the cover meets each with every kind of heads
-    "ranks": tuple((size, degree) for size in (1, 2, 3, 4, 6, 8) for degree in range(1, 9) if size % degree == 0),
+    "ranks": tuple(
+        (size, ulysses_size) for size in (1, 2, 3, 4, 6, 8) for ulysses_size in range(1, 9) if size % ulysses_size == 0
+    ),
     "layout": LAYOUTS,
     "heads": ((24, 24), (24, 6), (24, 4), (24, 2), (24, 1)),
     "causal": (True, False),
@@ -58,9 +60,9 @@ def equal_dense(cases):
     """One process goes through many settings, so nothing may stay behind."""
     made = {}
     for case in cases:
-        (size, degree), layout = shape = case["ranks"], case["layout"]
+        (size, ulysses_size), layout = shape = case["ranks"], case["layout"]
         if shape not in made:
-            made[shape] = make(size=size, ulysses=degree, layout=layout)
+            made[shape] = make(size=size, ulysses=ulysses_size, layout=layout)
         assert_exact(made[shape], oracle.tensors(case["batch"], 48, case["heads"]), causal=case["causal"])
 
 
@@ -81,8 +83,8 @@ NARROW = [
 def narrow_deviations(cases, dtype):
     """By case, of (out, dq, dk, dv): errors and spreads, and those of the kernel alone on the whole sequence."""
     found = []
-    for size, degree, layout, heads, causal in cases:
-        sp = make(size=size, ulysses=degree, layout=layout)
+    for size, ulysses_size, layout, heads, causal in cases:
+        sp = make(size=size, ulysses=ulysses_size, layout=layout)
         q, k, v, do = oracle.tensors(1, 512, heads, dim=16, dtype=dtype)
         mine = attend(sp, q, k, v, do, causal=causal)
         if sp.rank > 0:
@@ -116,13 +118,13 @@ def test_bf16_is_as_good_as_the_kernel_alone(world):
 
 # deepspeed#7672: backward failed where fewer ranks shared a sequence than there were
 @pytest.mark.parametrize(
-    ("world", "size", "degree"),
+    ("world", "size", "ulysses_size"),
     [(4, 2, 1), (4, 2, 2), (2, 1, 1), pytest.param(6, 3, 1, marks=pytest.mark.whole)],
 )
 @on_each_of("world")
-def test_groups_work_on_different_data_at_once(world, size, degree):
+def test_groups_work_on_different_data_at_once(world, size, ulysses_size):
     """Every group has its own data, and its own sequence length."""
-    sp, rank = make(size=size, ulysses=degree), dist.get_rank()
+    sp, rank = make(size=size, ulysses=ulysses_size), dist.get_rank()
     assert (sp.data_rank, sp.data_size, sp.rank, sp.size) == (rank // size, world // size, rank % size, size)
     assert_exact(sp, oracle.tensors(2, 12 * (sp.data_rank + 1), (6, 2), seed=sp.data_rank))
 
@@ -154,23 +156,23 @@ def test_two_models_in_one_process_do_not_meet():
         oracle.assert_exact(gather_all(sp, out, *(x.grad for x in local)), expected)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("ulysses_size", [1, 2])
 @on_each_of(2)
-def test_backward_does_not_need_the_caller_to_keep_sequence_parallel(degree):
-    sp = make(ulysses=degree)
+def test_backward_does_not_need_the_caller_to_keep_sequence_parallel(ulysses_size):
+    sp = make(ulysses=ulysses_size)
     whole = oracle.tensors(1, 24, (4, 2))
     local, do = leaves(sp, *whole[:3]), sp.shard(whole[3], 1)
     out = sp.attention(*local)
     del sp
     gc.collect()
     out.backward(do)
-    oracle.assert_exact(gather_all(make(ulysses=degree), *(x.grad for x in local)), oracle.dense(*whole)[1:])
+    oracle.assert_exact(gather_all(make(ulysses=ulysses_size), *(x.grad for x in local)), oracle.dense(*whole)[1:])
 
 
-@pytest.mark.parametrize("degree", each_then_rest([2], [1]))
+@pytest.mark.parametrize("ulysses_size", each_then_rest([2], [1]))
 @on_each_of(4)
-def test_two_layers_share_one_sequence_parallel(degree):
-    sp = make(ulysses=degree)
+def test_two_layers_share_one_sequence_parallel(ulysses_size):
+    sp = make(ulysses=ulysses_size)
     q, k, v, do = oracle.tensors(2, 24, (4, 2))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
 
@@ -183,10 +185,10 @@ def test_two_layers_share_one_sequence_parallel(degree):
     oracle.assert_exact(found, [expected.detach(), *(x.grad for x in whole)])
 
 
-@pytest.mark.parametrize("degree", each_then_rest([2], [1, 4]))
+@pytest.mark.parametrize("ulysses_size", each_then_rest([2], [1, 4]))
 @on_each_of(4)
-def test_the_same_step_gives_the_same_bits(degree):
-    sp = make(ulysses=degree)
+def test_the_same_step_gives_the_same_bits(ulysses_size):
+    sp = make(ulysses=ulysses_size)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         whole = oracle.tensors(1, 48, (4, 1), dtype=dtype)
         assert all(torch.equal(a, b) for a, b in zip(attend(sp, *whole), attend(sp, *whole), strict=True)), dtype
@@ -195,8 +197,8 @@ def test_the_same_step_gives_the_same_bits(degree):
 def real_ranks(settings):
     """By setting: (out, dq, dk, dv), bits as they are, and what this rank received."""
     found = []
-    for degree, layout, causal, dtype in settings:
-        sp = make(ulysses=degree, layout=layout)
+    for ulysses_size, layout, causal, dtype in settings:
+        sp = make(ulysses=ulysses_size, layout=layout)
         real = attend(sp, *oracle.tensors(2, 48, (4, 2), dtype=dtype), causal=causal)
         counts = {kind: count for kind, count in sp.comm.received.items() if count}
         found.append(([x.double().numpy() for x in real] if sp.rank == 0 else None, counts))
@@ -215,8 +217,8 @@ def test_virtual_ranks_give_the_same_bits_and_counts(choose):
     settings = [(*case["shape"], case["causal"], case["dtype"]) for case in choose(**ALIKE)]
     by_setting = zip(*on_ranks(4, real_ranks, settings), strict=True)
     for setting, results in zip(settings, by_setting, strict=True):
-        degree, layout, causal, dtype = setting
-        config = SequenceParallelConfig(size=4, ulysses=degree, layout=layout)
+        ulysses_size, layout, causal, dtype = setting
+        config = SequenceParallelConfig(size=4, ulysses=ulysses_size, layout=layout)
         imagined = virtual.attention(config, *oracle.tensors(2, 48, (4, 2), dtype=dtype), causal=causal)
         expected = imagined.out, imagined.dq, imagined.dk, imagined.dv
         for real, x in zip(results[0][0], expected, strict=True):
@@ -227,11 +229,11 @@ def test_virtual_ranks_give_the_same_bits_and_counts(choose):
             assert counts == {kind: count for kind, count in imagined_counts.items() if count}, setting
 
 
-@pytest.mark.parametrize("degree", each_then_rest([2], [1, 4]))
+@pytest.mark.parametrize("ulysses_size", each_then_rest([2], [1, 4]))
 @on_each_of(4)
-def test_tensors_need_not_be_contiguous(degree):
+def test_tensors_need_not_be_contiguous(ulysses_size):
     """Inputs as a transformers model has them (heads before tokens in memory), and the gradient of a plain sum."""
-    sp = make(ulysses=degree)
+    sp = make(ulysses=ulysses_size)
     whole = oracle.tensors(2, 24, (4, 2))
     local = [sp.shard(x, 1).transpose(1, 2).contiguous().requires_grad_() for x in whole[:3]]
     views = [x.transpose(1, 2) for x in local]
@@ -242,10 +244,10 @@ def test_tensors_need_not_be_contiguous(degree):
     oracle.assert_exact(found, oracle.dense(*whole[:3], torch.ones_like(whole[3])))
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("ulysses_size", [1, 2])
 @on_each_of(2)
-def test_forward_without_grad(degree):
-    sp = make(ulysses=degree)
+def test_forward_without_grad(ulysses_size):
+    sp = make(ulysses=ulysses_size)
     whole = oracle.tensors(1, 24, (4, 2))
     expected = oracle.dense(*whole)[:1]
     for context in (torch.no_grad, torch.inference_mode):
@@ -255,11 +257,11 @@ def test_forward_without_grad(degree):
             oracle.assert_exact([sp.gather(out, 1)], expected)
 
 
-@pytest.mark.parametrize("degree", each_then_rest([2], [1]))
+@pytest.mark.parametrize("ulysses_size", each_then_rest([2], [1]))
 @on_each_of(4)
-def test_only_some_inputs_need_gradients(degree):
+def test_only_some_inputs_need_gradients(ulysses_size):
     """Frozen k/v, then frozen q: the ranks' transfers must be the same all the same."""
-    sp = make(ulysses=degree)
+    sp = make(ulysses=ulysses_size)
     *inputs, do = whole = oracle.tensors(1, 24, (4, 2))
     expected = oracle.dense(*whole)[1:]
     for wanted in ((0,), (2,), (1, 2)):
@@ -291,7 +293,7 @@ def test_scale():
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-TRIPS = {"layout": LAYOUTS, "degree": (1, 2, 4), "dim": (0, 1, 2, -1), "dtype": DTYPES}
+TRIPS = {"layout": LAYOUTS, "ulysses_size": (1, 2, 4), "dim": (0, 1, 2, -1), "dtype": DTYPES}
 
 
 @pytest.mark.parametrize("choose", [cover, pytest.param(whole, marks=pytest.mark.whole)])
@@ -299,15 +301,15 @@ TRIPS = {"layout": LAYOUTS, "degree": (1, 2, 4), "dim": (0, 1, 2, -1), "dtype": 
 def test_gather_is_the_inverse_of_shard(choose):
     """For several dims, dtypes and layouts; and what shard takes is where position_ids says."""
     made = {}
-    for layout, degree, dim, dtype in (case.values() for case in choose(**TRIPS)):
-        if (layout, degree) not in made:
-            made[layout, degree] = make(ulysses=degree, layout=layout)
-        sp, shape = made[layout, degree], [2, 3, 5]
+    for layout, ulysses_size, dim, dtype in (case.values() for case in choose(**TRIPS)):
+        if (layout, ulysses_size) not in made:
+            made[layout, ulysses_size] = make(ulysses=ulysses_size, layout=layout)
+        sp, shape = made[layout, ulysses_size], [2, 3, 5]
         shape[dim] = 16
         x = torch.randn(shape, generator=torch.Generator().manual_seed(dim + 7)).mul(9).to(dtype)
         local, places = sp.shard(x, dim), sp.position_ids(16)
-        assert torch.equal(sp.gather(local, dim), x), (layout, degree, dim, dtype)
-        assert torch.equal(local, x.movedim(dim, 0)[places].movedim(0, dim)), (layout, degree, dim, dtype)
+        assert torch.equal(sp.gather(local, dim), x), (layout, ulysses_size, dim, dtype)
+        assert torch.equal(local, x.movedim(dim, 0)[places].movedim(0, dim)), (layout, ulysses_size, dim, dtype)
 
 
 @on_each_of(2)

@@ -29,14 +29,14 @@ def shifted(labels):
 
 
 # deepspeed#5419 and #7473: ranks' losses differed, labels and position ids were suspected; deepspeed#7458: not sharded
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("ulysses_size", [1, 2, 4])
 @on_each_of(WORLD)
-def test_shards_put_together_are_the_batch(degree):
+def test_shards_put_together_are_the_batch(ulysses_size):
     """In every layout; what came in is left as it was."""
     whole = a_batch(0)
     expected = {**whole, "shift_labels": shifted(whole["labels"]), "extra": EXTRA}
     for layout in LAYOUTS:
-        sp = make(ulysses=degree, layout=layout)
+        sp = make(ulysses=ulysses_size, layout=layout)
         given = {**whole, "extra": EXTRA, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]}
         given |= {"epoch": torch.tensor(3), "weights": torch.tensor([0.5, 2.0])}  # of the batch; of each row
         shard = sp.shard_batch(given)

@@ -175,7 +175,7 @@ def test_a_constant_of_one_rank_and_infinite_numbers_are_summed():
 @on_each_of(2, keep=None)
 def test_groups_that_were_destroyed_get_a_sentence(again, tmp_path):
     """Also where torch.distributed is up again, whose groups are others."""
-    made = [SequenceParallel(SequenceParallelConfig(size=2, ulysses=degree)) for degree in (1, 2)]
+    made = [SequenceParallel(SequenceParallelConfig(size=2, ulysses=ulysses_size)) for ulysses_size in (1, 2)]
     q = torch.ones(1, 8, 4, 8, requires_grad=True)
     out, rank = made[1].attention(q, q, q), dist.get_rank()
     dist.destroy_process_group()

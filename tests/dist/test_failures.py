@@ -18,9 +18,9 @@ OTHERS = [rank for rank in range(WORLD) if rank != GONE]
 ENDED = "another rank ended"
 
 
-def step(degree, direction, call, ends):
+def step(ulysses_size, direction, call, ends):
     """A training step; the kernel of one rank ends it, or raises, at its given call (from 1) of a direction."""
-    sp = make(ulysses=degree, rotate_forward="kv", rotate_backward="kv", kernel="cpu_flash")
+    sp = make(ulysses=ulysses_size, rotate_forward="kv", rotate_backward="kv", kernel="cpu_flash")
     kernel, calls = KERNELS["cpu_flash"], []
     real = getattr(kernel, direction)
 
@@ -44,7 +44,7 @@ def run(*args):
 
 
 def assert_told_where(outcome, rank, direction):
-    """The message names inner rank and step, whom that step is with, and what the rank does around it. A rank
+    """The message names CP rank and step, whom that step is with, and what the rank does around it. A rank
     that has all blocks of a forward already is told at its own backward."""
     kind, message, _ = outcome
     assert kind == "CommunicationError"
@@ -52,16 +52,14 @@ def assert_told_where(outcome, rank, direction):
     if direction == "forward" and rank != (GONE + 1) % WORLD and first.startswith("backward of attention"):
         assert missing(first, ENDED) == []
         return
-    assert missing(first, f"inner rank {rank}, ", "a transfer", ENDED) == []
+    assert missing(first, f"CP rank {rank}, ", "a transfer", ENDED) == []
     assert_place("\n".join(place), rank, r"\d")
 
 
 def assert_place(text, rank, step):
     """Where a rank of the ring failed: that step is marked, and two before and after it stand with it."""
     before, after = (rank - 1) % WORLD, (rank + 1) % WORLD
-    head = re.match(
-        rf"ring (forward|backward), inner rank {rank} of {WORLD}, step ({step}), with ranks ([\d, ]+)\n", text
-    )
+    head = re.match(rf"ring (forward|backward), CP rank {rank} of {WORLD}, step ({step}), with ranks ([\d, ]+)\n", text)
     assert {str(before), str(after)} & set(head[3].split(", "))
     lines = re.findall(r"^(->|  ) step (\d): (.*)$", text, re.MULTILINE)
     at = int(head[2])
@@ -83,7 +81,7 @@ def test_a_killed_rank_is_noticed_by_all(direction):
     for rank, outcome in zip(OTHERS, others, strict=True):
         assert_told_where(outcome, rank, direction)
     # its right neighbour waits for the next block, so it knows the direction too
-    assert f"ring {direction}, inner rank {GONE + 1} of {WORLD}, step " in others[GONE][1]
+    assert f"ring {direction}, CP rank {GONE + 1} of {WORLD}, step " in others[GONE][1]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -1,4 +1,5 @@
-"""Which groups a rank makes, which it shares, and that members of one find each other whatever else they are in."""
+"""Which groups a rank makes, which it shares, and that Ulysses ranks of one find each other whatever else they are
+in."""
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def of_case(config):
         named = {"world": dist.group.WORLD, "sp": groups.sp, "inner": groups.inner, "ulysses": groups.ulysses}
         named |= {
             "control": groups.control,
-            **{f"members {i}": c.group for i, c in enumerate(groups.collectives.values())},
+            **{f"Ulysses ranks {i}": c.group for i, c in enumerate(groups.collectives.values())},
         }
         numbers = {id(group): number for number, group in reversed(list(enumerate(named.values())))}
         same = {name: None if group is None else numbers[id(group)] for name, group in named.items()}
@@ -60,7 +61,7 @@ def test_equal_groups_are_one_and_a_rank_alone_has_none(found):
         assert same["Ulysses of all"] == {"world": 0, "sp": 0, "inner": None, "ulysses": 3, "control": 0}
         assert same["Ulysses of half"] == {"world": 0, "sp": 1, "inner": None, "ulysses": 1, "control": 1}
         assert same["both"] == {"world": 0, "sp": 0, "inner": 2, "ulysses": 3, "control": 0}
-        assert same["mesh"]["members 0"] == same["mesh"]["inner"] == 2
+        assert same["mesh"]["Ulysses ranks 0"] == same["mesh"]["inner"] == 2
         assert max(error for _, _, error in rank.values()) < 1e-10
         made = {name: len(case[1]) for name, case in rank.items()}
         assert made == {name: {"one rank a sequence": 0, "both": 2}.get(name, 1) for name in CASES}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ds_seqpar.compiler.sharding.heads import max_head_chunks
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards, members_positions
+from ds_seqpar.compiler.sharding.shards import UnevenShards, positions_by_ulysses_rank
 from tests import live, oracle
 from tests.dist.ranks import attend, leaves, make, refusal
 from tests.launch import on_warm_ranks as on_ranks
@@ -84,7 +84,8 @@ def uneven():
     for head_chunks in (1, 2):
         sp = make(size=4, ulysses=2, head_chunks=head_chunks)
         own = {
-            side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.members.member] for side in ("q", "kv")
+            side: positions_by_ulysses_rank(shards, side, sp.runtime.rank, 2)[sp.runtime.ulysses.rank]
+            for side in ("q", "kv")
         }
         local = [x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)]
         out = sp.attention(*local, shards=shards)
@@ -133,7 +134,7 @@ def memory(section, counts):
 
 
 SECTIONS = {
-    "two members": {"size": 2, "ulysses": 2},
+    "two Ulysses ranks": {"size": 2, "ulysses": 2},
     "ring": {"size": 4, "ulysses": 1},
     "ulysses": {"size": 4, "ulysses": 4},
     "attention2d": {"size": 4, "ulysses": 1, "schedule": "attention2d"},
@@ -142,7 +143,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [("two members", (1, 4)), *(pytest.param(x, (1, 2, 4), marks=pytest.mark.whole) for x in SECTIONS)],
+    [("two Ulysses ranks", (1, 4)), *(pytest.param(x, (1, 2, 4), marks=pytest.mark.whole) for x in SECTIONS)],
 )
 def test_buffers_are_those_of_one_stage(name, counts):
     for whole, *parts in on_ranks(SECTIONS[name]["size"], memory, SECTIONS[name], counts):
@@ -165,4 +166,4 @@ def test_wrong_stages_are_refused():
         for given, message in zip(("0", "'two'", "True"), messages[:3], strict=True):
             assert missing(message, "head_chunks", '"auto"', f"got {given}") == []
         assert missing(messages[3], "head_chunks", "got 8", "at most 4") == []
-        assert missing(messages[4], "head_chunks", "2 Ulysses members", "got 2") == []
+        assert missing(messages[4], "head_chunks", "2 Ulysses ranks", "got 2") == []

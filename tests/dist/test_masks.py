@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, members_positions
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, positions_by_ulysses_rank
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,
@@ -82,7 +82,7 @@ def runs_of(*lengths):
     return [[Run(start, 1, length)] if length else [] for start, length in zip(starts, lengths, strict=True)]
 
 
-# name -> shards of 2 inner ranks, (queries, keys)
+# name -> shards of 2 CP ranks, (queries, keys)
 TWO = {
     "other lengths": (UnevenShards(runs_of(31, 12)), (43, 43)),
     "more keys than queries": (UnevenShards(runs_of(3, 10), runs_of(29, 14)), (13, 43)),
@@ -113,8 +113,10 @@ def tensors(queries, keys):
 
 def held(sp, shards, side):
     """The global positions of this rank's tokens."""
-    inner, member = sp.runtime.rank, sp.topology.index(sp.rank, "ulysses")
-    return torch.tensor(members_positions(shards, side, inner, sp.config.ulysses)[member], dtype=torch.int64)
+    inner, ulysses_rank = sp.runtime.rank, sp.topology.index(sp.rank, "ulysses")
+    return torch.tensor(
+        positions_by_ulysses_rank(shards, side, inner, sp.config.ulysses)[ulysses_rank], dtype=torch.int64
+    )
 
 
 def attend_shards(sp, shards, whole, mask, **options):
@@ -147,7 +149,7 @@ def backwards_only(shards, lengths, mask):
 
 
 def places(shards, side, inner):
-    return members_positions(shards, side, inner, 1)[0]
+    return positions_by_ulysses_rank(shards, side, inner, 1)[0]
 
 
 UNEVEN = {
@@ -161,7 +163,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize(
-    ("members", "table", "choose"),
+    ("ulysses_size", "table", "choose"),
     [
         pytest.param(1, FOUR, cover, id="4-cover"),
         pytest.param(2, TWO, cover, marks=pytest.mark.whole, id="2x2-cover"),
@@ -170,8 +172,8 @@ UNEVEN = {
     ],
 )
 @on_each_of(4)
-def test_shards_of_any_length_are_exact(members, table, choose):
-    sps = {name: make(**its, ulysses=members) for name, its in UNEVEN[members].items()}
+def test_shards_of_any_length_are_exact(ulysses_size, table, choose):
+    sps = {name: make(**its, ulysses=ulysses_size) for name, its in UNEVEN[ulysses_size].items()}
     for case in choose(settings=tuple(sps), shards=tuple(table), mask=tuple(OF_SHARDS)):
         sp, mask, (shards, lengths) = sps[case["settings"]], OF_SHARDS[case["mask"]], table[case["shards"]]
         if case["settings"] == "distflash" and not backwards_only(shards, lengths, mask):
@@ -185,8 +187,8 @@ def test_shards_of_any_length_are_exact(members, table, choose):
 def test_lse_of_shards_of_any_length():
     """With and without Ulysses."""
     mask = Mask(window=6)
-    for members, table in ((2, TWO), (1, FOUR)):
-        sp = make(ulysses=members)
+    for ulysses_size, table in ((2, TWO), (1, FOUR)):
+        sp = make(ulysses=ulysses_size)
         for name, (shards, lengths) in table.items():
             whole = tensors(*lengths)
             (_, lse), _, (at, _) = attend_shards(sp, shards, whole, mask, return_lse=True)
@@ -244,7 +246,7 @@ REFUSED = {
     "an array for a mask": (asked(mask=numpy.ones((9, 9))), everywhere("Mask", "got array([")),
     "shards of other ranks": (
         asked(shards=UnevenShards(runs_of(4, 12))),
-        everywhere("shards", "4 inner ranks", "2 ranks"),
+        everywhere("shards", "4 CP ranks", "2 ranks"),
     ),
     "a list for shards": (asked(shards=runs_of(4, 4, 4, 4)), everywhere("UnevenShards", "got list")),
     "one rank's tensor for shards": (
@@ -299,7 +301,7 @@ def test_what_does_not_fit_is_refused_on_every_rank():
 
 @on_each_of(4)
 def test_members_tokens_must_be_their_own():
-    """Where two Ulysses members share an inner rank's tokens, each has its own number of them."""
+    """Where two Ulysses ranks share a CP rank's tokens, each has its own number of them."""
     sp = make(ulysses=2)
     shards = UnevenShards(runs_of(5, 6))
     right = [(2, 3), (3, 3)][sp.runtime.rank][sp.topology.index(sp.rank, "ulysses")]
@@ -362,11 +364,11 @@ def test_masks_are_compiled(settings):
         assert lacking(refusal(loose, *leaves(sp, q, k, v), **options), kind, word) == []
 
 
-@pytest.mark.parametrize(("ranks", "members"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(("ranks", "ulysses_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.whole)])
 @on_each_of("ranks", timeout=200, keep=None)
-def test_shards_are_compiled(ranks, members):
+def test_shards_are_compiled(ranks, ulysses_size):
     """Of any length; other shards at the second call."""
-    sp = make(ulysses=members)
+    sp = make(ulysses=ulysses_size)
 
     @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     def function(q, k, v, shards):

@@ -40,12 +40,12 @@ OTHERS = {
     "ulysses around": ({"size": 4, "ulysses": 2, "schedule": "ring"}, Mask(), 4),
     "heads dealt unevenly": ({"size": 3, "ulysses": 3}, Mask(), 8),
     "grouped heads dealt unevenly": ({"size": 3, "ulysses": 3}, Mask(), 4),
-    "members that share heads": ({"size": 4, "ulysses": 4}, Mask(), 2),
-    "members that share heads unevenly": ({"size": 3, "ulysses": 3}, Mask(), 2),
+    "Ulysses ranks that share heads": ({"size": 4, "ulysses": 4}, Mask(), 2),
+    "Ulysses ranks that share heads unevenly": ({"size": 3, "ulysses": 3}, Mask(), 2),
     "two blocks a rank": ({"size": 6, "schedule": "triangle"}, Mask(), 8),
     "two blocks a rank, bf16 travels": ({"size": 3, "schedule": "triangle", "comm_dtype": "bf16"}, Mask(), 2),
     "two blocks a rank, overlap": ({"size": 3, "schedule": "triangle", "overlap": True}, Mask(window=700), 8),
-    "two blocks of a rank's members": ({"size": 6, "ulysses": 2, "schedule": "triangle"}, Mask(), 4),
+    "two blocks of a rank's Ulysses ranks": ({"size": 6, "ulysses": 2, "schedule": "triangle"}, Mask(), 4),
     "head chunks that hide exchanges": ({"size": 4, "ulysses": 4, "head_chunks": 2, "overlap": True}, Mask(), 8),
     "head chunks that hide exchanges, around": (
         {"size": 4, "ulysses": 2, "head_chunks": 4, "overlap": True},
@@ -67,9 +67,9 @@ STAGES = {
 }
 # of other settings what no other case has; of head chunks each number of them, kept and not, and each exchange
 WHOLE = (
-    "ulysses around", "grouped heads dealt unevenly", "members that share heads unevenly", "two blocks a rank",
-    "two blocks of a rank's members", "two blocks a rank, overlap", "bf16 travels", "q travels",
-    "members that share heads", "head chunks that hide exchanges, around",
+    "ulysses around", "grouped heads dealt unevenly", "Ulysses ranks that share heads unevenly", "two blocks a rank",
+    "two blocks of a rank's Ulysses ranks", "two blocks a rank, overlap", "bf16 travels", "q travels",
+    "Ulysses ranks that share heads", "head chunks that hide exchanges, around",
 )  # fmt: skip
 FEW_STAGES = ("ring, 1 head chunks, kept", "ulysses, 2 head chunks", "u2r2, 2 head chunks, kept")
 
@@ -93,7 +93,7 @@ def _measured(setting, mask, kv_heads, kept=None):
 
         seen = live.least(lambda: live.measure(attend, q, k, v, do))
         support = select(sp.config.kernel, BlockSpec("cpu", torch.bfloat16, HEADS, kv_heads, DIM)).support
-        place = {"rank": sp.runtime.rank, "member": sp.runtime.members.member, "early": sp.comm.early}
+        place = {"rank": sp.runtime.rank, "ulysses_rank": sp.runtime.ulysses.rank, "early": sp.comm.early}
         its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None, "support": support}
         said = call_figures(sp.config, world=sp.size, tokens=TOKENS, mask=mask, **its, **place)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.saved, said.backward), seen.left

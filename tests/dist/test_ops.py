@@ -13,7 +13,7 @@ from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, r
 from tests.launch import on_each_of
 from tests.words import missing
 
-# heads that two members do not divide, k/v's own and shared
+# heads that two Ulysses ranks do not divide, k/v's own and shared
 DECLARED = [((4, 2), torch.float64), ((4, 1), torch.bfloat16), ((6, 3), torch.float64), ((5, 1), torch.float64)]
 
 
@@ -22,7 +22,7 @@ DECLARED = [((4, 2), torch.float64), ((4, 1), torch.bfloat16), ((6, 3), torch.fl
 )
 @on_each_of(2, keep=None)
 def test_ops_are_what_they_declare(heads, dtype):
-    """opcheck of every op on two Ulysses members; and a copied SequenceParallel is the same."""
+    """opcheck of every op on two Ulysses ranks; and a copied SequenceParallel is the same."""
     sp = make(size=2, ulysses=2, layout="contiguous")
     assert copy.deepcopy(sp) is sp
     q, k, v = leaves(sp, *oracle.tensors(1, 8, heads, dtype=dtype)[:3])

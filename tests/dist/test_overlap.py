@@ -51,11 +51,11 @@ class Recorder:
         return [" ".join(event) for event, _ in itertools.groupby(events)]
 
 
-def record(degree, cases):
+def record(ulysses_size, cases):
     """By case: forward story, backward story, handles posted, handles waited for, works not done after their wait."""
     found = []
     for layout, causal, travels in cases:
-        sp = make(ulysses=degree, layout=layout, rotate_forward="kv", rotate_backward=travels, kernel="cpu_flash")
+        sp = make(ulysses=ulysses_size, layout=layout, rotate_forward="kv", rotate_backward=travels, kernel="cpu_flash")
         recorder = Recorder(sp)
         q, k, v, do = oracle.tensors(1, 48, (4, 2))
         out = sp.attention(*leaves(sp, q, k, v), causal=causal)
@@ -69,7 +69,7 @@ def record(degree, cases):
     return found
 
 
-# on 4 inner ranks: the next k/v is under way while the present is computed
+# on 4 CP ranks: the next k/v is under way while the present is computed
 FORWARD = 3 * ["post kv", "compute", "wait kv"] + ["compute"]
 # a rank's own product stays, so the first gradient leaves in step 1; it arrives beside the products of step 2 and is
 # merged only then; the last one is on its way home when the plan ends
@@ -88,14 +88,14 @@ UNBALANCED = [("contiguous", True, "kv"), ("contiguous", False, "kv"), ("contigu
 @pytest.fixture(scope="module")
 def recorded():
     """By (ranks, degree) and rank: what `record` says of the cases."""
-    return functools.cache(lambda size, degree, cases: on_ranks(size, record, degree, cases))
+    return functools.cache(lambda size, ulysses_size, cases: on_ranks(size, record, ulysses_size, cases))
 
 
-@pytest.mark.parametrize(("size", "degree", "cases"), [
+@pytest.mark.parametrize(("size", "ulysses_size", "cases"), [
     (4, 1, BALANCED), (8, 2, BALANCED[1::4]), pytest.param(8, 2, BALANCED, marks=pytest.mark.whole),
 ])  # fmt: skip
-def test_next_transfer_is_posted_before_the_present_block_is_computed(recorded, size, degree, cases):
-    for found in recorded(size, degree, (*BALANCED, *UNBALANCED) if size == 4 else tuple(cases)):
+def test_next_transfer_is_posted_before_the_present_block_is_computed(recorded, size, ulysses_size, cases):
+    for found in recorded(size, ulysses_size, (*BALANCED, *UNBALANCED) if size == 4 else tuple(cases)):
         for case, (forward, backward, *_) in zip(cases, found, strict=False):
             assert forward == FORWARD, case
             assert backward == [event.replace("kv", case[2]) for event in BACKWARD], case

@@ -28,7 +28,7 @@ from tests.hf.llama import small
 from tests.launch import on_each_of
 
 IGNORE = -100
-HEADS = (6, 2)  # which 4 members do not divide
+HEADS = (6, 2)  # which 4 Ulysses ranks do not divide
 LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 WAYS = {
     "ulysses 4": {"ulysses": 4},
@@ -127,7 +127,7 @@ def test_packed_rows_are_placed_and_attention_over_them_is_exact(cases, all_of_t
                 assert_undone(sp, placement, rows, seq, form)
 
 
-LENGTHS = {"layout": LAYOUTS, "members": (1, 2, 4), "seq": (1, 2, 3, 5, 7, 13, 31, 53)}
+LENGTHS = {"layout": LAYOUTS, "ulysses_size": (1, 2, 4), "seq": (1, 2, 3, 5, 7, 13, 31, 53)}
 # fewer than ranks, fewer than zigzag's chunks, more
 SOME_LENGTHS = cover(**{**LENGTHS, "seq": (1, 7, 53)})
 
@@ -137,8 +137,8 @@ SOME_LENGTHS = cover(**{**LENGTHS, "seq": (1, 7, 53)})
 @on_each_of(4, timeout=200)
 def test_any_length_is_exact_in_every_layout(cases):
     """What is gathered without the placement is right too."""
-    for (layout, members), group in itertools.groupby(cases, lambda case: (case["layout"], case["members"])):
-        sp = make(ulysses=members, layout=layout)
+    for (layout, ulysses_size), group in itertools.groupby(cases, lambda case: (case["layout"], case["ulysses_size"])):
+        sp = make(ulysses=ulysses_size, layout=layout)
         for seq in (case["seq"] for case in group):
             ids = torch.randint(3, 64, (2, seq), generator=torch.Generator().manual_seed(seq))
             shard = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
@@ -149,7 +149,7 @@ def test_any_length_is_exact_in_every_layout(cases):
             assert torch.equal(shard["position_ids"][0], sp.position_ids(seq))
             tensors = oracle.tensors(2, seq, HEADS, 4)
             found = attend(sp, *tensors, placement=shard["placement"], mask=shard["placement"].mask)
-            oracle.assert_exact(found, oracle.dense(*tensors), (layout, members, seq), least=1.0)
+            oracle.assert_exact(found, oracle.dense(*tensors), (layout, ulysses_size, seq), least=1.0)
 
 
 # real tokens of two rows of 23, whose documents, if any, follow one another from the first real token on
@@ -426,7 +426,7 @@ def test_what_says_no_documents_is_refused_on_every_rank():
 
 POSITIONS = ("position_ids", "placement", "other tokens")
 WRONG_PLACEMENTS = {
-    "another size": everywhere("placement", "4 inner ranks", "got 2"),
+    "another size": everywhere("placement", "4 CP ranks", "got 2"),
     "fewer tokens": everywhere("placement", "(1, 2"),
     "no placement": everywhere("BatchLayout", "got dict"),
     "other documents": everywhere(*POSITIONS),

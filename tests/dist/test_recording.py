@@ -168,7 +168,7 @@ def test_a_message_ends_when_it_was_waited_for_or_before_that_where_it_is_watche
                 assert walk.start <= message.start <= message.end <= wait.end
                 ends.append(message.end >= message.waited)
     assert all(ends) or CASES[case][1]
-    assert ends or CASES[case][0]["ulysses"] == 4  # a single inner rank has nobody to send to
+    assert ends or CASES[case][0]["ulysses"] == 4  # a single CP rank has nobody to send to
 
 
 def test_bytes_are_those_that_arrived(results, case):

@@ -176,8 +176,8 @@ TABLES = {"ring": (RING, 1), "ulysses": (ULYSSES, 2)}
 @pytest.mark.parametrize("name", TABLES)
 @on_each_of(4, timeout=SECONDS)
 def test_tensors(name):
-    table, degree = TABLES[name]
-    assert_all_refused(table, make(ulysses=degree))
+    table, ulysses_size = TABLES[name]
+    assert_all_refused(table, make(ulysses=ulysses_size))
 
 
 @on_each_of(4, timeout=SECONDS)

@@ -55,9 +55,9 @@ CASES = {
 
 def expected(sp, seq):
     """Elements that this rank's plans let it receive, and the Ulysses row of the table."""
-    members = sp.config.ulysses
-    tokens, dim = seq * members // sp.size, 8
-    q, kv = tokens * HEADS[0] // members * dim, 2 * tokens * HEADS[1] // members * dim
+    ulysses_size = sp.config.ulysses
+    tokens, dim = seq * ulysses_size // sp.size, 8
+    q, kv = tokens * HEADS[0] // ulysses_size * dim, 2 * tokens * HEADS[1] // ulysses_size * dim
     lse = q // dim
     units = {
         "forward": {"q": q, "kv": kv, "out": q + lse},
@@ -65,7 +65,7 @@ def expected(sp, seq):
     }
     parts = sp.runtime.compiler.recipe.schedule.parts  # blocks of a rank
     units = {way: {kind: n // parts for kind, n in sizes.items()} for way, sizes in units.items()}
-    return sum(planned(sp, seq, HEADS, units)) + 2 * (members - 1) * (2 * q + kv) // members
+    return sum(planned(sp, seq, HEADS, units)) + 2 * (ulysses_size - 1) * (2 * q + kv) // ulysses_size
 
 
 @pytest.mark.parametrize("ranks", each_then_rest([3, 4], [ranks for ranks in CASES if ranks > 4]))

@@ -71,7 +71,7 @@ def stay_away(name):
 def test_a_rank_that_goes_on_without_the_others_makes_them_wait_no_longer_than_was_asked_for(name):
     ((message, seconds), timeouts), _ = on_ranks(WORLD, stay_away, name, patience=PATIENCE)
     assert timeouts == {PATIENCE}
-    first = message.splitlines()[0].removeprefix("inner rank 0, ")
+    first = message.splitlines()[0].removeprefix("CP rank 0, ")
     assert first.startswith(CALLS[name][2])
     assert STAYED in first
     assert is_one_sentence(first)

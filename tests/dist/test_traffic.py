@@ -21,21 +21,22 @@ from tests.launch import on_warm_ranks as on_ranks
 BATCH, SEQ, DIM = 2, 48, 8
 
 
-def received(size, degree, layout, heads, travels):
+def received(size, ulysses_size, layout, heads, travels):
     """(the SequenceParallel, forward counts, backward counts, what the plans say of this rank)."""
-    sp = make(size=size, ulysses=degree, layout=layout, rotate_forward=travels, rotate_backward=travels)
+    sp = make(size=size, ulysses=ulysses_size, layout=layout, rotate_forward=travels, rotate_backward=travels)
     q, k, v, do = oracle.tensors(BATCH, SEQ, heads, dim=DIM)
     out = sp.attention(*leaves(sp, q, k, v))
     forward = Counter(sp.comm.received)
     out.backward(sp.shard(do, 1))
-    plans = planned(sp, SEQ, heads, block_units(size // degree, degree, heads), BATCH, DIM)
+    plans = planned(sp, SEQ, heads, block_units(size // ulysses_size, ulysses_size, heads), BATCH, DIM)
     return sp, forward, Counter(sp.comm.received) - forward, plans
 
 
-def block_units(inner, degree, heads):
-    """Elements of one inner rank's block, by direction. k/v is never repeated: with U > Hkv a member has one head."""
+def block_units(inner, ulysses_size, heads):
+    """Elements of one CP rank's block, by direction. k/v is never repeated: with U > Hkv a Ulysses rank has one
+    head."""
     tokens = BATCH * SEQ // inner
-    q, kv = tokens * heads[0] // degree * DIM, 2 * tokens * max(1, heads[1] // degree) * DIM
+    q, kv = tokens * heads[0] // ulysses_size * DIM, 2 * tokens * max(1, heads[1] // ulysses_size) * DIM
     lse = q // DIM
     # with a query go, in backward, the output's gradient, lse and delta
     return {
@@ -57,8 +58,8 @@ CASES = {
 @pytest.mark.parametrize("size", each_then_rest([2, 3, 4], [6, 8]))
 @on_each_of("size")
 def test_elements_follow_the_formulas(size):
-    for (degree, heads), travels in itertools.product(CASES[size], ("kv", "q")):
-        case = degree, "zigzag", heads, travels
+    for (ulysses_size, heads), travels in itertools.product(CASES[size], ("kv", "q")):
+        case = ulysses_size, "zigzag", heads, travels
         sp, forward, backward, plans = received(size, *case)
         ring, rows = formulas(size, *case)
         assert +forward == +Counter({**ring[0], "qkv": rows[0], "out_heads": rows[1]}), case
@@ -67,10 +68,10 @@ def test_elements_follow_the_formulas(size):
         assert sp.comm.received_bytes == 8 * (forward.total() + backward.total()), case
 
 
-def formulas(size, degree, layout, heads, travels):
+def formulas(size, ulysses_size, layout, heads, travels):
     """What a ring receives by kind, forward and backward, and the two all-to-alls of a direction."""
-    inner = size // degree
-    units = block_units(inner, degree, heads)
+    inner = size // ulysses_size
+    units = block_units(inner, ulysses_size, heads)
     # what goes round, and the results that are merged on the way or sent home, each A - 1 times
     moved = {"kv": (("kv",), ("kv", "dkv")), "q": (("q", "out"), ("q", "dq"))}[travels]
     ring = [
@@ -79,16 +80,16 @@ def formulas(size, degree, layout, heads, travels):
     ]
     q, kv = units["forward"]["q"], units["forward"]["kv"]
     # (U - 1) / U of |q| + |kv| in, and of |o| out
-    return ring, ((degree - 1) * (q + kv) // degree, (degree - 1) * q // degree)
+    return ring, ((ulysses_size - 1) * (q + kv) // ulysses_size, (ulysses_size - 1) * q // ulysses_size)
 
 
 @pytest.mark.parametrize("size", each_then_rest([4], [3, 8]))
 @on_each_of("size")
 def test_contiguous_causal_skips_moves_that_nobody_needs(size):
-    for degree in (1, 2) if size % 2 == 0 else (1,):
-        sp, forward, backward, plans = received(size, degree, "contiguous", (4, 1), "kv")
-        inner, rank = size // degree, sp.runtime.rank
-        unit = block_units(inner, degree, (4, 1))["forward"]["kv"]
+    for ulysses_size in (1, 2) if size % 2 == 0 else (1,):
+        sp, forward, backward, plans = received(size, ulysses_size, "contiguous", (4, 1), "kv")
+        inner, rank = size // ulysses_size, sp.runtime.rank
+        unit = block_units(inner, ulysses_size, (4, 1))["forward"]["kv"]
         # only earlier tokens' k/v comes; of gradients, those passing by, and one's own once later ranks have it
         kv, dkv = rank * unit, (max(0, rank - 1) + (rank < inner - 1)) * unit
         assert forward["kv"] == kv

@@ -1,4 +1,4 @@
-"""Heads that Ulysses members do not divide, over real gloo processes: exact, and no more than must be is sent."""
+"""Heads that Ulysses ranks do not divide, over real gloo processes: exact, and no more than must be is sent."""
 
 import itertools
 
@@ -7,10 +7,10 @@ import torch
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.sharding.heads import heads_of_members
+from ds_seqpar.compiler.sharding.heads import heads_by_ulysses_rank
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards, members_positions
+from ds_seqpar.compiler.sharding.shards import UnevenShards, positions_by_ulysses_rank
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
 from tests.launch import on_each_of
@@ -59,11 +59,11 @@ def test_heads_that_members_do_not_divide_are_exact(settings):
 def test_a_member_receives_its_own_heads_and_no_other(heads):
     sp, whole = make(ulysses=4), oracle.tensors(BATCH, SEQ, heads, dim=DIM)
     sp.attention(*leaves(sp, *whole[:3])).backward(sp.shard(whole[3], 1))
-    row = BATCH * SEQ // 4 * DIM  # one head of one member's tokens
-    own = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_of_members(*heads, 4)]
+    row = BATCH * SEQ // 4 * DIM  # one head of one Ulysses rank's tokens
+    own = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_by_ulysses_rank(*heads, 4)]
     q, kv = own[sp.rank]
     inward, outward = 3 * row * (q + 2 * kv), row * (heads[0] - q)
-    # a gradient of k and v comes from every other member that has one
+    # a gradient of k and v comes from every other Ulysses rank that has one
     gradients = 2 * row * (sum(kv for _, kv in own) - kv)
     wanted = {"qkv": inward, "out_heads": outward, "do_heads": 3 * row * q, "dqkv": outward + gradients}
     assert dict(sp.comm.received) == wanted
@@ -79,8 +79,8 @@ HELD = ((4, None), (2, None), (2, SHARDS), (4, UnevenShards([[Run(0, 1, 43)]])))
 def test_lse_and_shards_of_any_length(each):
     """Of whole sequences and of shards of any length. each: of how many heads, in turn."""
     mask, turns = Mask(window=9), itertools.cycle(HEADS)
-    for members, held in HELD:
-        sp = make(ulysses=members)
+    for ulysses_size, held in HELD:
+        sp = make(ulysses=ulysses_size)
         for heads in itertools.islice(turns, each):
             q, k, v, do = whole = oracle.tensors(BATCH, SEQ if held is None else 43, heads)
             at = places(sp, held, q.shape[1])
@@ -89,15 +89,17 @@ def test_lse_and_shards_of_any_length(each):
             out.backward(do[:, at])
             found = [out.detach(), *(x.grad for x in local), lse.detach()]
             expected = [*oracle.dense(*whole, mask=mask), oracle.lse(q, k, mask)]
-            oracle.assert_exact(found, [x[:, at] for x in expected], (members, heads))
+            oracle.assert_exact(found, [x[:, at] for x in expected], (ulysses_size, heads))
 
 
 def places(sp, shards, seq):
     """The positions of this rank's tokens."""
     if shards is None:
         return sp.position_ids(seq)
-    members = sp.config.ulysses
-    return torch.tensor(members_positions(shards, "q", sp.rank // members, members)[sp.rank % members])
+    ulysses_size = sp.config.ulysses
+    return torch.tensor(
+        positions_by_ulysses_rank(shards, "q", sp.rank // ulysses_size, ulysses_size)[sp.rank % ulysses_size]
+    )
 
 
 @pytest.mark.parametrize("heads", [(14, 2), (7, 1)], ids=str)

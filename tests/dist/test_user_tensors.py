@@ -71,8 +71,8 @@ def test_one_token_a_rank():
 @on_each_of(2)
 def test_autocast_chooses_the_dtype_and_nothing_inside(kernel):
     """Against the kernel alone outside autocast, on the bf16 inputs that autocast makes; in fp64, which it leaves."""
-    for dtype, degree in itertools.product((torch.float32, torch.float64), (1, 2)):
-        sp = make(ulysses=degree, kernel=kernel)
+    for dtype, ulysses_size in itertools.product((torch.float32, torch.float64), (1, 2)):
+        sp = make(ulysses=ulysses_size, kernel=kernel)
         whole = oracle.tensors(1, 96, (4, 2), dim=16, dtype=dtype)
         local = leaves(sp, *whole[:3])
         with torch.autocast("cpu", torch.bfloat16):
@@ -82,13 +82,13 @@ def test_autocast_chooses_the_dtype_and_nothing_inside(kernel):
         assert out.dtype == same
         alone = virtual.attention(sp.config, *(x.to(same) for x in whole))
         mine = gather_all(sp, out, *(x.grad for x in local))
-        oracle.assert_exact(mine, (alone.out, alone.dq, alone.dk, alone.dv), (dtype, degree))
+        oracle.assert_exact(mine, (alone.out, alone.dq, alone.dk, alone.dv), (dtype, ulysses_size))
 
 
 @on_each_of(4)
 def test_lse_where_asked():
-    for degree, causal in ((1, True), (2, True), (4, False)):
-        sp = make(ulysses=degree)
+    for ulysses_size, causal in ((1, True), (2, True), (4, False)):
+        sp = make(ulysses=ulysses_size)
         whole = oracle.tensors(2, 24, (8, 2))
         local = leaves(sp, *whole[:3])
         out, lse = sp.attention(*local, causal=causal, return_lse=True)
@@ -113,8 +113,8 @@ def test_the_lse_may_come_out_of_a_reentrant_checkpoint():
 @on_each_of(2)
 def test_a_gradient_penalty_is_refused_and_not_silently_zero():
     """A gradient that could be differentiated is right."""
-    for kernel, degree in itertools.product(("cpu_flash", "reference"), (1, 2)):
-        sp = make(ulysses=degree, kernel=kernel)
+    for kernel, ulysses_size in itertools.product(("cpu_flash", "reference"), (1, 2)):
+        sp = make(ulysses=ulysses_size, kernel=kernel)
         q, k, v, do = whole = oracle.tensors(1, 24, (4, 2))
         local = leaves(sp, q, k, v)
         (dq,) = torch.autograd.grad(sp.attention(*local), local[0], sp.shard(do, 1), create_graph=True)
@@ -235,11 +235,11 @@ REFUSED = {
 META = asked(change=lambda *tensors: tuple(x.to("meta") for x in tensors)), everywhere("not meta", kind="KernelError")
 
 
-@pytest.mark.parametrize("degree", each_then_rest([2], [1]))
+@pytest.mark.parametrize("ulysses_size", each_then_rest([2], [1]))
 @on_each_of(4)
-def test_what_attention_cannot_take(degree):
-    assert_all_refused({"meta": META}, make(ulysses=degree, kernel="reference"))
-    assert_all_refused(REFUSED, make(ulysses=degree))
+def test_what_attention_cannot_take(ulysses_size):
+    assert_all_refused({"meta": META}, make(ulysses=ulysses_size, kernel="reference"))
+    assert_all_refused(REFUSED, make(ulysses=ulysses_size))
 
 
 @pytest.mark.parametrize("tokens", [14, 24])

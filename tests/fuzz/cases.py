@@ -66,7 +66,7 @@ def sections(draw, sizes):
 
 @st.composite
 def _shapes(draw, schedule, inner):
-    """(names of the inner axes, the schedule's own fields)."""
+    """(names of the CP axes, the schedule's own fields)."""
     rows = draw(st.sampled_from(divisors(inner)))
     if schedule == "double_ring":
         return ("inner_ring", "outer_ring"), draw(st.sampled_from([{}, {"ring_size": rows}]))
@@ -100,7 +100,7 @@ def calls(draw, section, largest=64):
     if ulysses % kv_heads and kv_heads % ulysses:
         kv_heads = ulysses
     heads = math.lcm(ulysses, kv_heads) * draw(st.integers(1, 3))
-    if draw(st.booleans()):  # such that members may not divide them
+    if draw(st.booleans()):  # such that Ulysses ranks may not divide them
         kv_heads = draw(st.integers(1, 5))
         heads = kv_heads * (-(-ulysses // kv_heads) + draw(st.integers(0, 2)))
     return {

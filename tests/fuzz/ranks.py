@@ -130,8 +130,8 @@ def verdict(case, results, errors):
         groups.setdefault(outcome["group"], {})[rank] = outcome
     if len(groups) > 1 and "all" in groups:
         return "failed", f"some ranks could not be set up: {results}"
-    for members in groups.values():
-        if fault := _fault(members):
+    for ulysses_size in groups.values():
+        if fault := _fault(ulysses_size):
             return "failed", fault
     refused = {rank for rank, outcome in results.items() if outcome["said"] == "refused"}
     wrong = case["wrong"] or {"sure": False, "rank": None}
@@ -143,22 +143,26 @@ def verdict(case, results, errors):
     return f"refused, {kinds[0]}" if refused else f"right, {case['section'].get('schedule', 'batches')}", None
 
 
-def _fault(members):
+def _fault(ulysses_size):
     """Of ranks that share a sequence."""
-    said = {outcome["said"] for outcome in members.values()}
+    said = {outcome["said"] for outcome in ulysses_size.values()}
     if len(said) > 1 or not said <= {"right", "refused"}:
-        return _told({rank: f"{outcome['said']}: {outcome['words']}" for rank, outcome in members.items()})
+        return _told({rank: f"{outcome['said']}: {outcome['words']}" for rank, outcome in ulysses_size.items()})
     if said == {"right"}:
         return None
-    for rank, outcome in members.items():
+    for rank, outcome in ulysses_size.items():
         if not is_one_sentence(outcome["words"]):
             return f"rank {rank}: not one sentence: {outcome['words']}"
         if outcome["sent"] or not outcome["in step"]:
             return f"rank {rank}: sent {outcome['sent']}, in step afterwards {outcome['in step']}: {outcome['words']}"
-    quotes = {o["words"] for o in members.values() if o["kind"] == "DisagreementError"}
-    own = {f"rank {rank} cannot go on: {o['words']}" for rank, o in members.items() if o["kind"] != "DisagreementError"}
+    quotes = {o["words"] for o in ulysses_size.values() if o["kind"] == "DisagreementError"}
+    own = {
+        f"rank {rank} cannot go on: {o['words']}"
+        for rank, o in ulysses_size.items()
+        if o["kind"] != "DisagreementError"
+    }
     if len(quotes) > 1 or (own and not quotes <= own):
-        return f"ranks were told different things: {members}"
+        return f"ranks were told different things: {ulysses_size}"
     return None
 
 

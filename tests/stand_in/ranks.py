@@ -34,7 +34,7 @@ def use(device: ctypes.CDLL, count: int):
 def use_groups():
     """Has torch's fake backend stand for NCCL, and ranks agree inside of a fake mode too."""
     devices.HOST_BACKENDS = tuple(name for name in devices.HOST_BACKENDS if name != "fake")
-    agreement.greatest = really(agreement.greatest)
+    agreement.all_reduce_max = really(agreement.all_reduce_max)
     warm_up = groups._warm_up
 
     def warm_up_fakes(*args):

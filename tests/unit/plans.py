@@ -55,12 +55,12 @@ def double_ring(size, ring_size):
 
 
 def topologies(schedule, size):
-    """Every shape that `size` inner ranks can take for this schedule."""
+    """Every shape that `size` CP ranks can take for this schedule."""
     return [shaped(schedule, size, **own) for own in SCHEDULES[schedule].shapes(size)]
 
 
 def ranks(topology):
-    return topology.size(*topology.inner_axes)
+    return topology.size(*topology.cp_axes)
 
 
 def everything(size):

@@ -17,7 +17,7 @@ from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, 
 
 
 def _blocks(layout, size, tokens):
-    """Runs of every inner rank, `tokens` each."""
+    """Runs of every CP rank, `tokens` each."""
     return [LAYOUTS[layout].runs(size * tokens, size, rank) for rank in range(size)]
 
 
@@ -165,19 +165,19 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("degrees", few_then_rest((2,), (1,)))
+@pytest.mark.parametrize("ulysses_sizes", few_then_rest((2,), (1,)))
 @pytest.mark.parametrize("schedule", MESHES)
 @pytest.mark.parametrize("rank_order", RANK_ORDERS)
-def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(schedule, rank_order, degrees):
+def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(schedule, rank_order, ulysses_sizes):
     for fields in MESHES[schedule]:
-        for ulysses in degrees:
+        for ulysses in ulysses_sizes:
             size = 16 * ulysses
             config = SequenceParallelConfig(
                 size=size, ulysses=ulysses, schedule=schedule, rank_order=rank_order, **fields
             ).resolve(size)
             topology = config.topology(size)
             # tokens are numbered by mesh coordinates, so a rank order changes no plan
-            plain = Topology(axes=(("ulysses", ulysses), *config.inner_axes, ("data", 1)))
+            plain = Topology(axes=(("ulysses", ulysses), *config.cp_axes, ("data", 1)))
             for direction in DIRECTIONS:
                 plan, same = (
                     Recipe(schedule=SCHEDULES[schedule], topology=its).plan(direction, PATTERN, SHAPE)

@@ -94,21 +94,21 @@ def test_what_is_given_is_no_choice_any_more():
 
 
 def test_candidates_that_are_called_the_same_have_the_same_plans():
-    """Inner ranks do the same in every step, on the same ranks of the world."""
+    """CP ranks do the same in every step, on the same ranks of the world."""
     groups = {}
     for candidate in candidates(8, (8, 8), {"size": 8}):
         groups.setdefault(candidate.plan_key(documents=False), []).append(candidate)
     assert any(len({candidate.schedule.name for candidate in group}) > 1 for group in groups.values())
     for group in (group for group in groups.values() if len(group) > 1):
         for way in ("forward", "backward"):
-            for travel in group[0].schedule.moving_sides if group[0].inner > 1 else ("kv",):
+            for travel in group[0].schedule.moving_sides if group[0].cp_size > 1 else ("kv",):
                 assert len({_story(candidate, way, travel) for candidate in group}) == 1
 
 
 def _story(candidate, way, travel):
-    top, shards = candidate.topology, EvenShards(candidate.layout, 16 * candidate.inner, candidate.inner)
+    top, shards = candidate.topology, EvenShards(candidate.layout, 16 * candidate.cp_size, candidate.cp_size)
     steps = candidate.schedule.build(top, block_mask_of(CAUSAL, shards), way, travel)
-    places = tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(8))
-    if candidate.inner == 1:  # a rank alone has one block, or two that are the same tokens
+    places = tuple((top.index(r, "ulysses"), top.index(r, *top.cp_axes)) for r in range(8))
+    if candidate.cp_size == 1:  # a rank alone has one block, or two that are the same tokens
         return places
-    return places, tuple(steps(rank) for rank in range(candidate.inner)), shards.runs("q", (0,))
+    return places, tuple(steps(rank) for rank in range(candidate.cp_size)), shards.runs("q", (0,))

@@ -105,7 +105,7 @@ def test_without_a_mask_a_contiguous_ring_computes_everything(capsys):
         assert [table.count("*") for table in tables] == [products] * 2
 
 
-# with more members than k/v heads, each has one: fewer queries for each k/v head than the model has
+# with more Ulysses ranks than k/v heads, each has one: fewer queries for each k/v head than the model has
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("ulysses", [1, 2, 8])
 def test_what_travels_is_chosen_for_the_heads_of_a_member(capsys, heads, ulysses):
@@ -113,7 +113,7 @@ def test_what_travels_is_chosen_for_the_heads_of_a_member(capsys, heads, ulysses
     assert code == 0
     wanted = _plans(heads, size=4 * ulysses, ulysses=ulysses, comm_dtype="bf16")
     assert _tables(out) == [plan.table() for plan in wanted]
-    # in backward, queries go round a ring where a member has as many of them as k/v heads
+    # in backward, queries go round a ring where a Ulysses rank has as many of them as k/v heads
     assert ("dq" in out) == (heads[0] // ulysses == max(1, heads[1] // ulysses))
 
 
@@ -125,14 +125,14 @@ def test_overlap_brings_the_critical_path_near_the_bound(capsys):
 
 
 def test_all_ranks_of_a_sequence_are_accounted_for(capsys, tmp_path):
-    """Ulysses' members do the same, so a row stands for them; their exchange is drawn."""
+    """Ulysses ranks do the same, so a row stands for them; their exchange is drawn."""
     pixels = pytest.importorskip("matplotlib.image")
     file, trace = tmp_path / "plan.png", tmp_path / "trace.json"
     out = _show(capsys, "--size", 8, "--ulysses", 2, "--png", file, "--trace", trace)[0]
     assert "stands for 2 of the 8 that share a sequence" in out
     assert _share(pixels.imread(file)[..., :3], COLORS["exchange"]) > 0.01
     names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
-    assert names >= {f"inner rank {rank}" for rank in range(4)}
+    assert names >= {f"CP rank {rank}" for rank in range(4)}
 
 
 def test_a_single_rank_has_a_table_too(capsys):
@@ -222,7 +222,7 @@ REFUSED = [
     (["--schedule", "distflash", "--full"], ("distflash", "causal", "block")),
     (["--schedule", "distflash", "--layout", "zigzag"], ("sequence_parallel.layout", '"contiguous"', 'got "zigzag"')),
     (["--schedule", "ring", "--team", 2], ("sequence_parallel.team", '"schedule": "wallfacer"')),
-    (["--schedule", "mesh", "--mesh", 2, 2, 2], ("sequence_parallel.mesh", "4 inner ranks", "[2, 2, 2]")),
+    (["--schedule", "mesh", "--mesh", 2, 2, 2], ("sequence_parallel.mesh", "4 CP ranks", "[2, 2, 2]")),
     (["--schedule", "attention2d", "--rows", 3], ("rows 3", "(rows, cols)")),
     (["--rank-order", "collectives_intra"], ("sequence_parallel.rank_order", '"collectives_intra"', '"wallfacer"')),
     (["--rank-order", "ring", "x"], ("sequence_parallel.rank_order", "ulysses, ring", "['ring', 'x']")),

@@ -182,7 +182,7 @@ def test_even_degrees_are_those_that_share_heads_equally():
             even = even_ulysses(size, q_heads, kv_heads)
             assert set(even) <= set(legal_ulysses(size, q_heads))
             for u in range(1, size + 1):
-                # equally: each of u members has as many query heads, and they read whole kv heads or one of them
+                # equally: each of u Ulysses ranks has as many query heads, and they read whole kv heads or one of them
                 queries = [set(range(m * q_heads // u, (m + 1) * q_heads // u)) for m in range(u)]
                 keys = [{h * kv_heads // q_heads for h in mine} for mine in queries]
                 equal = len({len(x) for x in queries}) == 1 and len({len(x) for x in keys}) == 1
@@ -263,7 +263,7 @@ def test_inner_axes_of_every_schedule_hold_the_inner_ranks():
         worlds = ((1, 1), (4, 1), (8, 2), (16, 1), (12, 3), (7, 1), (12, 2))
         for size, ulysses in (world for world in worlds if list(its.shapes(world[0] // world[1]))):
             config = Config(size=size, ulysses=ulysses, schedule=schedule).resolve(size)
-            assert math.prod(side for _, side in config.inner_axes) == size // ulysses, (schedule, size)
+            assert math.prod(side for _, side in config.cp_axes) == size // ulysses, (schedule, size)
 
 
 @pytest.mark.parametrize(

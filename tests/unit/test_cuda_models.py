@@ -74,9 +74,9 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("members", grouped(("kernel", "schedule"), _legal, large=lambda case: True, **AXES))
-def test_out_and_gradients_are_those_of_dense_attention(members):
-    for case in members:
+@pytest.mark.parametrize("ulysses_size", grouped(("kernel", "schedule"), _legal, large=lambda case: True, **AXES))
+def test_out_and_gradients_are_those_of_dense_attention(ulysses_size):
+    for case in ulysses_size:
         batch, seq, heads, dim = SHAPES[case["shape"]]
         q, k, v, do = tensors(batch, seq, heads, dim, case["dtype"])
         uneven = case["schedule"] == "uneven"

@@ -13,8 +13,8 @@ from ds_seqpar.compiler.program.instructions import Enter, ExchangeStart, Leave,
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.program.ulysses import (
     HeadSplit,
-    Members,
     SavedForBackward,
+    UlyssesGroup,
     saved_for_backward,
 )
 from ds_seqpar.compiler.sharding.masks import CAUSAL
@@ -31,7 +31,7 @@ def _call(settings, direction, head_chunks, overlap, saved=SavedForBackward.QKV_
     recipe = config.recipe(config.topology(config.size))
     shards = EvenShards(config.layout, 16 * config.size, recipe.size)
     own = shape_of("fp32", "float32", 1, (16, 16, 8))
-    place = Members(config.ulysses, 0), PLAIN_KERNEL
+    place = UlyssesGroup(config.ulysses, 0), PLAIN_KERNEL
     return Compiler(recipe, 0).bound_call(direction, CAUSAL, shards, own, *place, head_chunks, saved, lse).program
 
 

@@ -121,7 +121,8 @@ def measured():
 
 
 def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
-    """A zigzag ring of two places around two members is two calls: a causal one, and one with the other's block."""
+    """A zigzag ring of two places around two Ulysses ranks is two calls: a causal one, and one with the other's
+    block."""
     on_four, on_one = on_stand_in((4, 4, steps), (1, 1, alone))
     for found, packed in on_four:
         assert found.pop("head_chunks") == found.pop("all") == [4, 4]

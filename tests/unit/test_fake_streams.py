@@ -44,8 +44,8 @@ def walk(rank, size=4, ulysses=1, **settings):
         size, (8, 4)
     )
     made = made_for(config, rank)
-    member = config.topology(size).index(rank, "ulysses")
-    runtime = Runtime(config, config.topology(size), made.inner_rank, comm.TorchComm(made), member)
+    ulysses_rank = config.topology(size).index(rank, "ulysses")
+    runtime = Runtime(config, config.topology(size), made.cp_rank, comm.TorchComm(made), ulysses_rank)
     tokens = 2 * multiple(config.layout, size, ulysses) // size
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
     for keep in range(3 if ulysses > 1 else 1):

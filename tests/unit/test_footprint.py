@@ -67,7 +67,7 @@ def test_checkpoints_are_the_inputs_of_layers_and_what_attention_keeps():
 
 
 def test_with_ulysses_a_checkpoint_keeps_the_inner_q_k_and_v():
-    """2 members: 32 tokens of half the heads, as many bytes as the own q, k and v, 512 + 512."""
+    """2 ulysses_size: 32 tokens of half the heads, as many bytes as the own q, k and v, 512 + 512."""
     parts = _moments(_step({"ulysses": 2}))["backward: loss"].parts
     assert parts["kept attention"] == 3 * (512 + 256 + 1024)
 

@@ -37,8 +37,10 @@ def test_ulysses_members_together_hold_the_runs_of_their_inner_rank_in_order(lay
     for ranks, ulysses in itertools.product(RANKS, (1, 2, 3, 4)):
         seq = 2 * multiple(layout, ranks * ulysses, ulysses)
         for inner in range(ranks):
-            members = [positions(layout, seq, ranks * ulysses, ulysses, inner * ulysses + u) for u in range(ulysses)]
-            assert list(itertools.chain(*members)) == _held(LAYOUTS[layout].runs(seq, ranks, inner))
+            ulysses_size = [
+                positions(layout, seq, ranks * ulysses, ulysses, inner * ulysses + u) for u in range(ulysses)
+            ]
+            assert list(itertools.chain(*ulysses_size)) == _held(LAYOUTS[layout].runs(seq, ranks, inner))
 
 
 # deepspeed#7384, #7842: a sequence length that the ranks do not divide corrupts the result

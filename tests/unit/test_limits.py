@@ -80,7 +80,7 @@ def test_show_takes_numbers_that_cost_nothing(capsys):
     [
         (limits.MAX_RANKS, ["--ranks", 10**15 + 37]),
         (limits.MAX_SHARING_RANKS, ["--ranks", 2**20]),
-        (limits.MAX_INNER_RANKS, ["--ranks", 2**12, "--set", "schedule=attention2d", "--set", "ulysses=1"]),
+        (limits.MAX_CP_RANKS, ["--ranks", 2**12, "--set", "schedule=attention2d", "--set", "ulysses=1"]),
         (limits.MAX_OVERLAP_RANKS, ["--ranks", 128, "--set", "overlap=true", "--set", "ulysses=1"]),
         (limits.MAX_TOKENS, ["--ranks", 4, "--seq-len", 10**15]),
     ],
@@ -103,8 +103,8 @@ def test_memory_takes_any_number_of_ranks_that_there_are(capsys, place, words):
         (limits.MAX_RANKS, ["--nodes", 2**20, "--gpus-per-node", 8]),
         (limits.MAX_RANKS, ["--nodes", 10**12]),
         (limits.MAX_PLANNED_RANKS, ["--nodes", 4096, "--gpus-per-node", 8, "--set", "size=32768"]),
-        (limits.MAX_INNER_RANKS, ["--nodes", 2048, "--gpus-per-node", 8, "--set", "size=16384"]),
-        (limits.MAX_INNER_RANKS, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096", "--set", "ulysses=2"]),
+        (limits.MAX_CP_RANKS, ["--nodes", 2048, "--gpus-per-node", 8, "--set", "size=16384"]),
+        (limits.MAX_CP_RANKS, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096", "--set", "ulysses=2"]),
         (limits.MAX_TOKENS, ["--seq-len", 10**15]),
         (limits.MAX_TOKENS, ["--window", 10**15]),
         (limits.MAX_COUNT, ["--sequences", 10**12]),
@@ -162,9 +162,9 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
 
 
 def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_INNER_RANKS", 2)
+    monkeypatch.setattr(limits, "MAX_CP_RANKS", 2)
     found = find_plan(_asked(64))
-    assert {one.candidate.inner for one in found.ranked} <= {1, 2}
+    assert {one.candidate.cp_size for one in found.ranked} <= {1, 2}
     assert max(one.candidate.size for one in found.ranked) <= 16  # of 8 heads
     assert ("more than 16 ranks", "at most 16,384 ranks share a sequence, and 2 run its schedule") in found.rejected
     monkeypatch.setattr(limits, "MAX_PLANNED_RANKS", 4)
@@ -196,7 +196,7 @@ def test_a_number_of_any_length_is_named():
         ["show", "--size", 120, "--schedule", "triangle"],
         ["show", "--size", limits.MAX_SHOWN_OVERLAP_RANKS, "--overlap"],
         ["show", "--size", limits.MAX_SHOWN_OVERLAP_RANKS, "--overlap", "--schedule", "mesh"],
-        ["memory", "--ranks", limits.MAX_INNER_RANKS, "--set", "ulysses=1", "--set", "schedule=attention2d"],
+        ["memory", "--ranks", limits.MAX_CP_RANKS, "--set", "ulysses=1", "--set", "schedule=attention2d"],
         ["memory", "--ranks", 990, "--set", "ulysses=1", "--set", "schedule=triangle"],
         ["memory", "--ranks", limits.MAX_OVERLAP_RANKS, "--set", "ulysses=1", "--set", "overlap=true"],
         ["plan", "--nodes", 12500, "--gpus-per-node", 8],
@@ -224,14 +224,14 @@ def test_the_most_documents(capsys, place, tmp_path):
 def test_stages_and_the_most_heads_are_known_without_dealing_them():
     for kv_heads, group in itertools.product(range(1, 11), range(1, 6)):
         q_heads = kv_heads * group
-        for members in range(1, q_heads + 1):
-            shares = heads.heads_of_members(q_heads, kv_heads, members)
+        for ulysses_size in range(1, q_heads + 1):
+            shares = heads.heads_by_ulysses_rank(q_heads, kv_heads, ulysses_size)
             largest = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
-            assert heads.largest_share(q_heads, kv_heads, members) == largest
-            legal = [n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= members]
-            assert heads.max_head_chunks(q_heads, kv_heads, members) == legal[-1]
-            free = [n for n in legal if n == 1 or (kv_heads % n == 0 and kv_heads // n % members == 0)]
-            assert heads.free_head_chunk_counts(q_heads, kv_heads, members) == free
+            assert heads.largest_share(q_heads, kv_heads, ulysses_size) == largest
+            legal = [n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= ulysses_size]
+            assert heads.max_head_chunks(q_heads, kv_heads, ulysses_size) == legal[-1]
+            free = [n for n in legal if n == 1 or (kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
+            assert heads.free_head_chunk_counts(q_heads, kv_heads, ulysses_size) == free
 
 
 def _figures(config, tokens=256):

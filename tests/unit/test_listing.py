@@ -56,9 +56,9 @@ def test_a_rank_that_computes_nothing_has_a_program_and_a_figure():
 
 def test_show_prints_a_rank_that_exists(capsys):
     assert main(["show", "--size", "4", "--program", "3"]) == 0
-    assert missing(capsys.readouterr().out, "ring forward", "inner rank 3 of 4") == []
+    assert missing(capsys.readouterr().out, "ring forward", "CP rank 3 of 4") == []
     for words, said in (
-        (["--program", "4"], ("--program", "4 inner ranks", "got 4")),
+        (["--program", "4"], ("--program", "4 CP ranks", "got 4")),
         (["--program", "1", "--seq", "17"], ("multiple of 8", "got 17")),
     ):
         assert main(["show", "--size", "4", *words]) == 2

@@ -12,7 +12,7 @@ from ds_seqpar.analysis import nccl
 from ds_seqpar.compiler.compile import Compiler
 from ds_seqpar.compiler.program.instructions import GatherStart, Post, ScatterStart, Wait
 from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.program.ulysses import Members, SavedForBackward
+from ds_seqpar.compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
@@ -40,7 +40,11 @@ GRID = {
     "inner": (1, 2, 3, 4, 6, 8, 10, 12, 16),
     "ulysses": (1, 2),
     "head_chunks": (1, 2),
-    "heads": ((4, 4), (5, 5), (8, 2)),  # those that members do not divide may choose what travels member by member
+    "heads": (
+        (4, 4),
+        (5, 5),
+        (8, 2),
+    ),  # those that Ulysses ranks do not divide may choose what travels Ulysses rank by Ulysses rank
     "mask": tuple(MASKS),
     "overlap": (False, True),
     "kept": tuple(SAVED),
@@ -67,17 +71,19 @@ def _calls(case, own, early=0):
     travel = {"rotate_forward": case["travel"], "rotate_backward": case["travel"]}
     config = SequenceParallelConfig(size=case["inner"] * case["ulysses"], **names, **travel, **own)
     config = config.resolve(config.size, heads=case["heads"])
-    recipe, members = config.recipe(config.topology(config.size)), config.ulysses
-    seq = 8 * multiple(config.layout, config.size, members)
+    recipe, ulysses_size = config.recipe(config.topology(config.size)), config.ulysses
+    seq = 8 * multiple(config.layout, config.size, ulysses_size)
     shards, mask = EvenShards(config.layout, seq, recipe.size), MASKS[case["mask"]](seq)
     shape = shape_of("fp32", "float32", 1, (*case["heads"], 8))
     compilers = [Compiler(recipe, inner, early) for inner in range(recipe.size)]
     options = PLAIN_KERNEL, case["head_chunks"], SAVED[case["kept"]]
     return [
         [
-            compiler.bound_call(direction, mask, shards, shape, Members(members, member), *options).program
+            compiler.bound_call(
+                direction, mask, shards, shape, UlyssesGroup(ulysses_size, ulysses_rank), *options
+            ).program
             for compiler in compilers
-            for member in range(members)
+            for ulysses_rank in range(ulysses_size)
         ]
         for direction in ("forward", "backward")
     ]
@@ -323,7 +329,7 @@ def test_a_changed_program_is_refused_or_stays_exact(count):
         recipe, mask = config.recipe(config.topology(4)), CAUSAL
         shards, shape = EvenShards(layout, 16, 4), shape_of("fp32", "float64", 1, (4, 2, 8))
         direction = dice.choice(["forward", "backward"])
-        given = direction, mask, shards, shape, Members(1, 0), PLAIN_KERNEL
+        given = direction, mask, shards, shape, UlyssesGroup(1, 0), PLAIN_KERNEL
         programs = [Compiler(recipe, rank, early).bound_call(*given).program for rank in range(4)]
         rank = dice.randrange(4)
         if any(isinstance(one, STARTS) for one in programs[rank].code) and dice.random() < 0.9:

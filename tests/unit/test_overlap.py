@@ -218,7 +218,7 @@ def test_a_ring_overlaps_by_itself(direction, travels):
 
 def test_a_plan_without_transfers_is_left_as_it_is():
     for topology in (mesh(1, 1, 1), ring(1)):
-        plan = build("mesh" if "x" in topology.inner_axes else "ring", topology, "forward")
+        plan = build("mesh" if "x" in topology.cp_axes else "ring", topology, "forward")
         assert overlapped(plan, block_mask(1, [(0, 0)]), _sizes("forward")) is plan
     pairs = {(r, r) for r in range(4)}
     diagonal = build("ring", ring(4), "backward", pairs=pairs)

@@ -73,8 +73,8 @@ def test_what_is_sent_again_is_priced():
 
 @pytest.mark.parametrize("machine", [MODEST, ROOMY], ids=["modest", "h100"])
 def test_one_key_value_head_is_not_replicated(machine):
-    """Ulysses 8 would bring every member the one head, beside an eighth of q and out; what goes round instead is that
-    head alone. (A short sequence, whose bytes are little beside the time of messages, may yet take Ulysses.)"""
+    """Ulysses 8 would bring every Ulysses rank the one head, beside an eighth of q and out; what goes round instead is
+    that head alone. (A short sequence, whose bytes are little beside the time of messages, may yet take Ulysses.)"""
     asked = _asked(model=_model(32, 1), machine=machine, memory=10**15, given={"size": 8})
     best = plan(asked).best
     (whole, *_) = (f for f in candidates(8, (32, 1), {**asked.given, "rank_order": "auto"}) if f.ulysses == 8)
@@ -100,7 +100,7 @@ def test_causal_attention_between_nodes_takes_the_causal_floor_where_heads_are_m
 
 
 def test_33_heads_are_not_dealt_unevenly_to_8_where_that_is_slower():
-    """Five heads are the most that one of 8 members has, so Ulysses 8 takes 40/33 of the time."""
+    """Five heads are the most that one of 8 Ulysses ranks has, so Ulysses 8 takes 40/33 of the time."""
     best = _best(model=_model(33, 33), given={"size": 8}, seq=131072)
     assert best.config.ulysses == 1
 
@@ -163,12 +163,12 @@ def test_with_a_few_sequences_a_step_ranks_share_them():
 def test_windows_are_no_mesh():
     for model in (_model(32, 32), _model(32, 8)):
         best = _best(model=model, world=16, seq=262144, window=4096, given={"size": 16})
-        assert best.candidate.inner == 1 or not best.candidate.schedule.collective_axes
+        assert best.candidate.cp_size == 1 or not best.candidate.schedule.collective_axes
 
 
 def test_a_pack_of_short_documents_does_not_travel():
     choice = plan(_asked(seq=64 * 2048, documents=(2048,) * 64, given={"size": 8}))
-    assert choice.best.candidate.inner == 8
+    assert choice.best.candidate.cp_size == 8
     assert choice.best.forward.received == choice.best.backward.received == 0
 
 

@@ -10,7 +10,7 @@ from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.planner.attention_call import AttentionCall, programs, simulated_sequences
-from ds_seqpar.planner.call_costs import call_seconds, members_are_alike, simulate_call, simulated_ranks
+from ds_seqpar.planner.call_costs import call_seconds, simulate_call, simulated_ranks, ulysses_ranks_are_alike
 from ds_seqpar.planner.lower_bound import lower_bound
 from ds_seqpar.planner.machine import Machine, Wire
 
@@ -161,13 +161,13 @@ def test_the_closed_form_is_a_lower_bound_and_near(settings):
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_the_busiest_rank_receives_what_its_plan_says(settings):
     call = _call(8, mask=CAUSAL, heads=(16, 8, 64), **settings)
-    shape, members = call.shapes[call.busiest_member], call.members
+    shape, ulysses_size = call.shapes[call.busiest_ulysses_rank], call.ulysses_size
     for way in WAYS:
         plan = dataclasses.replace(call.recipe, overlap=False).plan(way, call.block_mask, shape)
         tokens = call.shards.tokens("q", (0,))
         units = {kind: size * tokens for kind, size in shape.bytes_per_token(way).items()}
-        own = call.shards.tokens("q", (0,)) // members * shape.head_dim * 2
-        exchanged = (members - 1) * own * 2 * (shape.q_heads + shape.kv_heads)
+        own = call.shards.tokens("q", (0,)) // ulysses_size * shape.head_dim * 2
+        exchanged = (ulysses_size - 1) * own * 2 * (shape.q_heads + shape.kv_heads)
         ends = {plan.received(units)[call.coordinates[rank][1]] for rank in (0, 1, 4, 7)}
         assert lower_bound(PLAIN, call, way).received == pytest.approx(max(ends) + exchanged)
 
@@ -188,15 +188,15 @@ def test_one_member_stands_for_all_where_they_do_the_same(settings):
     for per_node in (2, 8):
         nodes = dataclasses.replace(machine, per_node=per_node)
         call = _call(8, seq=65536, heads=(16, 8, 128), mask=CAUSAL, **settings)
-        assert members_are_alike(nodes, call)
-        assert simulated_ranks(nodes, call) == 8 // call.members
+        assert ulysses_ranks_are_alike(nodes, call)
+        assert simulated_ranks(nodes, call) == 8 // call.ulysses_size
         for way in WAYS:
             assert call_seconds(nodes, call, way) == pytest.approx(_seconds(nodes, call, way), rel=1e-9)
 
 
 def test_members_do_not_do_the_same_with_other_heads_or_on_other_nodes():
     machine = Machine.load("h100-ib")
-    assert not members_are_alike(machine, _call(4, heads=(6, 6, 64), ulysses=4))
-    assert not members_are_alike(Machine.load("modest"), _call(4, ulysses=2))
+    assert not ulysses_ranks_are_alike(machine, _call(4, heads=(6, 6, 64), ulysses=4))
+    assert not ulysses_ranks_are_alike(Machine.load("modest"), _call(4, ulysses=2))
     three = dataclasses.replace(machine, per_node=3)
-    assert not members_are_alike(three, _call(6, seq=48 * 64, ulysses=2))
+    assert not ulysses_ranks_are_alike(three, _call(6, seq=48 * 64, ulysses=2))

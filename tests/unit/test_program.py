@@ -215,7 +215,8 @@ def _check(plan, pairs, wide_travel, early=0):
 
 
 def _assert_matched(programs):
-    """What one rank sends another receives, for each tag in one order; members of a group meet in one order too."""
+    """What one rank sends another receives, for each tag in one order; Ulysses ranks of a group meet in one order
+    too."""
     sent, received, groups = defaultdict(list), defaultdict(list), defaultdict(dict)
     for program in programs:
         for one in program.code:
@@ -228,9 +229,9 @@ def _assert_matched(programs):
                 met = groups[one.collective.ranks].setdefault(program.rank, [])
                 met.append((type(one), one.collective))
     assert sent == received
-    for members, met in groups.items():
-        assert set(met) == set(members)
-        assert all(order == met[members[0]] for order in met.values())
+    for ulysses_size, met in groups.items():
+        assert set(met) == set(ulysses_size)
+        assert all(order == met[ulysses_size[0]] for order in met.values())
 
 
 @_forms
@@ -362,7 +363,7 @@ def test_a_place_is_marked_and_shows_what_is_near_and_who_takes_part():
     program = _programs(build("ring", ring(8), "forward"))[3]
     at = next(index for index, one in enumerate(program.code) if one.step == 4)
     assert program.where(at).splitlines() == [
-        "ring forward, inner rank 3 of 8, step 4, with ranks 2, 4",
+        "ring forward, CP rank 3 of 8, step 4, with ranks 2, 4",
         "   step 2: q(3)*kv(1) kv(0)<2 kv(1)>4",
         "   step 3: q(3)*kv(0) kv(0)>4 kv(7)<2",
         "-> step 4: q(3)*kv(7) kv(6)<2 kv(7)>4",
@@ -394,4 +395,4 @@ def test_a_place_stays_short_on_many_ranks(schedule, topology, even):
     for at in (0, len(program.code) // 2, len(program.code) - 1):
         place = program.where(at)
         assert len(place.encode()) < 4096
-        assert "inner rank 100 of 256" in place
+        assert "CP rank 100 of 256" in place

@@ -52,7 +52,7 @@ def _taken(schedule, ranks):
 
 
 def _plan(schedule, shape, direction, travels):
-    ranks = shape.size(*shape.inner_axes)
+    ranks = shape.size(*shape.cp_axes)
     steps = schedule.build(shape, block_mask(ranks * schedule.parts, _taken(schedule, ranks)), direction, travels)
     return Plan.of(schedule.name, direction, ranks, steps, schedule.parts)
 
@@ -90,7 +90,7 @@ def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule
             if shapes:
                 assert schedule.resolve(ranks, {}, heads) in shapes
             else:
-                with pytest.raises(ConfigError, match=f"inner ranks.*got {ranks}, use"):
+                with pytest.raises(ConfigError, match=f"CP ranks.*got {ranks}, use"):
                     schedule.resolve(ranks, {}, heads)
 
 
@@ -98,7 +98,7 @@ def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule
 @NUMBERS
 def test_the_closed_form_is_what_a_plan_receives(schedule, numbers):
     for its, shape, direction, travels in _forms(schedule, numbers):
-        axes = tuple((name, shape.size(name)) for name in shape.inner_axes)
+        axes = tuple((name, shape.size(name)) for name in shape.cp_axes)
         plan = _plan(its, shape, direction, travels)
         units = UNITS[direction]
         assert its.received(axes, direction, travels, units) == plan.received(units), (axes, direction, travels)
@@ -109,7 +109,7 @@ def test_the_closed_form_is_what_a_plan_receives(schedule, numbers):
 def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedule, numbers):
     met = set()
     for its, shape, direction, travels in _forms(schedule, numbers):
-        ranks = shape.size(*shape.inner_axes)
+        ranks = shape.size(*shape.cp_axes)
         plan = _plan(its, shape, direction, travels)
         validate(plan, _taken(its, ranks))
         groups = {ranks: axis for axis in schedule.collective_axes for ranks in shape.groups(axis) if len(ranks) > 1}
@@ -122,7 +122,7 @@ def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedul
 @NUMBERS
 def test_what_it_cannot_compute_is_refused(schedule, numbers):
     for its, shape, direction, travels in _forms(schedule, numbers):
-        ranks = shape.size(*shape.inner_axes)
+        ranks = shape.size(*shape.cp_axes)
         every = everything(ranks * its.parts)
         if not all(itertools.starmap(its.can_compute, every)):
             with pytest.raises(ConfigError, match=schedule.name):

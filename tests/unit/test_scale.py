@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 
 def shapes(world):
-    """Name -> settings for all ranks of the world, with 8 members of Ulysses."""
+    """Name -> settings for all ranks of the world, with 8 Ulysses ranks of Ulysses."""
     every = {name: {"ulysses": 8, "schedule": name} for name, its in SCHEDULES.items() if list(its.shapes(world // 8))}
     return every | {"default, 16 groups": {"ulysses": 8, "size": world // 16}}
 

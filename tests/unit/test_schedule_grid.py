@@ -24,7 +24,7 @@ from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import SINGLE
 
 RANKS = (4, 8, 9, 12, 16)
-# inner ranks -> schedule -> its own fields. A plan stands under one name: attention2d is a mesh without a ring, and
+# CP ranks -> schedule -> its own fields. A plan stands under one name: attention2d is a mesh without a ring, and
 # wallfacer one whose gathers are equally long.
 SHAPES = {
     2: {
@@ -98,7 +98,7 @@ class Shape:
     @functools.cached_property
     def goes_round(self):
         """Whether there is a ring, in which one side or the other travels."""
-        return self.config().resolve(self.size).inner_axes[-1] != ("z", 1)
+        return self.config().resolve(self.size).cp_axes[-1] != ("z", 1)
 
     def __str__(self):
         words = "_".join(str(word) for word in (self.schedule, *sum(self.fields, ()))).replace(", ", "x")
@@ -115,8 +115,8 @@ GRID = {
         if inner * ulysses in RANKS
     ),
     "layout": LAYOUTS,
-    "forward": ("kv", "q"),
-    "backward": ("kv", "q"),
+    "rotate_forward": ("kv", "q"),
+    "rotate_backward": ("kv", "q"),
     "causal": (True, False),
     "heads": ((4, 4), (4, 2)),
     "overlap": (False, True),
@@ -125,15 +125,15 @@ GRID = {
 
 
 def _legal(case):
-    shape, travelling_q = case["shape"], "q" in (case["forward"], case["backward"])
+    shape, travelling_q = case["shape"], "q" in (case["rotate_forward"], case["rotate_backward"])
     # what has nothing to do with each other changes together, which saves time: the plans of both directions at a
     # longer sequence; on more than 4 ranks always, and heads with lengths. And of one document "balanced" deals the
     # runs of "zigzag": tests/unit/test_balanced.py
-    if case["times"] > 1 and case["forward"] != case["backward"]:
+    if case["times"] > 1 and case["rotate_forward"] != case["rotate_backward"]:
         return False
     if shape.size > 4 and (case["times"] == 1) != (case["heads"] == (4, 4)):
         return False
-    if shape.size > 4 and (case["forward"] != case["backward"] or case["layout"] == "balanced"):
+    if shape.size > 4 and (case["rotate_forward"] != case["rotate_backward"] or case["layout"] == "balanced"):
         return False
     if shape.schedule == "distflash":
         return case["causal"] and case["layout"] == "contiguous" and not travelling_q
@@ -149,7 +149,9 @@ def _problem(seq, heads, causal):
 
 def _errors(case, compilers):
     """Of out, dq, dk, dv. compilers: as `attention` takes them."""
-    config = case["shape"].config(**{name: case[name] for name in ("layout", "forward", "backward", "overlap")})
+    config = case["shape"].config(
+        **{name: case[name] for name in ("layout", "rotate_forward", "rotate_backward", "overlap")}
+    )
     seq = case["times"] * multiple(config.layout, config.size, config.ulysses)
     inputs, wanted = _problem(seq, case["heads"], case["causal"])
     found = attention(config, *inputs, causal=case["causal"], compilers=compilers)
@@ -157,7 +159,7 @@ def _errors(case, compilers):
 
 
 def _is_small(shape):
-    """Whether `make test` has it: 4 inner ranks, or 9 in a mesh. tests/unit/test_virtual_packs.py draws larger ones."""
+    """Whether `make test` has it: 4 CP ranks, or 9 in a mesh. tests/unit/test_virtual_packs.py draws larger ones."""
     return shape.size // shape.ulysses <= 4 or (shape.size == 9 and shape.schedule == "mesh")
 
 

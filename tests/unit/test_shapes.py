@@ -22,7 +22,7 @@ def test_divisors_are_all_of_them_in_order():
 
 
 def _axes(schedule, size, heads=None, **own):
-    """Of `size` inner ranks, with these settings of the schedule's own and the others "auto"."""
+    """Of `size` CP ranks, with these settings of the schedule's own and the others "auto"."""
     own = SCHEDULES[schedule].resolve(size, own, heads)
     return SCHEDULES[schedule].axes(size, own)
 
@@ -115,24 +115,24 @@ def test_a_mesh_is_as_attention2d_with_a_ring_for_its_rows():
         assert _axes("mesh", size, heads) == (("x", cols), ("y", 1), ("z", rows))
 
 
-# with more members than k/v heads each has one of these, and so a smaller share of queries than the model
+# with more Ulysses ranks than k/v heads each has one of these, and so a smaller share of queries than the model
 @pytest.mark.parametrize("schedule", ["attention2d", "mesh"])
 def test_auto_counts_the_heads_of_a_member(schedule):
     for q_heads, kv_heads in ((8, 1), (16, 2), (32, 8), (8, 8), (48, 4)):
         for ulysses in even_ulysses(16, q_heads, kv_heads):
             size = 16 * ulysses
             config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule=schedule)
-            member = q_heads // ulysses, max(1, kv_heads // ulysses)
-            wanted = _axes(schedule, 16, member)
-            assert config.resolve(size, (q_heads, kv_heads)).inner_axes == wanted, (q_heads, kv_heads, ulysses)
+            ulysses_rank = q_heads // ulysses, max(1, kv_heads // ulysses)
+            wanted = _axes(schedule, 16, ulysses_rank)
+            assert config.resolve(size, (q_heads, kv_heads)).cp_axes == wanted, (q_heads, kv_heads, ulysses)
 
 
-# all members must choose the same: that of the member with the most heads
+# all Ulysses ranks must choose the same: that of the Ulysses rank with the most heads
 def test_auto_counts_the_most_heads_of_a_member_where_they_differ():
-    for heads, ulysses, member in (((40, 10), 4, (12, 3)), ((14, 2), 4, (4, 1)), ((25, 5), 8, (5, 1))):
+    for heads, ulysses, ulysses_rank in (((40, 10), 4, (12, 3)), ((14, 2), 4, (4, 1)), ((25, 5), 8, (5, 1))):
         size = 16 * ulysses
         config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule="mesh")
-        assert config.resolve(size, heads).inner_axes == _axes("mesh", 16, member)
+        assert config.resolve(size, heads).cp_axes == _axes("mesh", 16, ulysses_rank)
 
 
 # ---- refusals say what to use instead
@@ -198,7 +198,7 @@ FIRST = {
 def _topologies():
     """(config, topology) of every schedule, in every preset that it takes and in orders of one's own, two groups."""
     for fields in CONFIGS:
-        names = [name for name, _ in SequenceParallelConfig(**fields).resolve(fields["size"]).inner_axes]
+        names = [name for name, _ in SequenceParallelConfig(**fields).resolve(fields["size"]).cp_axes]
         orders = [("ulysses", *names), (*reversed(names), "ulysses"), ("data", *names[1:], "ulysses", names[0])]
         presets = [preset for preset in RANK_ORDERS if preset != "collectives_intra" or "x" in names]
         for rank_order in (*presets, *orders):
@@ -214,7 +214,7 @@ def test_every_schedule_is_placed():
 def test_a_placement_puts_its_axes_first_and_loses_none():
     for config, topology in _topologies():
         order = [name for name, _ in topology.axes]
-        names = [name for name, _ in config.inner_axes]
+        names = [name for name, _ in config.cp_axes]
         assert sorted(order) == sorted(["ulysses", "data", *names])
         if isinstance(config.rank_order, str):
             first = [name for name in FIRST[config.rank_order] if name in order]
@@ -223,21 +223,21 @@ def test_a_placement_puts_its_axes_first_and_loses_none():
         else:
             assert tuple(order[: len(config.rank_order)]) == config.rank_order
             assert order[-1] == "data" or "data" in config.rank_order
-        sizes = dict(config.inner_axes)
+        sizes = dict(config.cp_axes)
         assert dict(topology.axes) == {**sizes, "ulysses": config.ulysses, "data": 2}
 
 
 def test_inner_ranks_are_numbered_by_their_axes_wherever_these_are_placed():
     for config, topology in _topologies():
-        names = [name for name, _ in config.inner_axes]
-        assert topology.inner_axes == tuple(names)
+        names = [name for name, _ in config.cp_axes]
+        assert topology.cp_axes == tuple(names)
         for rank in range(topology.world_size):
             at, number, stride = topology.coordinates(rank), 0, 1
-            for name, size in config.inner_axes:  # the first fastest
+            for name, size in config.cp_axes:  # the first fastest
                 number, stride = number + at[name] * stride, stride * size
-            assert topology.index(rank, *topology.inner_axes) == number
+            assert topology.index(rank, *topology.cp_axes) == number
         # the ranks of one schedule hold every number once, in this order
-        for ranks in topology.groups(*topology.inner_axes):
+        for ranks in topology.groups(*topology.cp_axes):
             assert [topology.index(rank, *names) for rank in ranks] == list(range(config.size // config.ulysses))
 
 
@@ -245,7 +245,7 @@ def test_what_a_preset_names_lies_in_one_node():
     # the node: as many neighbouring ranks as the preset's groups have
     for config, topology in _topologies():
         if isinstance(config.rank_order, str):
-            together = [name for name in FIRST[config.rank_order] if name in ("ulysses", *topology.inner_axes)]
+            together = [name for name in FIRST[config.rank_order] if name in ("ulysses", *topology.cp_axes)]
             node = topology.size(*together)
             for ranks in topology.groups(*together):
                 assert {rank // node for rank in ranks} == {ranks[0] // node}, (config.schedule, config.rank_order)

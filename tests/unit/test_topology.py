@@ -73,8 +73,8 @@ def test_members_of_a_group_stand_in_the_order_of_their_index(topology, names):
 @examples(100)
 @given(_topologies())
 def test_inner_axes_are_all_but_ulysses_and_data_in_their_order(topology):
-    assert set(topology.inner_axes) == {"x", "y", "z"}
-    assert list(topology.inner_axes) == [name for name, _ in topology.axes if name in topology.inner_axes]
+    assert set(topology.cp_axes) == {"x", "y", "z"}
+    assert list(topology.cp_axes) == [name for name, _ in topology.axes if name in topology.cp_axes]
 
 
 def test_a_mesh_numbers_its_inner_ranks_with_the_first_axis_fastest():
@@ -90,6 +90,6 @@ def test_a_config_makes_ulysses_fastest_then_the_ring_then_data():
     topology = config.topology(8)
     assert topology.groups("ulysses") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert topology.groups("ring") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert topology.groups("ulysses", *topology.inner_axes) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert topology.groups("ulysses", *topology.cp_axes) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert [topology.index(rank, "data") for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [topology.index(rank, "ulysses", "ring") for rank in range(8)] == [0, 1, 2, 3] * 2

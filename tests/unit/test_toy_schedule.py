@@ -52,7 +52,7 @@ def test_it_is_configured_in_the_json_as_in_python(tmp_path):
 def test_auto_is_its_own_choice():
     assert Config().seats == "auto"
     config = Config(schedule="carousel", ulysses=1).resolve(6)
-    assert (config.seats, config.layout, config.inner_axes) == (2, "striped", (("seat", 2), ("car", 3)))
+    assert (config.seats, config.layout, config.cp_axes) == (2, "striped", (("seat", 2), ("car", 3)))
     assert Config(size=8, schedule="carousel", seats=4).resolve(8, (8, 8)).ulysses == 2
 
 

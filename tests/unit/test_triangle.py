@@ -166,12 +166,15 @@ def _received(side, direction, units):
     pairs = [(i, j) for i in range(side) for j in range(i)]
     found = [(side - 2) * (units["q"] + units["kv"]) for _ in pairs]
     for rank, (i, j) in enumerate(pairs):
-        for line, members, number, comes_home in (("q", i, j, j > 0), ("kv", side - 1 - j, i - j - 1, i < side - 1)):
+        for line, ulysses_size, number, comes_home in (
+            ("q", i, j, j > 0),
+            ("kv", side - 1 - j, i - j - 1, i < side - 1),
+        ):
             if line in kinds:
-                if line == "kv":  # members of a column stand in the order of their chunks, the last row first
-                    number = members - 1 - number
-                before = (number - 1) % members  # the member whose chunk starts before
-                at, at_before = (n * (side - 1) // members for n in (number, before))
+                if line == "kv":  # Ulysses ranks of a column stand in the order of their chunks, the last row first
+                    number = ulysses_size - 1 - number
+                before = (number - 1) % ulysses_size  # the Ulysses rank whose chunk starts before
+                at, at_before = (n * (side - 1) // ulysses_size for n in (number, before))
                 first = (at - at_before) % (side - 1) or (side - 1)
                 found[rank] += (side - 1 - first + comes_home) * units[kinds[line]]
     return found
@@ -422,10 +425,10 @@ def _attended(shape=(3, 1), seq=12, **how):
 
 HALVES = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], parts=2)
 REFUSED = [
-    *((lambda size=size: _resolved(size), rf"triangle.*inner ranks.*got {size}\b") for size in (2, 4, 5, 7, 8, 9)),
-    (lambda: _resolved(7, (4, 4), ulysses="auto"), r"triangle.*inner ranks.*got 7\b"),
+    *((lambda size=size: _resolved(size), rf"triangle.*CP ranks.*got {size}\b") for size in (2, 4, 5, 7, 8, 9)),
+    (lambda: _resolved(7, (4, 4), ulysses="auto"), r"triangle.*CP ranks.*got 7\b"),
     (lambda: _resolved(13), r"triangle.*got 13.*12 or 15"),
-    (lambda: _resolved(6, strips=4), r"strips.*\[1, 2\].*6 inner ranks.*got 4"),
+    (lambda: _resolved(6, strips=4), r"strips.*\[1, 2\].*6 CP ranks.*got 4"),
     (lambda: tiling(1008, 8), r"8 strips.*got 1008"),
     (lambda: _resolved(6, schedule="auto", strips=2), r'strips.*"triangle".*"ring"'),
     (lambda: _resolved(3, strips=1, layout="zigzag"), r'layout.*"pairs".*"triangle".*got "zigzag"'),

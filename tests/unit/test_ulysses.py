@@ -6,19 +6,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compiler.sharding.heads import element_counts, head_shares, heads_of_members, tensor_share
+from ds_seqpar.compiler.sharding.heads import element_counts, head_shares, heads_by_ulysses_rank, tensor_share
 from ds_seqpar.runtime import buffers
 
 DIM = 4
-# members, query heads, kv heads: more kv heads than members, as many, fewer, one
+# Ulysses ranks, query heads, kv heads: more kv heads than Ulysses ranks, as many, fewer, one
 EVEN = [(1, 4, 2), (2, 4, 4), (2, 8, 2), (4, 8, 2), (4, 4, 1), (3, 6, 3), (6, 12, 2), (8, 24, 2)]
-# the same where members do not divide them; in the last row kv heads with different numbers of members
+# the same where Ulysses ranks do not divide them; in the last row kv heads with different numbers of Ulysses ranks
 UNEVEN = [
     *[(4, 33, 33), (4, 25, 5), (4, 40, 10), (2, 3, 3), (4, 14, 2), (2, 7, 1), (4, 7, 1), (8, 14, 2)],
     *[(8, 21, 3), (8, 25, 5), (8, 12, 3)],
 ]
-_cases = pytest.mark.parametrize(("members", "q_heads", "kv_heads"), EVEN + UNEVEN)
-# sequences; whether members hold different numbers of tokens, one of them none; whether the tensors have gaps
+_cases = pytest.mark.parametrize(("ulysses_size", "q_heads", "kv_heads"), EVEN + UNEVEN)
+# sequences; whether Ulysses ranks hold different numbers of tokens, one of them none; whether the tensors have gaps
 _forms = pytest.mark.parametrize(
     ("batch", "uneven", "strided"), [(1, False, False), (2, False, True), (1, True, True), (2, True, False)]
 )
@@ -35,7 +35,7 @@ class CountCopies(TorchDispatchMode):
 
 
 def _exchange(buffers, sizes):
-    """The all-to-all: member u gets the u-th part of everybody's buffer."""
+    """The all-to-all: Ulysses rank u gets the u-th part of everybody's buffer."""
     parts = [buffer.flatten().split(outgoing) for buffer, (outgoing, _) in zip(buffers, sizes, strict=True)]
     received = [[mine[u] for mine in parts] for u in range(len(buffers))]
     assert [[x.numel() for x in found] for found in received] == [incoming for _, incoming in sizes]
@@ -48,14 +48,14 @@ def _sizes(its, counts, token):
 
 def _packed(tensors, its):
     batch, tokens, _, dim = tensors[0].shape
-    buffer = tensors[0].new_empty(sum(its.per_member) * tokens * batch * dim)
+    buffer = tensors[0].new_empty(sum(its.heads_per_rank) * tokens * batch * dim)
     buffers.pack_in(tensors, its, buffer)
     return buffer
 
 
-def _own_heads(tensors, kv_heads, members, member):
-    """How many heads of each a member works on."""
-    shares = [tensor_share(x.shape[2], kv_heads, members, member) for x in tensors]
+def _own_heads(tensors, kv_heads, ulysses_size, ulysses_rank):
+    """How many heads of each a Ulysses rank works on."""
+    shares = [tensor_share(x.shape[2], kv_heads, ulysses_size, ulysses_rank) for x in tensors]
     return [mine.stop - mine.start for mine in shares]
 
 
@@ -64,19 +64,19 @@ def _counts(tensors):
 
 
 def _inward(tensors, kv_heads):
-    """tensors[u] = [q, k, v] of member u, all heads of its tokens -> its heads of all tokens."""
-    members, counts, (batch, *_, dim) = len(tensors), _counts(tensors), tensors[0][0].shape
-    its = head_shares(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
+    """tensors[u] = [q, k, v] of Ulysses rank u, all heads of its tokens -> its heads of all tokens."""
+    ulysses_size, counts, (batch, *_, dim) = len(tensors), _counts(tensors), tensors[0][0].shape
+    its = head_shares(tuple(x.shape[2] for x in tensors[0]), kv_heads, ulysses_size)
     received = _exchange([_packed(mine, its) for mine in tensors], _sizes(its, counts, batch * dim))
     return [
-        buffers.split_in(x.view(sum(counts), batch, heads, dim), _own_heads(tensors[0], kv_heads, members, u))
-        for u, (x, heads) in enumerate(zip(received, its.per_member, strict=True))
+        buffers.split_in(x.view(sum(counts), batch, heads, dim), _own_heads(tensors[0], kv_heads, ulysses_size, u))
+        for u, (x, heads) in enumerate(zip(received, its.heads_per_rank, strict=True))
     ]
 
 
 def _outward(tensors, heads, kv_heads, counts):
-    members, (batch, *_, dim) = len(tensors), tensors[0][0].shape
-    its = head_shares(tuple(heads), kv_heads, members)
+    ulysses_size, (batch, *_, dim) = len(tensors), tensors[0][0].shape
+    its = head_shares(tuple(heads), kv_heads, ulysses_size)
     joined = [buffers.join_out(mine).contiguous() for mine in tensors]
     received = _exchange(joined, [found[::-1] for found in _sizes(its, counts, batch * dim)])
     return [buffers.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
@@ -94,8 +94,8 @@ def _random(batch, counts, *heads, seed=0, strided=False):
     return [[one(tokens, h) for h in heads] for tokens in counts]
 
 
-def _tokens(members, uneven):
-    return [(3 * u) % 4 for u in range(members)] if uneven else [3] * members
+def _tokens(ulysses_size, uneven):
+    return [(3 * u) % 4 for u in range(ulysses_size)] if uneven else [3] * ulysses_size
 
 
 def _memory(x):
@@ -108,14 +108,14 @@ def _dot(a, b):
 
 @_forms
 @_cases
-def test_a_member_gets_its_heads_of_all_tokens_in_member_order(members, q_heads, kv_heads, batch, uneven, strided):
-    tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
+def test_a_member_gets_its_heads_of_all_tokens_in_member_order(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
+    tensors = _random(batch, _tokens(ulysses_size, uneven), q_heads, kv_heads, kv_heads, strided=strided)
     whole = [torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True)]
     first = 0
     for q, k, v in _inward(tensors, kv_heads):
         queries = range(first, first := first + q.shape[2])
         assert torch.equal(q, whole[0][:, :, list(queries)])
-        # verl#850: the ratio of query to key heads must hold on each member
+        # verl#850: the ratio of query to key heads must hold on each Ulysses rank
         needed = sorted({head * kv_heads // q_heads for head in queries})
         assert torch.equal(k, whole[1][:, :, needed])
         assert torch.equal(v, whole[2][:, :, needed])
@@ -124,18 +124,18 @@ def test_a_member_gets_its_heads_of_all_tokens_in_member_order(members, q_heads,
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12))
-def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, members):
+def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, ulysses_size):
     q_heads = kv_heads * group
-    assume(members <= q_heads)
-    tensors = _random(1, [1] * members, q_heads, kv_heads, kv_heads)
+    assume(ulysses_size <= q_heads)
+    tensors = _random(1, [1] * ulysses_size, q_heads, kv_heads, kv_heads)
     whole = [torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True)]
     moved = _inward(tensors, kv_heads)
-    for (q, kv), mine in zip(heads_of_members(q_heads, kv_heads, members), moved, strict=True):
+    for (q, kv), mine in zip(heads_by_ulysses_rank(q_heads, kv_heads, ulysses_size), moved, strict=True):
         wanted = [x[:, :, span] for x, span in zip(whole, (q, kv, kv), strict=True)]
         assert all(torch.equal(x, y) for x, y in zip(mine, wanted, strict=True))
     ones = [[torch.ones_like(x) for x in mine] for mine in moved]
-    holders = sum(kv.stop - kv.start for _, kv in heads_of_members(q_heads, kv_heads, members))
-    for q, k, v in _outward(ones, [q_heads, kv_heads, kv_heads], kv_heads, [1] * members):
+    holders = sum(kv.stop - kv.start for _, kv in heads_by_ulysses_rank(q_heads, kv_heads, ulysses_size))
+    for q, k, v in _outward(ones, [q_heads, kv_heads, kv_heads], kv_heads, [1] * ulysses_size):
         assert q.eq(1).all()
         assert k.sum() == v.sum() == DIM * holders
 
@@ -143,8 +143,8 @@ def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, members):
 # queries travel without keys where they are held otherwise, results do always
 @_forms
 @_cases
-def test_tensors_that_travel_alone_are_dealt_as_together(members, q_heads, kv_heads, batch, uneven, strided):
-    tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
+def test_tensors_that_travel_alone_are_dealt_as_together(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
+    tensors = _random(batch, _tokens(ulysses_size, uneven), q_heads, kv_heads, kv_heads, strided=strided)
     together = _inward(tensors, kv_heads)
     for kinds in (slice(0, 1), slice(1, 3)):
         alone = [mine[kinds] for mine in tensors]
@@ -154,12 +154,12 @@ def test_tensors_that_travel_alone_are_dealt_as_together(members, q_heads, kv_he
 
 @_forms
 @_cases
-def test_outward_is_the_inverse_of_inward(members, q_heads, kv_heads, batch, uneven, strided):
-    tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
+def test_outward_is_the_inverse_of_inward(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
+    tensors = _random(batch, _tokens(ulysses_size, uneven), q_heads, kv_heads, kv_heads, strided=strided)
     back = _outward(_inward(tensors, kv_heads), [q_heads, kv_heads, kv_heads], kv_heads, _counts(tensors))
-    # what several members hold of one head comes back as their sum
-    shares = heads_of_members(q_heads, kv_heads, members)
-    holders = [kv.start for _, kv in shares] if kv_heads < members else range(kv_heads)
+    # what several Ulysses ranks hold of one head comes back as their sum
+    shares = heads_by_ulysses_rank(q_heads, kv_heads, ulysses_size)
+    holders = [kv.start for _, kv in shares] if kv_heads < ulysses_size else range(kv_heads)
     times = torch.tensor([[float(list(holders).count(head))] for head in range(kv_heads)], dtype=torch.float64)
     for mine, found in zip(tensors, back, strict=True):
         assert torch.equal(found[0], mine[0])
@@ -170,9 +170,9 @@ def test_outward_is_the_inverse_of_inward(members, q_heads, kv_heads, batch, une
 # deepspeed#8291, prime-rl#3042: gradients of shared heads
 @_forms
 @_cases
-def test_outward_is_the_adjoint_of_inward(members, q_heads, kv_heads, batch, uneven, strided):
+def test_outward_is_the_adjoint_of_inward(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
     """<A x, y> = <x, A' y>: so gradients that go outward are those of what went inward."""
-    counts = _tokens(members, uneven)
+    counts = _tokens(ulysses_size, uneven)
     x = _random(batch, counts, q_heads, kv_heads, kv_heads, seed=1)
     moved = _inward(x, kv_heads)
     y = [
@@ -183,11 +183,11 @@ def test_outward_is_the_adjoint_of_inward(members, q_heads, kv_heads, batch, une
     torch.testing.assert_close(_dot(moved, y), _dot(x, back), rtol=1e-12, atol=1e-12)
 
 
-# of equal shares, and of members that are copied for one by one
+# of equal shares, and of Ulysses ranks that are copied for one by one
 @pytest.mark.parametrize("q_heads", [4, 7])
 def test_gradients_of_shared_heads_are_summed_wide(q_heads):
     """deepspeed#6841: sums of sequence parallel gradients in bf16."""
-    own = [q.stop - q.start for q, _ in heads_of_members(q_heads, 1, 4)]
+    own = [q.stop - q.start for q, _ in heads_by_ulysses_rank(q_heads, 1, 4)]
     parts = [
         [torch.full((2, 4, heads, DIM), 256.0 if u == 0 else 1.0, dtype=torch.bfloat16) for heads in (own[u], 1)]
         for u in range(4)
@@ -213,11 +213,11 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
     assert all(x.is_contiguous() for x in found)
 
 
-@pytest.mark.parametrize(("members", "q_heads", "kv_heads"), EVEN)
-def test_equal_shares_are_copied_at_once(members, q_heads, kv_heads):
-    """One copy a tensor, however many members there are."""
-    its = head_shares((q_heads, kv_heads, kv_heads), kv_heads, members)
-    assert [group.members for group in its.groups] == [members]
+@pytest.mark.parametrize(("ulysses_size", "q_heads", "kv_heads"), EVEN)
+def test_equal_shares_are_copied_at_once(ulysses_size, q_heads, kv_heads):
+    """One copy a tensor, however many Ulysses ranks there are."""
+    its = head_shares((q_heads, kv_heads, kv_heads), kv_heads, ulysses_size)
+    assert [group.ranks for group in its.groups] == [ulysses_size]
     tensors = _random(1, [3], q_heads, kv_heads, kv_heads)[0]
     with CountCopies() as seen:
         buffers.unpack_out(_packed(tensors, its), its, 1, 3, DIM)

@@ -146,7 +146,7 @@ def _others(action, plan):
     if isinstance(action, Move | Collective):
         kinds = {"q", "kv", "out", "dq", "dkv"} - {action.kind}
         yield from (dataclasses.replace(action, kind=kind) for kind in kinds)
-    if isinstance(action, Collective):  # parts in another order, a member less
+    if isinstance(action, Collective):  # parts in another order, a Ulysses rank less
         yield dataclasses.replace(action, parts=(*action.parts[1:], action.parts[0]))
         yield dataclasses.replace(action, ranks=action.ranks[1:], parts=action.parts[1:])
 

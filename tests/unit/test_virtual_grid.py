@@ -24,7 +24,7 @@ from tests.unit.plans import SINGLE
 
 SIZES = (1, 2, 3, 4, 6, 8)
 HEADS = ((24, 24), (24, 6), (24, 2), (24, 1), (96, 24))
-# (ranks, heads) that members deal unevenly, alone and around a ring
+# (ranks, heads) that Ulysses ranks deal unevenly, alone and around a ring
 UNEVEN = {
     "ranks": ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 3)),
     "heads": ((33, 33), (14, 2), (25, 5), (40, 10), (7, 1), (7, 7)),
@@ -52,7 +52,7 @@ def _has_many_ranks(case):
 
 
 def _enough(case):
-    """A query head for every member, and members that do not divide the heads."""
+    """A query head for every Ulysses rank, and Ulysses ranks that do not divide the heads."""
     (_, u), (q_heads, kv_heads) = case["ranks"], case["heads"]
     return u <= q_heads and not _divided(u, q_heads, kv_heads)
 
@@ -123,7 +123,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("heads", "schedule"), TAKEN)
 def test_every_schedule_takes_heads_that_members_do_not_divide(schedule, heads):
-    """What travels may be k/v for one member and q for another, which have rings of their own."""
+    """What travels may be k/v for one Ulysses rank and q for another, which have rings of their own."""
     for ulysses, overlap in ((2, False), (4, True)):
         config = SequenceParallelConfig(size=4 * ulysses, ulysses=ulysses, schedule=schedule, overlap=overlap)
         inputs = tensors(2, 2 * multiple("zigzag", config.size, ulysses), heads, 8)
@@ -147,7 +147,7 @@ def test_uneven_heads_and_uneven_shards_together(heads, ulysses):
         assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) <= 1e-10
 
 
-# deepspeed#8291: a member without a head, and a hang
+# deepspeed#8291: a Ulysses rank without a head, and a hang
 def test_every_illegal_ulysses_degree_is_refused():
     for size, heads in itertools.product(SIZES, (*HEADS, (5, 5), (3, 1))):
         inputs = tensors(1, 48, heads, 8)[:3]

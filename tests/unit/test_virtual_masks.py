@@ -22,7 +22,7 @@ from tests.unit.plans import SINGLE
 
 REFUSED = r"distflash.*causal.*queries of block \d+"
 NAMES = ("out", "dq", "dk", "dv")
-HEADS = ((4, 4), (4, 2), (4, 1), (5, 5), (6, 3), (7, 1))  # also such that members do not divide
+HEADS = ((4, 4), (4, 2), (4, 1), (5, 5), (6, 3), (7, 1))  # also such that Ulysses ranks do not divide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _ulysses_shapes():
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 4), (4, 1), (14, 2), (5, 5)], ids=str)
 def test_members_share_blocks_of_any_length(heads):
-    """Tokens of an inner rank that its Ulysses members cannot share equally, and fewer tokens than members."""
+    """Tokens of a CP rank that its Ulysses ranks cannot share equally, and fewer tokens than Ulysses ranks."""
     dice = random.Random(3)
     for size, ulysses in _ulysses_shapes():
         config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule="ring")

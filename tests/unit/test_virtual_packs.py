@@ -23,7 +23,7 @@ from tests.grids import examples
 
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
-HEADS = ((2, 1), (3, 3), (4, 2), (5, 1), (6, 2), (14, 2))  # most of them such that members do not divide
+HEADS = ((2, 1), (3, 3), (4, 2), (5, 1), (6, 2), (14, 2))  # most of them such that Ulysses ranks do not divide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
         runtime.run(rank.forward(q, k, v, None, CAUSAL, rank.shards(4), Scores(1.0)))
     (note,) = caught.value.__notes__
     assert note.splitlines() == [
-        "ring forward, inner rank 0 of 2, step 0, with ranks 1",
+        "ring forward, CP rank 0 of 2, step 0, with ranks 1",
         "-> step 0: q(0)*kv(0) kv(0)>1 kv(1)<1",
         "   step 1: q(0)*kv(1)",
     ]

@@ -107,7 +107,7 @@ def communication(plan: Plan, costs: Costs) -> float:
 
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
-    """All inner ranks' programs, for results that travel in the dtype of sums. They are those of one Ulysses member,
+    """All CP ranks' programs, for results that travel in the dtype of sums. They are those of one Ulysses member,
     since all members do the same at the same time; head chunks are alike."""
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)

@@ -32,7 +32,7 @@ class Event:
     """What `rank` does from `start` to `end`, in seconds.
 
     A simulation has these kinds: "product", "wait", "move" (a message or a collective's part arrives here), "exchange"
-    (what Ulysses' members send arrives here). It leaves what follows the label as it stands.
+    (what other Ulysses ranks send arrives here). It leaves what follows the label as it stands.
 
     A record has more kinds: "send" (a message leaves), "post" (messages and collectives are handed over), "merge"
     (partial results become one). Then "copy" (operands and results are put in place) and "agree" (ranks compare their
@@ -40,7 +40,7 @@ class Event:
 
     rank: the SP rank. call: the number of the walk, in order, from 0. direction, step: of the program. what, blocks:
     the unit that is worked on or sent, as ("kv", ((0,),)); of a product what is "" and blocks are those of q and of kv.
-    peer: the inner rank at the other end of a message. bytes: that arrive, or that leave. waited: when the wait began.
+    peer: the CP rank at the other end of a message. bytes: that arrive, or that leave. waited: when the wait began.
     """
 
     rank: int

@@ -30,7 +30,7 @@ def is_own(slot: int) -> bool:
 
 
 class Transfer(NamedTuple):
-    """A message to or from inner rank `peer`: all tensors of a unit, from or into one slot."""
+    """A message to or from CP rank `peer`: all tensors of a unit, from or into one slot."""
 
     peer: int
     unit: Unit
@@ -61,7 +61,7 @@ class Wait(NamedTuple):
 
 
 class GatherStart(NamedTuple):
-    """The members' `sent` start to arrive in `received`, member after member."""
+    """The Ulysses ranks' `sent` start to arrive in `received`, Ulysses rank after Ulysses rank."""
 
     step: int
     ticket: int
@@ -160,8 +160,8 @@ class Finish(NamedTuple):
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a head chunk's heads that Ulysses' members exchange in one all-to-all. inward: own tokens of all the
-    head chunk's heads become all the inner rank's tokens of a member's own heads; else the reverse. fields: the
+    """Tensors of a head chunk's heads that Ulysses ranks exchange in one all-to-all. inward: own tokens of all the
+    head chunk's heads become all the CP rank's tokens of a Ulysses rank's own heads; else the reverse. fields: the
     tensors' names, of `compiler.program.ulysses`."""
 
     head_chunk: int
@@ -174,7 +174,7 @@ class HeadExchange(NamedTuple):
 
 
 class PackHeads(NamedTuple):
-    """What each member is sent is put side by side: inward some of the caller's tensors, outward results of the
+    """What each Ulysses rank is sent is put side by side: inward some of the caller's tensors, outward results of the
     head chunk."""
 
     step: int
@@ -183,7 +183,7 @@ class PackHeads(NamedTuple):
 
 
 class ExchangeStart(NamedTuple):
-    """An all-to-all among `ranks`, Ulysses' members by their numbers."""
+    """An all-to-all among `ranks`, Ulysses ranks by their numbers."""
 
     step: int
     ticket: int
@@ -307,7 +307,7 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One rank's program, of a schedule (`name`) on `size` inner ranks. parts: blocks that each rank owns. code: the
+    """One rank's program, of a schedule (`name`) on `size` CP ranks. parts: blocks that each rank owns. code: the
     instructions in order. slots: by number. frees[i]: slots that no instruction after number i names. words[s]: what
     the rank does in step s, for people."""
 
@@ -330,7 +330,7 @@ class Program:
         words = {s: self.words[s][:STEP_CHARACTERS] + " ..." * (len(self.words[s]) > STEP_CHARACTERS) for s in near}
         lines = [f"{'->' if s == step else '  '} step {s}: {words[s]}" for s in near]
         who = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
-        head = f"{self.name} {self.direction}, inner rank {self.rank} of {self.size}, step {step}{who}"
+        head = f"{self.name} {self.direction}, CP rank {self.rank} of {self.size}, step {step}{who}"
         return "\n".join([head, *lines])
 
 

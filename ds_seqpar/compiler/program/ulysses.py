@@ -1,8 +1,8 @@
-"""Ulysses' exchanges of heads, and head chunks, as instructions around the programs of the inner ranks.
+"""Ulysses' exchanges of heads, and head chunks, as instructions around the programs of the CP ranks.
 
-An all-to-all among neighbouring ranks, the members, gives each of them some heads of their common tokens (DeepSpeed
-Ulysses, Jacobs et al., 2023). A head chunk attends to some of the heads, so that the inner tensors of all heads are
-never there together (Untied Ulysses). These fields are exchanged:
+An all-to-all among neighbouring ranks, the Ulysses ranks, gives each of them some heads of their common tokens
+(DeepSpeed Ulysses, Jacobs et al., 2023). A head chunk attends to some of the heads, so that the inner tensors of all
+heads are never there together (Untied Ulysses). These fields are exchanged:
 
 forward: q, k and v inward; out, and lse where it is asked for, outward.
 backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out;
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..sharding import heads as rules
 from ..sharding.heads import HeadChunk, HeadShares
-from ..sharding.shards import Shards, members_tokens
+from ..sharding.shards import Shards, tokens_by_ulysses_rank
 from . import instructions as op
 from .instructions import HeadExchange, Instruction, Program, Slot, renamed
 from .shape import ITEMSIZE, Shape
@@ -31,14 +31,14 @@ COUNTERS = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_
             "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv"}  # fmt: skip
 
 
-class Members(NamedTuple):
-    """Ulysses' degree, and which of its members this rank is."""
+class UlyssesGroup(NamedTuple):
+    """The number of ranks that exchange heads, and which of them this rank is."""
 
-    degree: int = 1
-    member: int = 0
+    size: int = 1
+    rank: int = 0
 
 
-ONE_MEMBER = Members()
+NO_ULYSSES = UlyssesGroup()
 
 
 class SavedForBackward(enum.IntEnum):
@@ -58,10 +58,10 @@ class SavedForBackward(enum.IntEnum):
 
 
 class HeadSplit(NamedTuple):
-    """How a call divides its heads: among so many Ulysses members, and in head chunks. saved: what forward saves.
+    """How a call divides its heads: among so many Ulysses ranks, and in head chunks. saved: what forward saves.
     overlap: whether a head chunk's exchanges run while another one computes."""
 
-    members: int = 1
+    ulysses_size: int = 1
     head_chunks: int = 1
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
     overlap: bool = False
@@ -71,14 +71,15 @@ UNSPLIT = HeadSplit()
 
 
 def saved_for_backward(
-    degree: int, head_chunks: int, checkpointed: bool, keeps: bool, overlap: bool = False, chosen: bool | str = "auto",
+    ulysses_size: int, head_chunks: int, checkpointed: bool, keeps: bool, overlap: bool = False,
+    chosen: bool | str = "auto",
 ) -> SavedForBackward:  # fmt: skip
-    """What forward saves for backward; without other members nothing, since nothing is exchanged.
+    """What forward saves for backward; without other Ulysses ranks nothing, since nothing is exchanged.
 
     checkpointed: whether a checkpoint is around attention; keeps: whether that keeps attention's results.
     chosen: whether the exchanged q, k and v are saved. "auto": they are not where head chunks are there to save memory.
     They are where head chunks hide exchanges, or a checkpoint keeps attention."""
-    if degree == 1:
+    if ulysses_size == 1:
         return SavedForBackward.NOTHING
     if chosen == "auto":
         chosen = head_chunks == 1 or overlap or (checkpointed and keeps)
@@ -89,38 +90,38 @@ def saved_for_backward(
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of a call: which member this rank is, and the head chunks that all heads are attended to in."""
+    """The heads of a call: which Ulysses rank this rank is, and the head chunks that all heads are attended to in."""
 
-    members: Members
+    ulysses: UlyssesGroup
     head_chunks: tuple[HeadChunk, ...]
 
     @classmethod
-    def of(cls, q: int, kv: int, members: Members = ONE_MEMBER, head_chunks: int = 1) -> Heads:
-        return cls(members, rules.head_chunks(q, kv, head_chunks))
+    def of(cls, q: int, kv: int, ulysses: UlyssesGroup = NO_ULYSSES, head_chunks: int = 1) -> Heads:
+        return cls(ulysses, rules.head_chunks(q, kv, head_chunks))
 
     def inner(self, head_chunk: int) -> tuple[slice, slice]:
-        """Which of a head chunk's query heads and key/value heads this member works on."""
-        return rules.heads_of_member(*self.head_chunks[head_chunk].counts, *self.members)
+        """Which of a head chunk's query heads and key/value heads this Ulysses rank works on."""
+        return rules.heads_of_ulysses_rank(*self.head_chunks[head_chunk].counts, *self.ulysses)
 
     def of_head_chunk(self, head_chunk: int, field: str) -> slice:
         """Which of all heads of a field are the head chunk's."""
         return self.head_chunks[head_chunk].kv if field in SIDE else self.head_chunks[head_chunk].q
 
     def shares(self, exchange: HeadExchange) -> HeadShares:
-        """Which member gets which heads in an exchange."""
+        """Which Ulysses rank gets which heads in an exchange."""
         q, kv = self.head_chunks[exchange.head_chunk].counts
         totals = tuple(kv if field in SIDE else q for field in exchange.fields)
-        return rules.head_shares(totals, kv, self.members.degree)
+        return rules.head_shares(totals, kv, self.ulysses.size)
 
     def inner_counts(self, exchange: HeadExchange) -> list[int]:
-        """For each exchanged tensor, how many of its heads this member works on."""
+        """For each exchanged tensor, how many of its heads this Ulysses rank works on."""
         q, kv = self.inner(exchange.head_chunk)
         return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in exchange.fields]
 
 
 class ExchangeSizes(NamedTuple):
-    """The sizes of an exchange for one member. outgoing: elements to every member; incoming: elements from every
-    member; tokens: of every member; width: elements of a head; dtype: by its name in torch."""
+    """The sizes of an exchange for one Ulysses rank. outgoing: elements to every Ulysses rank; incoming: elements from
+    every Ulysses rank; tokens: of every Ulysses rank; width: elements of a head; dtype: by its name in torch."""
 
     outgoing: tuple[int, ...]
     incoming: tuple[int, ...]
@@ -132,27 +133,27 @@ class ExchangeSizes(NamedTuple):
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
-    def arriving(self, member: int) -> int:
-        """Elements that arrive from other members than this one."""
-        return sum(self.incoming) - self.incoming[member]
+    def arriving(self, ulysses_rank: int) -> int:
+        """Elements that arrive from other Ulysses ranks than this one."""
+        return sum(self.incoming) - self.incoming[ulysses_rank]
 
 
 def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: Shards, inner: int) -> ExchangeSizes:
-    """shape: of any head chunk's inner tensors; inner: the inner rank."""
+    """shape: of any head chunk's inner tensors; inner: the CP rank."""
     side, per_row = SIDE.get(exchange.fields[0], "q"), exchange.fields[0] in PER_ROW
-    tokens, width = members_tokens(shards, side, inner, heads.members.degree), 1 if per_row else shape.head_dim
-    counts = rules.element_counts(heads.shares(exchange), tokens, heads.members.member, shape.batch * width)
+    tokens, width = tokens_by_ulysses_rank(shards, side, inner, heads.ulysses.size), 1 if per_row else shape.head_dim
+    counts = rules.element_counts(heads.shares(exchange), tokens, heads.ulysses.rank, shape.batch * width)
     outgoing, incoming = counts if exchange.inward else counts[::-1]
     dtype = shape.wide if per_row else shape.dtype
     return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
 
 
-def exchange_bytes_per_token(shape: Shape, members: int, exchange: HeadExchange) -> float:
-    """Bytes that an exchange brings to a member from the others, for each of the inner rank's tokens, where all members
-    have equal shares. shape: of the member's inner tensors."""
+def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
+    """Bytes that an exchange brings to a Ulysses rank from the others, for each of the CP rank's tokens, where all
+    Ulysses ranks have equal shares. shape: of the Ulysses rank's inner tensors."""
     heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
     head_bytes = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
-    return shape.batch * heads * head_bytes * (members - 1) / members
+    return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size
 
 
 def exchanges(
@@ -164,16 +165,16 @@ def exchanges(
 
 
 def call_program(
-    inner: Sequence[Program], members: int, together: bool,
+    inner: Sequence[Program], ulysses_size: int, together: bool,
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
 ) -> Program:  # fmt: skip
     """The program of a call, head chunk by head chunk. inner: the inner program of each head chunk. together: whether
     q, k and v can travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a head chunk
     computes, the next head chunk's operands arrive and the previous head chunk's results leave; without it, each
     exchange is waited for at once."""
-    building, direction, overlap = _CallBuilder(members), inner[0].direction, overlap and len(inner) > 1
+    building, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
     inward, outward = list(_inward(direction, together, saved)), list(_outward(direction, lse))
-    if members == 1:
+    if ulysses_size == 1:
         inward, outward = [], []
     arriving: list[op.ExchangeStart] = []
     leaving: list[op.ExchangeStart] = []
@@ -217,8 +218,8 @@ def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
 class _CallBuilder:
     """Collects the instructions of a call's program."""
 
-    def __init__(self, members: int) -> None:
-        self.ranks = tuple(range(members))
+    def __init__(self, ulysses_size: int) -> None:
+        self.ranks = tuple(range(ulysses_size))
         self.code: list[Instruction] = []
         self.frees: list[list[int]] = []
         self.slots: list[Slot] = []

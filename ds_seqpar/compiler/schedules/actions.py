@@ -1,6 +1,6 @@
 """What ranks do, as data: products of blocks, and the moves of operands and results between ranks.
 
-Blocks are numbered by the inner rank that owns them. Where each owns one, block p is rank p's. Where each owns `parts`,
+Blocks are numbered by the CP rank that owns them. Where each owns one, block p is rank p's. Where each owns `parts`,
 rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
 blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a
 query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in

@@ -62,7 +62,7 @@ def is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """All that other modules know of a schedule for A inner ranks.
+    """All that other modules know of a schedule for A CP ranks.
 
     name, summary: its name, and a line that says what it is.
     build(topology, block mask, direction, moving_side): the steps of any rank. Raises ConfigError where it has none.
@@ -117,7 +117,7 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Blocks that each inner rank owns, as its layouts deal them."""
+        """Blocks that each CP rank owns, as its layouts deal them."""
         return LAYOUTS[self.default_layout].parts
 
     @property

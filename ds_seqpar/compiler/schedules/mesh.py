@@ -139,7 +139,7 @@ def resolve(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     shape = a, b, turns = given.get("mesh") or (cols, 1, rows)
     if a * b * turns != ranks:
         raise ConfigError(
-            f"{SECTION}.mesh [a, b, R] must multiply to the {ranks} inner ranks; "
+            f"{SECTION}.mesh [a, b, R] must multiply to the {ranks} CP ranks; "
             f"got {list(shape)} = {a * b * turns}, use for example {[1, 1, ranks]}"
         )
     return {"mesh": shape}

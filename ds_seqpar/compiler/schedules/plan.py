@@ -1,4 +1,4 @@
-"""A plan: what every inner rank does in every step. For tests, pictures and passes that need all ranks."""
+"""A plan: what every CP rank does in every step. For tests, pictures and passes that need all ranks."""
 
 from __future__ import annotations
 

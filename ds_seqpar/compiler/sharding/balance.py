@@ -1,4 +1,4 @@
-"""Deals the tokens of packed documents to inner ranks, so that all have as many tokens and as many causal pairs.
+"""Deals the tokens of packed documents to CP ranks, so that all have as many tokens and as many causal pairs.
 
 A causal pair is a query and a key that a causal mask of the documents lets it see.
 
@@ -28,7 +28,7 @@ TOLERANCE = 256  # a half's pairs may differ from its share by one part in so ma
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
-    """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
+    """The runs that each of `ranks` CP ranks holds of documents of these lengths, one after the other from position
     0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
 
     Ranks differ by one token at most, and their causal pairs by parts in a thousand, or by what one token brings. At
@@ -227,7 +227,7 @@ def _runs(pieces: list[_Piece]) -> Runs:
 
 @functools.lru_cache(maxsize=64)
 def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
-    """The shards of documents of these lengths, end to end, on so many inner ranks. Of all layouts only "balanced"
+    """The shards of documents of these lengths, end to end, on so many CP ranks. Of all layouts only "balanced"
     looks at where documents begin."""
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))

@@ -20,9 +20,9 @@ class Topology:
     """All ranks of a job, each with a coordinate on every axis. The fastest axis comes first: along it, neighbours are
     neighbouring ranks.
 
-    axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis.
-    inner: the inner axes in the order in which the inner rank counts them, the first fastest, wherever they are placed;
-    default: as in `axes`. collective_axes: the inner axes along which a schedule has collectives.
+    axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is a CP axis.
+    inner: the CP axes in the order in which the CP rank counts them, the first fastest, wherever they are placed;
+    default: as in `axes`. collective_axes: the CP axes along which a schedule has collectives.
     """
 
     axes: Axes
@@ -33,7 +33,7 @@ class Topology:
     def of(
         cls, inner: Axes, *, ulysses: int, data: int, order: tuple[str, ...], collective_axes: tuple[str, ...] = ()
     ) -> Topology:
-        """inner: a schedule's axes, as its inner ranks count them. order: of all axes, see `axis_order`."""
+        """inner: a schedule's axes, as its CP ranks count them. order: of all axes, see `axis_order`."""
         sizes = {"ulysses": ulysses, **dict(inner), "data": data}
         return cls(
             axes=tuple((name, sizes[name]) for name in order), inner=tuple(dict(inner)), collective_axes=collective_axes
@@ -44,7 +44,7 @@ class Topology:
         return math.prod(size for _, size in self.axes)
 
     @property
-    def inner_axes(self) -> tuple[str, ...]:
+    def cp_axes(self) -> tuple[str, ...]:
         return self.inner or tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
 
     def size(self, *names: str) -> int:
@@ -88,7 +88,7 @@ class Topology:
 
 
 def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The order of "ulysses", the inner axes and "data" over ranks, the fastest axis first.
+    """The order of "ulysses", the CP axes and "data" over ranks, the fastest axis first.
 
     rank_order: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes
     that it puts first.

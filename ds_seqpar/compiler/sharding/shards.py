@@ -1,4 +1,4 @@
-"""Which tokens the blocks of every inner rank hold: by a named layout, or by runs that are given."""
+"""Which tokens the blocks of every CP rank hold: by a named layout, or by runs that are given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .layout import LAYOUTS, Key, Run, Runs, join, owned
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvenShards:
-    """A named layout of `seq` tokens on `size` inner ranks; queries and keys alike."""
+    """A named layout of `seq` tokens on `size` CP ranks; queries and keys alike."""
 
     layout: str
     seq: int
@@ -22,7 +22,7 @@ class EvenShards:
 
     @property
     def parts(self) -> int:
-        """Blocks of each inner rank."""
+        """Blocks of each CP rank."""
         return LAYOUTS[self.layout].parts
 
     @property
@@ -44,7 +44,7 @@ class EvenShards:
 
 
 class UnevenShards:
-    """Blocks of any runs: q[p] and kv[p] are the runs of inner rank p. With `parts` blocks a rank they are the runs of
+    """Blocks of any runs: q[p] and kv[p] are the runs of CP rank p. With `parts` blocks a rank they are the runs of
     block p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
 
     Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
@@ -103,17 +103,17 @@ def _blocks(given: Sequence[Runs]) -> tuple[Runs, ...]:
     return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in given)
 
 
-def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
-    """The global positions of the tokens of each Ulysses member of an inner rank. They are the rank's tokens in order,
-    in parts that differ by one token at most. So after the all-to-all the inner rank holds its runs again."""
-    positions = [p for run in shards.runs(side, owned(inner, shards.parts)) for p in run.positions]
-    cuts = [len(positions) * member // members for member in range(members + 1)]
+def positions_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[list[int]]:
+    """The global positions of the tokens of each Ulysses rank of a CP rank. They are the rank's tokens in order,
+    in parts that differ by one token at most. So after the all-to-all the CP rank holds its runs again."""
+    positions = [p for run in shards.runs(side, owned(cp_rank, shards.parts)) for p in run.positions]
+    cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
     return [positions[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def tokens_of(shards: Shards, side: str, inner: int) -> int:
-    """How many tokens an inner rank holds."""
-    return shards.tokens(side, owned(inner, shards.parts))
+def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
+    """How many tokens a CP rank holds."""
+    return shards.tokens(side, owned(cp_rank, shards.parts))
 
 
 def rows_in(shards: Shards, side: str, block: int) -> slice:
@@ -122,10 +122,13 @@ def rows_in(shards: Shards, side: str, block: int) -> slice:
     return slice(before, before + shards.tokens(side, (block,)))
 
 
-def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
-    """How many tokens each Ulysses member of an inner rank holds."""
-    held = tokens_of(shards, side, inner)
-    return [held * (member + 1) // members - held * member // members for member in range(members)]
+def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[int]:
+    """How many tokens each Ulysses rank of a CP rank holds."""
+    held = tokens_of(shards, side, cp_rank)
+    return [
+        held * (ulysses_rank + 1) // ulysses_size - held * ulysses_rank // ulysses_size
+        for ulysses_rank in range(ulysses_size)
+    ]
 
 
 def length(runs: Runs) -> int:

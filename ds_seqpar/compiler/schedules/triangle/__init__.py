@@ -252,12 +252,12 @@ def resolve(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     if not legal:
         near = [next(n for n in numbers if shapes(n)) for numbers in (range(ranks, 0, -1), itertools.count(ranks))]
         raise ConfigError(
-            f"{SECTION}.schedule triangle needs 1, 2, 4 or 8 times T (T - 1) / 2 inner ranks, size / "
+            f"{SECTION}.schedule triangle needs 1, 2, 4 or 8 times T (T - 1) / 2 CP ranks, size / "
             f"ulysses; got {ranks}, use {near[0]} or {near[1]}, or schedule mesh"
         )
     strips = given.get("strips") or min(legal, key=lambda strips: _elements(ranks, strips, heads or (1, 1)))
     if strips not in legal:
-        raise ConfigError(f"{SECTION}.strips must be one of {legal} for {ranks} inner ranks; got {strips}, change it")
+        raise ConfigError(f"{SECTION}.strips must be one of {legal} for {ranks} CP ranks; got {strips}, change it")
     return {"strips": strips}
 
 
