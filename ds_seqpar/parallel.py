@@ -45,7 +45,7 @@ class SequenceParallel(Sharding):
     device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
     `shard_batches` is given. mask_users: patched models whose loss counts tokens by an attention_mask; while there is
-    one, `shard_batches` returns this rank's part of a mask that has zeros. vocabularies: of each patched model a
+    one, `shard_batches` returns this rank's shard of a mask that has zeros. vocabularies: of each patched model a
     function that reads how many tokens and labels it knows. store: host memory of offloaded checkpoints.
     """
 
@@ -69,7 +69,7 @@ class SequenceParallel(Sharding):
                 "SequenceParallel needs torch.distributed up; it is not, "
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
-        device, no_device = _own_device()
+        device, no_device = _this_device()
         with explaining_failure(MAKING, groups.all_ranks()):  # which may make a group
             self.device, world = device, groups.control_world()
         try:
@@ -258,7 +258,7 @@ class SequenceParallel(Sharding):
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
         """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's
-        model returned for batches from `shard_batches`. A single rank's loss is only its own part of it.
+        model returned for batches from `shard_batches`. A single rank's loss is only its local part of it.
 
         losses: one or several, each a floating point tensor of one element. differentiable: returns a 0-dim tensor of
         their dtype and device to call backward on. Its gradients are those of the mean of this rank's `losses`, because
@@ -269,7 +269,7 @@ class SequenceParallel(Sharding):
         return WithValue.apply(own, torch.full_like(own, mean), 1) if differentiable else mean
 
 
-def _own_device() -> tuple[torch.device, ConfigError | None]:
+def _this_device() -> tuple[torch.device, ConfigError | None]:
     """(this rank's device, which is now the current one; the error to tell all ranks where it has none)."""
     try:
         return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
@@ -336,7 +336,7 @@ def _planned_by_all(
     from .planner.auto import line_of, resolve_with_plan
 
     hosts: list[devices.Host] = [
-        host for _, host in all_gather_objects(world, ("SequenceParallel", devices.own_host()))
+        host for _, host in all_gather_objects(world, ("SequenceParallel", devices.this_host()))
     ]
     error, compared, plan = None, {}, None
     try:

@@ -216,8 +216,8 @@ class _Ranks:
         local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
         settings = self.mask, self.shards, self.scores
         saves = SavedForBackward.NOTHING if self.runtimes[0].ulysses.size == 1 else SavedForBackward.QKV_AND_OUT
-        for runtime, (own_q, own_k, _) in zip(self.runtimes, local, strict=True):
-            input_checks.check_programs(runtime, own_q, own_k, self.mask, self.shards, self.scores.softcap)
+        for runtime, (local_q, local_k, _) in zip(self.runtimes, local, strict=True):
+            input_checks.check_programs(runtime, local_q, local_k, self.mask, self.shards, self.scores.softcap)
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
             self.common = common_part(torch.stack([moments(own[1]) for own in local]), k.shape[2])
         walks = [
@@ -230,8 +230,8 @@ class _Ranks:
         if do is None:
             return Result(out, None, None, None, None, received)
         walks = [
-            self.backward(runtime, own_do, own, result, head_chunks, settings)
-            for runtime, own_do, own, result in zip(self.runtimes, self.shard("q", do), local, results, strict=True)
+            self.backward(runtime, local_do, own, result, head_chunks, settings)
+            for runtime, local_do, own, result in zip(self.runtimes, self.shard("q", do), local, results, strict=True)
         ]
         grads = self.walk_all(walks)
         dq, dk, dv = (

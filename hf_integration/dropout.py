@@ -38,7 +38,7 @@ NEFTUNE = "neftune_post_forward_hook"  # name of transformers' hook on the embed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The random numbers of one forward. tokens (rows, own tokens) int64: sample * SAMPLE + position of each token.
+    """The random numbers of one forward. tokens (rows, local tokens) int64: sample * SAMPLE + position of each token.
     length: tokens of a whole sequence. recomputed: whether a checkpoint computes the layer again."""
 
     seed: int
@@ -47,7 +47,7 @@ class Draw:
     recomputed: bool = False
 
     def numbers(self, module: Any, x: Tensor) -> Tensor:
-        """Uniform int16 numbers in the shape of x, which is (rows, own tokens, ...) or (rows * own tokens, ...)."""
+        """Uniform int16 numbers in the shape of x, which is (rows, local tokens, ...) or (rows * local tokens, ...)."""
         if not self.recomputed and torch._C._current_graph_task_id() != -1:  # inside of a backward
             raise InputError(
                 "dropout in layers that are computed again needs the checkpoints of transformers; got others, call "
@@ -156,8 +156,8 @@ def prepare_and_seed(modules: list[Any], shared: bool) -> int:
 
 
 def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: BatchLayout | None, local: bool) -> None:
-    """Begins a forward of `tokens` (rows, own tokens, ...): modules draw its numbers from here on. seed 0: they draw
-    torch's. local: the tokens are whole sequences, not this rank's part."""
+    """Begins a forward of `tokens` (rows, local tokens, ...): modules draw its numbers from here on. seed 0: they draw
+    torch's. local: the tokens are whole sequences, not this rank's shard."""
     if not seed:
         _current.set(None)
         return

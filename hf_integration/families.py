@@ -234,7 +234,7 @@ def _is_of_library(forward: Any) -> bool:
 def is_of_liger(forward: Callable[..., Any]) -> bool:
     """Whether a forward is Liger's: of a class that Liger wrote, or put over that of a module.
 
-    Its norms, activations and RoPE compute each token by itself, so a rank's own tokens are enough. Its fused loss
+    Its norms, activations and RoPE compute each token by itself, so a rank's local tokens are enough. Its fused loss
     takes shift_labels and num_items_in_batch, and makes no whole logits: it takes the place of our loss tiles."""
     return getattr(forward, "__module__", "").startswith("liger_kernel.")
 

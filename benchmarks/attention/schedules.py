@@ -25,7 +25,7 @@ from ds_seqpar.compiler.compile import block_mask_of, side_of
 from ds_seqpar.compiler.program.shape import Shape, shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import ACCUMULATORS
-from ds_seqpar.compiler.schedules.base import Own
+from ds_seqpar.compiler.schedules.base import ScheduleOptions
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
 from ds_seqpar.compiler.sharding.shards import EvenShards, Shards, tokens_of
@@ -97,10 +97,10 @@ def received(ranks: int, name: str, direction: str, shape: Shape) -> str:
     return f"{max(found):.2f}" + (f" ({mean:.2f})" if max(found) > 1.001 * mean else "")
 
 
-def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, Own]:
+def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, ScheduleOptions]:
     """Units that the busiest rank receives, in the best of all shapes, and that; inf where the schedule has none."""
     schedule = SCHEDULES[name]
-    found: tuple[float, Own] = math.inf, {}
+    found: tuple[float, ScheduleOptions] = math.inf, {}
     heads = shape.q_heads, shape.kv_heads
     for own in schedule.shapes(ranks):
         config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **own).resolve(ranks, heads)

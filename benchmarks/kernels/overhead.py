@@ -42,12 +42,12 @@ Rows = dict[str, list[float]]  # seconds of each call
 
 def main() -> None:
     parser = tables.parser(__doc__, tokens=128, heads=HEADS, dtypes=["float32"], calls=300)
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--parts", nargs="+", choices=[*FOOTPRINT_ITEMS], default=[*FOOTPRINT_ITEMS])
     args = parser.parse_args()
     for title in args.parts:
         print(f"\n{title}\n")
         tables.head("", "us", "spread", "ratio", "spread")
-        for words, rows in PARTS[title](args):
+        for words, rows in FOOTPRINT_ITEMS[title](args):
             first = next(iter(rows.values()))
             for name, seconds in rows.items():
                 ratios = [] if title == "Program" else [a / b for a, b in zip(seconds, first, strict=True)]
@@ -158,7 +158,7 @@ def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:
     return [torch.randn(1, tokens, heads, HEAD_DIM) for _ in range(4)]
 
 
-PARTS = {"Call": call, "Agreement": agreement, "Program": program}
+FOOTPRINT_ITEMS = {"Call": call, "Agreement": agreement, "Program": program}
 
 if __name__ == "__main__":
     main()

@@ -79,12 +79,12 @@ def exchanged(x: Tensor) -> Tensor:
 
 
 def inward(x: Tensor, world: int) -> Tensor:
-    """(B, all heads, own tokens, D) -> (B, own heads, all tokens, D)."""
+    """(B, all heads, local tokens, D) -> (B, own heads, all tokens, D)."""
     x = exchanged(rearrange(x, "b (w h) s d -> w b h s d", w=world))
     return rearrange(x, "w b h s d -> b h (w s) d")
 
 
 def outward(x: Tensor, world: int) -> Tensor:
-    """(B, own heads, all tokens, D) -> (B, own tokens, all heads x D)."""
+    """(B, own heads, all tokens, D) -> (B, local tokens, all heads x D)."""
     x = exchanged(rearrange(x, "b h (w s) d -> w b h s d", w=world))
     return rearrange(x, "w b h s d -> b s (w h d)")

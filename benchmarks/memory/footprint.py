@@ -23,7 +23,7 @@ from ds_seqpar.parallel import detected_machine
 from ds_seqpar.planner.auto import Job, resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
-from ds_seqpar.runtime.devices import own_host
+from ds_seqpar.runtime.devices import this_host
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Traini
     }  # fmt: skip
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)
     found = resolve_with_plan(
-        config, Job(**trained), heads, world, lambda dtype: detected_machine(dtype, [own_host()] * world)
+        config, Job(**trained), heads, world, lambda dtype: detected_machine(dtype, [this_host()] * world)
     )
     return TrainingStep(config=found.config, world=world, **trained)
 
@@ -72,7 +72,7 @@ def main() -> None:
             said = footprint(step_of(model, spec.section, seq, args.ranks))
             ranks = on_ranks(args.ranks, measured, model, spec.section, seq, timeout=900)
             resting, phases = max(ranks, key=lambda one: max(one[1].values()))
-            host = said.host.total - said.host.parts.get("rounding", 0)  # processors pin nothing
+            host = said.host.total - said.host.bytes_by_item.get("rounding", 0)  # processors pin nothing
             rows = [("between steps", said.resting.total + host, resting)]
             for phase, made in phases.items():
                 moments = [moment.total for moment in said.moments if moment.name.startswith(phase)]

@@ -45,7 +45,7 @@ Step = Callable[..., tuple[float, float]]  # of a Mark
 Kind = tuple[Any, Callable[[], Tensor], Callable[[Tensor], float]]  # engine; a rank's loss; that of all ranks of it
 OVER = 77  # the exit code of a rank that went over its limit
 # settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section
-OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26, "upipe": 1}
+LOCAL = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26, "upipe": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +181,8 @@ def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
 
 def divided(options: dict[str, Any], seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The benchmark's own settings, and the section; with the length, where "memory": "auto" needs one."""
-    own = {name: options.get(name, default) for name, default in OWN.items()}
-    section = {name: value for name, value in options.items() if name not in OWN}
+    own = {name: options.get(name, default) for name, default in LOCAL.items()}
+    section = {name: value for name, value in options.items() if name not in LOCAL}
     return own, {"seq_len": seq, **section} if section.get("memory") == "auto" else section
 
 

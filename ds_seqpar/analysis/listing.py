@@ -8,7 +8,7 @@ from typing import Any
 from ..compiler import memory
 from ..compiler.compile import BoundProgram
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import OWN, SLOTS, HeadExchange, Instruction, is_own
+from ..compiler.program.instructions import LOCAL, SLOTS, HeadExchange, Instruction, is_local
 from ..compiler.schedules.actions import Unit, name_of, unit_name
 from ..compiler.schedules.plan import columns
 
@@ -16,7 +16,7 @@ from ..compiler.schedules.plan import columns
 def listing(bound: BoundProgram) -> str:
     """The text of one rank's bound program: its instructions in order, its slots, and its peak of memory in bytes.
 
-    `[3]` is slot 3, and `own` are the tensors that the caller gave. `#2` is a ticket: what an instruction starts with
+    `[3]` is slot 3, and `local` are the tensors that the caller gave. `#2` is a ticket: what an instruction starts with
     it runs until `wait #2`. The last column names the slots that are free after an instruction."""
     program = bound.program
     code = [["step", "instruction", "free after it"]]
@@ -40,8 +40,8 @@ def _words(one: Instruction) -> str:
         sends = [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in one.sends]
         receives = [f"{_slot(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in one.receives]
         shown["messages"] = ", ".join(sends + receives)
-    elif isinstance(one, op.Merge) and one.own == OWN:
-        shown["own"] = "none"
+    elif isinstance(one, op.Merge) and one.accumulator == LOCAL:
+        shown["accumulator"] = "none"
     return TEXTS[type(one)].format(**shown)
 
 
@@ -54,7 +54,7 @@ def _shown(one: Instruction, field: str) -> str:
 
 
 def _arrived(arrived: Sequence[tuple[HeadExchange, int]]) -> str:
-    return ", ".join(f"{' '.join(exchange.fields)} {_slot(slot)}" for exchange, slot in arrived) or "own tensors"
+    return ", ".join(f"{' '.join(exchange.fields)} {_slot(slot)}" for exchange, slot in arrived) or "local tensors"
 
 
 def _results(results: Sequence[tuple[Unit, int]]) -> str:
@@ -62,7 +62,7 @@ def _results(results: Sequence[tuple[Unit, int]]) -> str:
 
 
 def _slot(slot: int) -> str:
-    return "own" if is_own(slot) else f"[{slot}]"
+    return "local" if is_local(slot) else f"[{slot}]"
 
 
 TEXTS: dict[type, str] = {
@@ -72,10 +72,12 @@ TEXTS: dict[type, str] = {
     op.GatherStart: "gather #{ticket}: {collective}, {sent} -> {received}",
     op.Assemble: "assemble {collective}, {received} -> {into}",
     op.Product: "product q{q} {q_slot} * kv{kv} {kv_slot} -> {results}",
-    op.Merge: "merge {unit} {arrived} and {own} -> {into}",
-    op.Export: "export {unit} {own} -> {into}",
-    op.ScatterStart: "scatter #{ticket}: {collective} {own}, own part -> {own_part}, others {sent} -> {received}",
-    op.Fold: "fold {parts} of {unit} {received} -> {own}",
+    op.Merge: "merge {unit} {arrived} and {accumulator} -> {into}",
+    op.Export: "export {unit} {accumulator} -> {into}",
+    op.ScatterStart: (
+        "scatter #{ticket}: {collective} {accumulator}, local part -> {local_part}, others {sent} -> {received}"
+    ),
+    op.Fold: "fold {parts} of {unit} {received} -> {accumulator}",
     op.Finish: "finish {results}",
     op.PackHeads: "pack heads of {exchange} into {into}",
     op.ExchangeStart: "exchange #{ticket}: {exchange} with {ranks} Ulysses ranks, {sent} -> {received}",

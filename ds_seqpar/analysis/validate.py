@@ -29,7 +29,7 @@ def last_uses(steps: tuple[Step, ...], rank: int) -> list[set[Unit]]:
         for compute in step.computes:
             touched[index] |= {("q", compute.q), ("kv", compute.kv)}
         for gather in step.gathers:
-            touched[index] |= {(gather.kind, gather.part(rank)), (gather.kind, gather.blocks)}
+            touched[index] |= {(gather.kind, gather.key_of(rank)), (gather.kind, gather.blocks)}
     seen: set[Unit] = set()
     frees: list[set[Unit]] = []
     for units in reversed(touched):
@@ -55,7 +55,7 @@ class _Validator:
         self.step = 0
 
     def own(self, rank: int) -> Key:
-        return owned(rank, self.plan.parts)
+        return owned(rank, self.plan.blocks_per_rank)
 
     def bits(self, pairs: Iterable[tuple[int, int]]) -> int:
         """A set of products as an integer."""
@@ -153,7 +153,7 @@ class _Validator:
     def gather(self, rank: int, step: Step) -> None:
         for gather in step.gathers:
             for member in gather.ranks:
-                part = gather.kind, gather.part(member)
+                part = gather.kind, gather.key_of(member)
                 self.check_there(self.operands[member], part, member, f"{gather} needs")
             self.arrive(rank, gather.unit, gather)
 
@@ -213,14 +213,16 @@ class _Validator:
                 self.check_there(self.held[rank], reduce.unit, rank, f"{reduce} needs")
                 products |= self.held[rank].pop(reduce.unit)
             for rank in reduce.ranks:
-                part = reduce.kind, reduce.part(rank)
+                part = reduce.kind, reduce.key_of(rank)
                 self.add(rank, part, products & self.side(*part))
 
     def all_home(self) -> None:
         """Fails unless every needed product is done and is in the results on its owners, and nowhere else."""
         if missing := self.needed & ~self.done:
             first = (missing & -missing).bit_length() - 1
-            self.fail(first // self.blocks // self.plan.parts, f"the product {self.words(missing)} is missing")
+            self.fail(
+                first // self.blocks // self.plan.blocks_per_rank, f"the product {self.words(missing)} is missing"
+            )
         for rank in range(self.size):
             for kind, block in itertools.product(ACCUMULATORS[self.plan.direction], self.own(rank)):
                 want = self.done & self.side(kind, (block,))

@@ -26,7 +26,7 @@ from ..errors import ConfigError, KernelError
 from ..planner.machine import FLOPS_PER_PAIR
 from ..runtime.call_io import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
-from ..runtime.devices import device_name, host_memory, own_device, ranks_per_node
+from ..runtime.devices import device_name, host_memory, ranks_per_node, this_device
 from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select
 from ..runtime.runtime import Runtime, run
 
@@ -54,7 +54,7 @@ class Calibration:
 
     def __init__(self, comm: Comm, world: dist.ProcessGroup) -> None:
         """comm: between all ranks, by their number; world: all of them, for CPU tensors."""
-        self.comm, self.group, self.device = comm, world, own_device() or torch.device("cpu")
+        self.comm, self.group, self.device = comm, world, this_device() or torch.device("cpu")
         self.kind = "cpu" if self.device.type == "cpu" else "gpu"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.per_node = self.agreed_per_node()

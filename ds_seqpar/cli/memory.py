@@ -16,8 +16,8 @@ from ..planner import limits
 from ..planner.attention_memory import on_fewer_ranks
 from ..planner.auto import line_of, resolve_with_plan
 from ..planner.footprint import (
-    HOST_PARTS,
-    PARTS,
+    FOOTPRINT_ITEMS,
+    HOST_ITEMS,
     Footprint,
     Longest,
     Moment,
@@ -35,7 +35,7 @@ from .options import GIB, Told, add_options
 
 KIB = 2**10
 FAR = 4  # times the peak: memory of a rank beyond that is not drawn
-# colours of `PARTS`, in their order
+# colours of `FOOTPRINT_ITEMS`, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
           "#8e5a97")  # fmt: skip
 LIMIT = "#b00020"  # colour of what the rank has
@@ -123,12 +123,12 @@ def step_of(told: Told, config: SequenceParallelConfig) -> TrainingStep:
 def table(found: Footprint, slope: float, step: TrainingStep) -> list[str]:
     peak = found.peak
     lines = [f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence", ""]
-    lines += [f"{'part':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(peak, PARTS)]
+    lines += [f"{'part':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(peak, FOOTPRINT_ITEMS)]
     lines += [f"{'peak':<16}{peak.total / GIB:>12.3f}{'100.0%':>8}  {peak.name}", ""]
     lines += [f"{'moment':<40}{'GiB a rank':>12}"]
     lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (found.resting, *found.moments)]
     if found.host.total:
-        lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(found.host, HOST_PARTS)]
+        lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(found.host, HOST_ITEMS)]
         lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the device's peak"]
     if found.drives:
         lines += ["", f"{'on drives':<16}{found.drives / GIB:>12.3f}"]
@@ -137,7 +137,7 @@ def table(found: Footprint, slope: float, step: TrainingStep) -> list[str]:
 
 def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:
     """A line for each part of a moment, the largest first."""
-    parts = sorted(moment.parts.items(), key=lambda item: -item[1])
+    parts = sorted(moment.bytes_by_item.items(), key=lambda item: -item[1])
     return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {words[name]}" for name, size in parts]
 
 
@@ -156,7 +156,7 @@ def as_json(found: Footprint, slope: float) -> dict[str, Any]:
     """The footprint for --json, in bytes."""
 
     def numbers(moment: Any) -> dict[str, Any]:
-        return {"moment": moment.name, "total": moment.total, "parts": dict(moment.parts)}
+        return {"moment": moment.name, "total": moment.total, "parts": dict(moment.bytes_by_item)}
 
     moments = [numbers(moment) for moment in found.moments]
     return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments,
@@ -170,8 +170,8 @@ def draw(found: Footprint, file: str | Path, room: Room | None, told: Told) -> N
     figure = new_figure(11, 1.4 + 0.38 * len(moments))
     axes = figure.add_subplot()
     starts = [0.0] * len(moments)
-    for index, name in enumerate(PARTS):
-        sizes = [moment.parts.get(name, 0) / GIB for moment in moments]
+    for index, name in enumerate(FOOTPRINT_ITEMS):
+        sizes = [moment.bytes_by_item.get(name, 0) / GIB for moment in moments]
         if any(sizes):
             axes.barh(range(len(moments)), sizes, left=starts, label=name, color=SHADES[index])
             starts = [start + size for start, size in zip(starts, sizes, strict=True)]

@@ -12,12 +12,12 @@ from ..compiler.overlap.timeline import Timeline
 from ..compiler.schedules.plan import columns
 from ..errors import ConfigError, ranks_in_words
 from ..files import read_text
-from ..planner.footprint import HOST_PARTS, PARTS
+from ..planner.footprint import FOOTPRINT_ITEMS, HOST_ITEMS
 from ..planner.machine import DEFAULT, presets
 from ..planner.plan import ALIKE, SIMULATED, PlanResult, plan, received_over_least
 from ..planner.request import Request
 from ..planner.search import Prediction, settings_in_words, timelines
-from ..planner.steptime import STEP_PARTS
+from ..planner.steptime import STEP_ITEMS
 from .assumed import HALVES, Answer
 from .options import DIGITS, GIB, UNITS_HELP, Told, add_options, count, tokens
 
@@ -172,7 +172,7 @@ def _row(result: PlanResult, one: Prediction) -> list[str]:
     over = received_over_least(result, one)
     mfu = _mfu(result.request, one)
     words = f"{one.candidate}{_notes(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
-    attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
+    attention = (one.time.seconds_by_item[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
         f"{one.seconds:.3f}", f"{result.request.seq / one.seconds:,.0f}", "-" if mfu is None else f"{mfu:.1%}",
         *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
@@ -191,7 +191,7 @@ def _link_lines(best: Prediction, layers: int) -> list[str]:
     head_chunks = best.config.head_chunks
     lines = ["attention of one layer, on the busiest rank:"]
     for name, way in (("forward", best.forward), ("backward", best.backward)):
-        took = best.time.parts[f"attention {name}"]
+        took = best.time.seconds_by_item[f"attention {name}"]
         share = way.compute * head_chunks * layers / took if took else 1.0
         near, far = (f"{head_chunks * size / GIB:.3f} GiB" for size in (way.inside, way.between))
         lines.append(
@@ -205,14 +205,16 @@ def _part_lines(result: PlanResult) -> list[str]:
     best = result.best
     took, peak = best.time, best.memory.peak
     lines = [f"one step, of {took.sequences} sequence{'s'[: took.sequences > 1]}: {took.seconds:.3f} s"]
-    lines += [f"  {seconds:10.3f} s  {name}: {STEP_PARTS[name]}" for name, seconds in took.parts.items() if seconds]
+    lines += [
+        f"  {seconds:10.3f} s  {name}: {STEP_ITEMS[name]}" for name, seconds in took.seconds_by_item.items() if seconds
+    ]
     lines += ["", f"memory: {peak.total / GIB:.2f} GiB on each rank at the peak ({peak.name})"]
-    sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
-    lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]
+    sizes = sorted(peak.bytes_by_item.items(), key=lambda item: -item[1])
+    lines += [f"  {size / GIB:10.3f} GiB  {name}: {FOOTPRINT_ITEMS[name]}" for name, size in sizes]
     if (host := best.memory.host).total:
         node = host.total * result.request.room.together
         lines += [f"and {host.total / GIB:.2f} GiB of host memory, {node / GIB:.1f} GiB a node"]
-        lines += [f"  {size / GIB:10.3f} GiB  {name}: {HOST_PARTS[name]}" for name, size in host.parts.items()]
+        lines += [f"  {size / GIB:10.3f} GiB  {name}: {HOST_ITEMS[name]}" for name, size in host.bytes_by_item.items()]
     if best.memory.drives:
         lines.append(f"and {best.memory.drives / GIB:.2f} GiB on drives")
     return lines
@@ -236,9 +238,13 @@ def _numbers(result: PlanResult, one: Prediction) -> dict[str, Any]:
         "seconds_a_sequence": one.seconds,
         "tokens_per_second": result.request.seq / one.seconds,
         "mfu": _mfu(result.request, one),
-        "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.parts)},
+        "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.seconds_by_item)},
         "simulated": one.simulated,
-        "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host.total},
+        "memory": {
+            "total": one.memory.peak.total,
+            "parts": dict(one.memory.peak.bytes_by_item),
+            "host": one.memory.host.total,
+        },
         "travels": one.travels,
         "bytes_over_floor": received_over_least(result, one),
         "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
     first = Heads.of(args.heads[0], args.heads[1], UlyssesGroup(ulysses_size, 0), head_chunks).head_chunks[0]
-    own = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, 128))
+    local = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, 128))
     heads = *largest_share(*first.counts, ulysses_size), 128  # of the Ulysses rank that sets the pace
     shape = shape_of(config.comm_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
         if args.program is not None:
             place = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first.counts, ulysses_size))
             compiler = Compiler(recipe, args.program)
-            call = compiler.bound_call(direction, mask, shards, own, place, PLAIN_KERNEL, head_chunks, saved)
+            call = compiler.bound_call(direction, mask, shards, local, place, PLAIN_KERNEL, head_chunks, saved)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png, head_split)

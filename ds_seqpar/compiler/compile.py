@@ -100,7 +100,7 @@ def _plan(
     recipe: Recipe, direction: str, block_mask: BlockMask, moving_side: str, sizes: tuple[tuple[str, int], ...]
 ) -> Plan:
     steps = recipe.schedule.build(recipe.topology, block_mask, direction, moving_side)
-    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.parts)
+    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.blocks_per_rank)
     if not recipe.overlap:
         return plan
     # imported here only: it loads the simulator too, which training without overlap does not need
@@ -208,21 +208,21 @@ class Compiler:
         return _cached(self._bound, (direction, mask, shards, shape, support), make)
 
     def bound_call(
-        self, direction: str, mask: Mask, shards: Shards, own: Shape, ulysses: UlyssesGroup, support: KernelSupport,
+        self, direction: str, mask: Mask, shards: Shards, local: Shape, ulysses: UlyssesGroup, support: KernelSupport,
         head_chunks: int = 1, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
-        """The program of one call of attention, with lengths. own: the shape of a rank's own tensors, of all heads.
+        """The program of one call of attention, with lengths. local: the shape of a rank's local tensors, of all heads.
         lse: whether the caller wants the lse too. Raises as `bound_inner` does."""
 
         def make() -> BoundProgram:
-            heads = Heads.of(own.q_heads, own.kv_heads, ulysses, head_chunks)
-            shapes = tuple(own.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
+            heads = Heads.of(local.q_heads, local.kv_heads, ulysses, head_chunks)
+            shapes = tuple(local.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
             program = self.program_of_call(inner, ulysses.size, shards, saved, lse)
             linear = self.linear_tiles(mask, shards, support.square)
             return BoundProgram(program, shapes, shards, mask, support, linear, heads)
 
-        return _cached(self._bound, (direction, mask, shards, own, ulysses, support, head_chunks, saved, lse), make)
+        return _cached(self._bound, (direction, mask, shards, local, ulysses, support, head_chunks, saved, lse), make)
 
     def program_of_call(
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool
@@ -244,10 +244,12 @@ class Compiler:
         moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
 
         def make() -> Program:
-            name, parts = self.recipe.schedule.name, self.recipe.schedule.parts
+            name, blocks_per_rank = self.recipe.schedule.name, self.recipe.schedule.blocks_per_rank
             steps = self.recipe.steps(direction, block_mask, shape, self.rank)
             ahead = self.receive_ahead if self.recipe.overlap else 0
-            return lower(name, direction, self.rank, self.recipe.size, steps, results_travel_wide, parts, ahead)
+            return lower(
+                name, direction, self.rank, self.recipe.size, steps, results_travel_wide, blocks_per_rank, ahead
+            )
 
         return _cached(self._inner, (direction, block_mask, moving_side, results_travel_wide, sizes), make)
 
@@ -266,7 +268,9 @@ class Compiler:
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
     """Which pairs of blocks meet: some query of the one sees some key of the other."""
-    q, kv = ([shards.runs(side, (block,)) for block in range(shards.size * shards.parts)] for side in ("q", "kv"))
+    q, kv = (
+        [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
+    )
     return BlockMask(visibility(q, kv, mask), even=shards.even)
 
 

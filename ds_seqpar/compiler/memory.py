@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .compile import BoundProgram, Compiler, Recipe
 from .program import instructions as op
-from .program.instructions import is_own, methods_of
+from .program.instructions import is_local, methods_of
 from .program.shape import ITEMSIZE, Shape, shape_of, token_bytes
 from .program.ulysses import PER_ROW, SIDE, SavedForBackward
 from .schedules.actions import ACCUMULATORS, Unit
@@ -26,7 +26,7 @@ INF = float("inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Bytes beyond a rank's own q, k, v and the gradient of its out. forward: the most at once, out included; saved:
+    """Bytes beyond a rank's local q, k, v and the gradient of its out. forward: the most at once, out included; saved:
     what forward saves for backward, out included; backward: the most at once, with what is saved and dq, dk, dv.
     inputs: whether backward also needs the rank's own q, k and v."""
 
@@ -85,7 +85,7 @@ class _Rows(NamedTuple):
 
 class _Tracker:
     """Bytes of all tensors while a program is walked. slots: of each slot that is there. head_chunk_results: of the
-    results of the head chunk that was left last. own_results: of results of own tokens. saved: of what forward
+    results of the head chunk that was left last. local_results: of results of local tokens. saved: of what forward
     saves."""
 
     def __init__(self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING) -> None:
@@ -97,7 +97,7 @@ class _Tracker:
         self.outs: dict[int, int] = {}  # slot of visiting queries -> bytes of their out, which is made again
         self.results: dict[Unit, _Result] = {}
         self.head_chunk_results: dict[str, int] = {}
-        self.own_results: dict[str, int] = {}
+        self.local_results: dict[str, int] = {}
         self.saved = self.most = 0
         packed = (one.exchange for one in bound.program.code if isinstance(one, op.PackHeads))
         self.sent = {field for exchange in packed for field in exchange.fields}
@@ -112,12 +112,14 @@ class _Tracker:
 
     def saved_with_results(self) -> int:
         """Bytes that are left after forward: what is saved for backward, and the results."""
-        return self.saved + sum(self.own_results.values())
+        return self.saved + sum(self.local_results.values())
 
     def note(self, more: int = 0) -> None:
         """Notes how many bytes are there now. more: bytes that are there for a moment only."""
         loose = sum(result.loose for result in self.results.values())
-        held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.head_chunk_results, self.own_results))
+        held = sum(
+            sum(sizes.values()) for sizes in (self.slots, self.outs, self.head_chunk_results, self.local_results)
+        )
         self.most = max(self.most, held + self.saved + loose + more)
 
     def make(self, *slots: int, more: int = 0) -> None:
@@ -147,7 +149,7 @@ class _Tracker:
 
     def export(self, one: op.Export) -> None:
         result = self.results.pop(one.unit, _Result())
-        self.settle(result, one.own, placed=one.into == one.own, more=result.loose)
+        self.settle(result, one.accumulator, placed=one.into == one.accumulator, more=result.loose)
         self.make(one.into)
 
     def fold(self, one: op.Fold) -> None:
@@ -173,7 +175,7 @@ class _Tracker:
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
     def product(self, one: op.Product) -> None:
-        if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
+        if not self.forward and one.q_slot not in self.outs and (self.delta or not is_local(one.q_slot)):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
             self.note()
         for launch in self.bound.launches(one.q, one.kv):
@@ -253,19 +255,19 @@ class _Tracker:
 
     def scatter_start(self, one: op.ScatterStart) -> None:
         reduce = one.collective
-        self.settle(self.results.pop((reduce.kind, reduce.blocks)), one.own, placed=True)
-        self.make(one.own, one.sent)
-        part = reduce.part(self.program.rank)
+        self.settle(self.results.pop((reduce.kind, reduce.blocks)), one.accumulator, placed=True)
+        self.make(one.accumulator, one.sent)
+        part = reduce.key_of(self.program.rank)
         fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.wide)
         tokens = self.shape.batch * self.bound.tokens(reduce.kind, part)
-        own = tokens * token_bytes(fields)
-        self.results[reduce.kind, part] = _Result(loose=own, all_rows=True, wide=True)
+        local = tokens * token_bytes(fields)
+        self.results[reduce.kind, part] = _Result(loose=local, all_rows=True, wide=True)
         self.make(one.received)
 
     def finish(self, one: op.Finish) -> None:
         """Results in the inputs' dtype, one tensor after the other; several blocks' in one tensor, made at once."""
         done = 0
-        if self.program.parts > 1:
+        if self.program.blocks_per_rank > 1:
             done = sum(self.rows(unit[0], self.bound.tokens(*unit)) for unit, _ in one.results)
             for unit, slot in one.results:
                 self.settle(self.results.setdefault(unit, _Result()), slot, more=done)
@@ -283,8 +285,8 @@ class _Tracker:
 
     # ---- heads
 
-    def own(self, head_chunk: int, field: str) -> int:
-        """Bytes of a field of own tokens and of the head chunk's heads."""
+    def local(self, head_chunk: int, field: str) -> int:
+        """Bytes of a field of local tokens and of the head chunk's heads."""
         heads, shape = self.bound.heads, self.shape
         tokens = tokens_by_ulysses_rank(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field)
@@ -294,7 +296,7 @@ class _Tracker:
     def pack_heads(self, one: op.PackHeads) -> None:
         head_chunk, inward, fields = one.exchange
         if inward:
-            self.make(one.into, more=sum(self.own(head_chunk, field) for field in fields if field in PER_ROW))
+            self.make(one.into, more=sum(self.local(head_chunk, field) for field in fields if field in PER_ROW))
             return
         size = sum(self.head_chunk_results[field] for field in fields)
         if len(fields) > 1 or self.shape.batch > 1:
@@ -329,13 +331,13 @@ class _Tracker:
 
     def unpack_heads(self, one: op.UnpackHeads) -> None:
         for field in one.exchange.fields:
-            self.put(one.exchange.head_chunk, field, self.own(one.exchange.head_chunk, field))
+            self.put(one.exchange.head_chunk, field, self.local(one.exchange.head_chunk, field))
 
     def put(self, head_chunk: int, field: str, size: int) -> None:
         head_chunks = len(self.bound.heads.head_chunks)
-        if field not in self.own_results:
-            self.own_results[field] = (
-                sum(self.own(each, field) for each in range(head_chunks)) if head_chunks > 1 else size
+        if field not in self.local_results:
+            self.local_results[field] = (
+                sum(self.local(each, field) for each in range(head_chunks)) if head_chunks > 1 else size
             )
         self.note(size if head_chunks > 1 else 0)
 
@@ -343,16 +345,16 @@ class _Tracker:
 TRACK = methods_of(_Tracker)
 
 
-def fewest_head_chunks(recipe: Recipe, ulysses_size: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
-    """The fewest head chunks with which attention takes no more memory than its q, k, v and out. own: a rank's own
+def fewest_head_chunks(recipe: Recipe, ulysses_size: int, travel: str, local: Shape, mask: Mask, shards: Shards) -> int:
+    """The fewest head chunks with which attention takes no more memory than its q, k, v and out. local: a rank's own
     tensors. All ranks look at the program of the first CP rank, so that they agree. ulysses_size: of Ulysses; travel:
     the setting of `shape_of`."""
-    compiler, free = Compiler(recipe, 0), free_head_chunk_counts(own.q_heads, own.kv_heads, ulysses_size)
+    compiler, free = Compiler(recipe, 0), free_head_chunk_counts(local.q_heads, local.kv_heads, ulysses_size)
     for count in free:
-        heads = (*largest_share(own.q_heads // count, own.kv_heads // count, ulysses_size), own.head_dim)
-        shape = shape_of(travel, own.dtype, own.batch, heads)
+        heads = (*largest_share(local.q_heads // count, local.kv_heads // count, ulysses_size), local.head_dim)
+        shape = shape_of(travel, local.dtype, local.batch, heads)
         taken = max(peak(compiler.bound_inner(way, mask, shards, shape)) for way in ("forward", "backward"))
-        per_token = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
+        per_token = 2 * sum(heads[:2]) * count * local.head_dim * local.batch * local.itemsize
         if taken <= per_token * tokens_of(shards, "q", 0):
             return count
     return free[-1]

@@ -57,7 +57,7 @@ def shard_window(
       with causal=False), and for a length that ranks cannot share equally. With documents or left padding, rows lie
       end to end, and tensors are (1, this rank's tokens, ...).
 
-    The loss that a rank then computes is its own part; `sp.mean_loss` gives the loss of all. It holds G times the
+    The loss that a rank then computes is its local part; `sp.mean_loss` gives the loss of all. It holds G times the
     gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average gradients
     over the world, as DDP does.
     """
@@ -90,8 +90,8 @@ def _prepare(
     steps: int | None,
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """(this rank's part of each batch; [labels that count in these parts, labels that only left padding could predict];
-    a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
+    """(this rank's shard of each batch; [labels that count in these parts, labels that only left padding could
+    predict]; a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
     fingerprints."""
     checked = [check_batch(sp, batch, causal) for batch in window]
     sharded = [_shard(sp, batch) for batch in checked]
@@ -107,7 +107,7 @@ def _prepare(
 
 
 def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """(this rank's part of a whole batch that a model is called with; how many labels count in the whole batch).
+    """(this rank's shard of a whole batch that a model is called with; how many labels count in the whole batch).
 
     The batch is as in `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The part has
     no `num_items_in_batch`. Communicates nothing. Raises InputError where the batch cannot be sharded."""

@@ -49,7 +49,7 @@ class Sharding:
 
     @property
     def keeps_masks(self) -> bool:
-        """Whether `shard_batches` returns this rank's part of an attention_mask that has zeros."""
+        """Whether `shard_batches` returns this rank's shard of an attention_mask that has zeros."""
         return bool(self.mask_users)
 
     @property
@@ -208,9 +208,9 @@ class Sharding:
 
 
 def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """The whole tensor (seq, ...) of all Ulysses ranks' parts. local (own tokens, ...): this rank's part. orders: for
-    each Ulysses rank the positions of its tokens. Collective over the group; None: this rank alone. call: the user's
-    call, for errors."""
+    """The whole tensor (seq, ...) of all Ulysses ranks' parts. local (local tokens, ...): this rank's shard. orders:
+    for each Ulysses rank the positions of its tokens. Collective over the group; None: this rank alone. call: the
+    user's call, for errors."""
     dtype, longest = local.dtype, max(len(order) for order in orders)
     local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
     parts = local.new_empty(len(orders), longest, *local.shape[1:])

@@ -116,7 +116,7 @@ def _steps(schedule: Schedule, topology: Topology, block_mask: BlockMask, direct
 @functools.lru_cache(maxsize=64)
 def _block_mask(mask: Mask, shards: Shards) -> BlockMask:
     if mask.scale_free and isinstance(shards, EvenShards):
-        runs = len(shards.runs("q", (0,))) * shards.size * shards.parts
+        runs = len(shards.runs("q", (0,))) * shards.size * shards.blocks_per_rank
         shards = dataclasses.replace(shards, seq=2 * runs)  # the same blocks meet
     return block_mask_of(mask, shards)
 
@@ -150,7 +150,7 @@ def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
         steps_of_ranks = [call.steps(direction)(rank) for rank in range(size)]
     exact = shape.travel == shape.wide
     return [
-        lower(schedule.name, direction, rank, size, tuple(steps), exact, schedule.parts)
+        lower(schedule.name, direction, rank, size, tuple(steps), exact, schedule.blocks_per_rank)
         for rank, steps in enumerate(steps_of_ranks)
     ]
 
@@ -226,10 +226,10 @@ def call_figures(
     recipe = config.recipe(Topology(axes=config.cp_axes))  # where ranks lie changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
-    own = shape_of(config.comm_dtype, dtype, batch, heads)
+    local = shape_of(config.comm_dtype, dtype, batch, heads)
     count = config.head_chunks
     if count == "auto":
-        count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, own, mask, shards)
+        count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, mask, shards)
     if ulysses_rank is None:
         ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))
@@ -237,6 +237,6 @@ def call_figures(
 
     def bound(direction: str) -> BoundProgram:
         kept_for_backward = leaves if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
-        return compiler.bound_call(direction, mask, shards, own, ulysses_size, support, count, kept_for_backward)
+        return compiler.bound_call(direction, mask, shards, local, ulysses_size, support, count, kept_for_backward)
 
     return figures(bound("forward"), bound("backward"), leaves)

@@ -30,8 +30,8 @@ def projecting_head_chunks(step: TrainingStep) -> int:
         return config.head_chunks
     recipe = config.recipe(config.topology(step.world))
     shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
-    own = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
-    return fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, own, step.mask, shards)
+    local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
+    return fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, step.mask, shards)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
@@ -60,7 +60,7 @@ def attention_figures(step: TrainingStep) -> Figures:
     heads = m.heads // m.kv_heads * kv_heads, kv_heads, m.head_dim
     one = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
-    q, own = heads[0] * width, (heads[0] + 2 * kv_heads) * width
+    q, local = heads[0] * width, (heads[0] + 2 * kv_heads) * width
     # offloaded: the results of one stage, which is fetched ahead; else those of all other stages
     other_head_chunks = one.saved if is_offloaded(step) else (head_chunks - 1) * one.saved
     in_backward = other_head_chunks
@@ -72,9 +72,9 @@ def attention_figures(step: TrainingStep) -> Figures:
             (head_chunks - 1) * rows, other_head_chunks - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype]
         )
     return Figures(
-        forward=own + one.forward + other_head_chunks,
+        forward=local + one.forward + other_head_chunks,
         saved=head_chunks * one.saved,
-        backward=own + q + one.backward + in_backward,
+        backward=local + q + one.backward + in_backward,
         inputs=False,
     )
 
@@ -93,11 +93,13 @@ def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
     longest = max(rings, key=lambda name: axes[name])
     turns = min(axes[longest], TURNS + axes[longest] % 2)
     cp_size, axes = cp_size // axes[longest] * turns, {**axes, longest: turns}
-    fitting = (own for own in inner_schedule.shapes(cp_size) if dict(inner_schedule.axes(cp_size, own)) == axes)
-    own = next(fitting, None)
-    if own is None:
+    fitting = (
+        options for options in inner_schedule.shapes(cp_size) if dict(inner_schedule.axes(cp_size, options)) == axes
+    )
+    options = next(fitting, None)
+    if options is None:
         return config
-    return dataclasses.replace(config, size=cp_size * config.ulysses, schedule_options=tuple(sorted(own.items())))
+    return dataclasses.replace(config, size=cp_size * config.ulysses, schedule_options=tuple(sorted(options.items())))
 
 
 @functools.lru_cache(maxsize=1024)

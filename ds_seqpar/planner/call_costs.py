@@ -13,7 +13,7 @@ from ..compiler.compile import side_of
 from ..compiler.overlap.simulate import CollectiveTimes, Start, TransferTime, simulate
 from ..compiler.overlap.timeline import Timeline
 from ..compiler.program.instructions import (
-    OWN,
+    LOCAL,
     Assemble,
     Enter,
     ExchangeStart,
@@ -106,9 +106,9 @@ class MachineCosts:
             return self.copy_seconds(2, ulysses_rank, one.unit)
         if isinstance(one, Assemble):
             return self.copy_seconds(2, ulysses_rank, (one.collective.kind, one.collective.blocks))
-        if isinstance(one, Export) and one.own != one.into:
+        if isinstance(one, Export) and one.accumulator != one.into:
             return self.copy_seconds(2, ulysses_rank, one.unit)
-        if isinstance(one, Merge) and one.own != OWN:
+        if isinstance(one, Merge) and one.accumulator != LOCAL:
             return self.copy_seconds(3, ulysses_rank, one.unit, wide=True)
         if isinstance(one, Fold):
             return self.copy_seconds(one.parts + 2, ulysses_rank, one.unit, wide=True)
@@ -207,7 +207,7 @@ class MachineCosts:
         if isinstance(start, ExchangeStart):
             what: tuple = start.exchange
         else:
-            what = start.collective.kind, len(start.collective.parts[0])
+            what = start.collective.kind, len(start.collective.keys[0])
         key = type(start), what, nodes, ulysses_size
         if key not in self.collectives:
             self.collectives[key] = self.collective_times(start).seconds
@@ -236,7 +236,7 @@ class MachineCosts:
         other, only the messages from and to this one."""
         ranks = start.ranks
         if isinstance(start, GatherStart):
-            parts = zip(ranks, start.collective.parts, strict=True)
+            parts = zip(ranks, start.collective.keys, strict=True)
             sizes = [self.unit_bytes(self.coordinates_of(src)[0], (start.collective.kind, part)) for src, part in parts]
             for index, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
                 yield ranks[index - 1], dst, sum(sizes) - own
@@ -255,7 +255,7 @@ class MachineCosts:
         (sender, inner), (receiver, _) = self.coordinates_of(src), self.coordinates_of(dst)
         if isinstance(start, ExchangeStart):
             return self.exchanged_bytes(start.exchange, inner, sender, receiver)
-        return self.unit_bytes(sender, (start.collective.kind, start.collective.part(dst)))
+        return self.unit_bytes(sender, (start.collective.kind, start.collective.key_of(dst)))
 
 
 def _adding_products(program: Program) -> Iterator[Product]:

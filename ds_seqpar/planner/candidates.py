@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..compiler import schedules
-from ..compiler.schedules.base import Own, Schedule
+from ..compiler.schedules.base import Schedule, ScheduleOptions
 from ..compiler.sharding.layout import LAYOUTS, Topology, axis_order, divisors, multiple
 from ..config.settings import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
@@ -16,13 +16,13 @@ from . import limits
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A configuration without what travels and without memory settings. own: the schedule's own settings. topology: of
-    the job. A search makes thousands of candidates, and a `SequenceParallelConfig` of a few of them."""
+    """A configuration without what travels and without memory settings. options: the schedule's own settings. topology:
+    of the job. A search makes thousands of candidates, and a `SequenceParallelConfig` of a few of them."""
 
     size: int
     ulysses: int
     schedule: Schedule
-    own: Own
+    options: ScheduleOptions
     layout: str
     rank_order: str
     topology: Topology
@@ -39,13 +39,13 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         named = {"size": self.size, "ulysses": self.ulysses, "schedule": self.schedule.name, "layout": self.layout}
-        return {**named, "rank_order": self.rank_order, **self.own}
+        return {**named, "rank_order": self.rank_order, **self.options}
 
     def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
         """The candidate as a configuration without any "auto". settings: those that a candidate has not. Raises
         ConfigError where they do not fit."""
-        own = {**self.settings, "overlap": self.overlap, **settings}
-        return SequenceParallelConfig(**own).resolve(self.topology.world_size, heads)
+        options = {**self.settings, "overlap": self.overlap, **settings}
+        return SequenceParallelConfig(**options).resolve(self.topology.world_size, heads)
 
     def plan_key(self, documents: bool) -> tuple:
         """Equal for candidates whose plans are equal. These have the same builder, the same axes of more than one rank
@@ -54,7 +54,7 @@ class Candidate:
         layout = None if self.cp_size == 1 else self.layout if documents else LAYOUTS[self.layout].runs
         long_axes = [name for name in self.topology.cp_axes if self.topology.size(name) > 1]
         if len(long_axes) < 2 and not set(long_axes) & set(self.schedule.collective_axes):
-            kind = self.schedule.parts, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
+            kind = self.schedule.blocks_per_rank, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
             passing: tuple = kind if long_axes else ()
             order = tuple((name in long_axes, size) for name, size in self.topology.axes if size > 1)
             return passing, order, self.size, layout
@@ -74,8 +74,10 @@ class Candidate:
 
     def __str__(self) -> str:
         named = self.schedule.name
-        own = "".join(f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.own.items())
-        name = f"{named}{own}" if self.cp_size > 1 else ""
+        options = "".join(
+            f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.options.items()
+        )
+        name = f"{named}{options}" if self.cp_size > 1 else ""
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         kind = " x ".join(filter(None, (ulysses, name))) or "alone"
         words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
@@ -88,17 +90,17 @@ def _word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-ParallelShape = tuple[int, int, Schedule, Own]  # size, ulysses, schedule, the schedule's own settings
+ParallelShape = tuple[int, int, Schedule, ScheduleOptions]  # size, ulysses, schedule, the schedule's own settings
 
 
 def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[ParallelShape]:
     """All shapes that agree with the given settings, of sizes that can be planned, always in the same order."""
     for size, ulysses in ulysses_sizes(world, heads, given):
         for schedule in _schedules(given):
-            for own in schedule.shapes(size // ulysses):
-                wanted = {name: given[name] for name in own if _is_given(given, name)}
-                if all(own[name] == (tuple(x) if isinstance(x, list) else x) for name, x in wanted.items()):
-                    yield size, ulysses, schedule, own
+            for options in schedule.shapes(size // ulysses):
+                wanted = {name: given[name] for name in options if _is_given(given, name)}
+                if all(options[name] == (tuple(x) if isinstance(x, list) else x) for name, x in wanted.items()):
+                    yield size, ulysses, schedule, options
 
 
 def ulysses_sizes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
@@ -121,8 +123,8 @@ def candidates(
 def _candidates_of_shape(
     world: int, shape: ParallelShape, given: Mapping[str, Any], most: int | None
 ) -> Iterator[Candidate]:
-    size, ulysses, schedule, own = shape
-    axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
+    size, ulysses, schedule, options = shape
+    axes, schedule = schedule.axes(size // ulysses, options), schedule.at(size // ulysses, options)
     layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
     for rank_order in _options(given, "rank_order", schedule.rank_orders)[:most]:
         order = axis_order(axes, rank_order, schedule.rank_orders)
@@ -132,8 +134,8 @@ def _candidates_of_shape(
         for layout in _options(given, "layout", layouts)[:most]:
             if layout in schedule.layouts:
                 yield Candidate(
-                    size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, rank_order=rank_order,
-                    topology=topology, overlap=bool(given.get("overlap")),
+                    size=size, ulysses=ulysses, schedule=schedule, options=options, layout=layout,
+                    rank_order=rank_order, topology=topology, overlap=bool(given.get("overlap")),
                 )  # fmt: skip
 
 

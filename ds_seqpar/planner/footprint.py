@@ -23,7 +23,7 @@ from .attention_memory import attention_figures, is_offloaded, projecting_head_c
 from .request import Room, TrainingStep
 from .states import States, pinned_bytes, states
 
-PARTS = {
+FOOTPRINT_ITEMS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
     "gradients": "the rank's share of gradients, and whole ones that are not yet reduced",
     "optimiser": "its states, and buffers of its step",
@@ -36,7 +36,7 @@ PARTS = {
     "mlp": "its MLP",
     "loss": "logits, their softmax and gradient",
 }
-HOST_PARTS = {
+HOST_ITEMS = {
     "parameters": "fp32 copies, or shares of parameters",
     "gradients": "of the rank's share, for the optimiser that works there",
     "optimiser": "its states",
@@ -49,14 +49,14 @@ HOST_PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """parts: bytes by name, of `PARTS`; in host memory of `HOST_PARTS`."""
+    """bytes_by_item: bytes by name, of `FOOTPRINT_ITEMS`; in host memory of `HOST_ITEMS`."""
 
     name: str
-    parts: Mapping[str, int]
+    bytes_by_item: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.bytes_by_item.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint
 
 def rank_bytes(memory: Footprint, room: Room) -> int:
     """Bytes of a rank's memory at the peak; without device memory, those in host memory are among them."""
-    host = 0 if room.apart else memory.host.total - memory.host.parts.get("rounding", 0)
+    host = 0 if room.apart else memory.host.total - memory.host.bytes_by_item.get("rounding", 0)
     return memory.peak.total + host
 
 
@@ -135,7 +135,7 @@ def bytes_a_token(step: TrainingStep) -> float:
     return (long.footprint().peak.total - short.footprint().peak.total) / (long.rows - short.rows)
 
 
-def _named_moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = PARTS) -> Moment:
+def _named_moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = FOOTPRINT_ITEMS) -> Moment:
     return Moment(name, {part: parts[part] for part in known if parts.get(part)})
 
 
@@ -349,7 +349,7 @@ class _StepMemory:
             host["kept attention"] = layers * sum(kept) or (self.attention.saved if self.head_chunks > 1 else 0)
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
         host["rounding"] = sum(count * (pinned_bytes(size) - size) for count, size in pinned)
-        in_host = _named_moment("in host memory", host, HOST_PARTS)
+        in_host = _named_moment("in host memory", host, HOST_ITEMS)
         return Footprint(
             _named_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives
         )

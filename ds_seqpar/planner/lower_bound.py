@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..compiler.overlap.simulate import Start
-from ..compiler.program.instructions import OWN, ExchangeStart, GatherStart, HeadExchange, ScatterStart
+from ..compiler.program.instructions import LOCAL, ExchangeStart, GatherStart, HeadExchange, ScatterStart
 from ..compiler.program.ulysses import exchanges
 from ..compiler.schedules.actions import ACCUMULATORS, Collective, Compute, Gather, Move, ReduceScatter, Step, Unit
 from ..compiler.schedules.plan import StepsOf
@@ -146,7 +146,7 @@ class _Rank:
         for collective in collectives:
             ranks = tuple(self.at(cp_rank) for cp_rank in collective.ranks)
             cls = Gather if start is GatherStart else ReduceScatter
-            mapped: Collective = cls(ranks=ranks, kind=collective.kind, parts=collective.parts)
+            mapped: Collective = cls(ranks=ranks, kind=collective.kind, keys=collective.keys)
             slowest = max(slowest, self.add_collective(_start(start, mapped), links))
         # the host starts each, and puts its result in place; it does so while the other collectives transfer
         host, count = 2 * self.machine.instruction, len(collectives)
@@ -154,7 +154,7 @@ class _Rank:
 
     def exchange(self, exchange: HeadExchange) -> None:
         group = tuple(self.call.ranks[m, self.cp_rank] for m in range(self.call.ulysses_size))
-        start = ExchangeStart(0, 0, exchange, group, OWN, OWN)
+        start = ExchangeStart(0, 0, exchange, group, LOCAL, LOCAL)
         self.exchanges += 2 * self.machine.instruction + self.add_collective(start, defaultdict(float))
 
     def add_collective(self, start: Start, links: dict[LinkEnd, float]) -> float:
@@ -175,4 +175,4 @@ class _Rank:
 
 
 def _start(cls: type[GatherStart] | type[ScatterStart], collective: Collective) -> Start:
-    return cls(0, 0, collective, OWN, OWN) if cls is GatherStart else ScatterStart(0, 0, collective, *(OWN,) * 4)
+    return cls(0, 0, collective, LOCAL, LOCAL) if cls is GatherStart else ScatterStart(0, 0, collective, *(LOCAL,) * 4)

@@ -292,7 +292,7 @@ def _promise(estimate: Estimate) -> tuple:
     """The order of estimates: by time in steps of 2 %, since they are off by more; then by what a sequence takes of
     links; then the plainest first."""
     candidate = estimate.candidate
-    plainness = len(candidate.own), candidate.rank_order != "auto"
+    plainness = len(candidate.options), candidate.rank_order != "auto"
     return round(50 * math.log(estimate.seconds)), estimate.message_seconds * candidate.size, *plainness
 
 
@@ -303,7 +303,7 @@ def _numbers(one: Prediction) -> tuple:
 
 def _outcome(one: Prediction) -> tuple:
     """The figures that the command's table shows of a prediction."""
-    seconds = [float(f"{one.time.parts[f'attention {way}']:.6g}") for way in DIRECTIONS]
+    seconds = [float(f"{one.time.seconds_by_item[f'attention {way}']:.6g}") for way in DIRECTIONS]
     return one.config.size, one.config.ulysses, one.simulated, one.memory.peak.total, *seconds
 
 

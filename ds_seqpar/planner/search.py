@@ -111,7 +111,7 @@ class Estimator:
     def links(self, candidate: Candidate) -> tuple[float, list[float]]:
         """(seconds of Ulysses' exchanges in forward, or in backward; seconds of the schedule's messages [in forward, in
         backward])."""
-        key = candidate.schedule.name, *candidate.own.values(), candidate.topology
+        key = candidate.schedule.name, *candidate.options.values(), candidate.topology
         if key not in self.link_seconds:
             request = self.request
             heads = largest_share(*request.heads, candidate.ulysses)
@@ -151,7 +151,10 @@ def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> l
     axes = tuple((name, topology.size(name)) for name in topology.cp_axes)
     crossing = {name: _crossing(machine, topology, name) for name, _ in axes}
     in_node = tuple((name, 1 if crossing[name] else size) for name, size in axes)
-    rate, block = _between_rate(machine, max(crossing.values())), request.seq / (candidate.cp_size * schedule.parts)
+    rate, block = (
+        _between_rate(machine, max(crossing.values())),
+        request.seq / (candidate.cp_size * schedule.blocks_per_rank),
+    )
 
     def seconds(way: str, side: str) -> float:
         units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(way).items())

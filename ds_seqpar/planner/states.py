@@ -34,77 +34,79 @@ def pinned_bytes(size: int) -> int:
 def states(model: Model, zero: Zero, world: int, size: int) -> States:
     """The states of one rank. size: bytes of a parameter's element. ZeRO makes fp32 copies of fp32 parameters too."""
     count, stage = model.parameters, zero.stage
-    own = count // world if stage else count  # elements whose states the rank has
+    local = count // world if stage else count  # elements whose states the rank has
     if not zero.optimiser_away:
         moments = MASTER if stage else size
         device = {
-            "parameters": (own if stage == 3 else count) * size + (MASTER * own if stage else 0),
-            "gradients": own * size if stage == 3 else 0,
-            "optimiser": 2 * own * moments,
+            "parameters": (local if stage == 3 else count) * size + (MASTER * local if stage else 0),
+            "gradients": local * size if stage == 3 else 0,
+            "optimiser": 2 * local * moments,
         }
-        found = States(device, {}, (), elements_on_device=own)
+        found = States(device, {}, (), elements_on_device=local)
     else:
         found = (
-            _offloaded_at_stage_3(zero, own, size) if stage == 3 else _offloaded_before_stage_3(model, zero, own, size)
+            _offloaded_at_stage_3(zero, local, size)
+            if stage == 3
+            else _offloaded_before_stage_3(model, zero, local, size)
         )
     if zero.parameters_away:
-        found = _with_parameters_offloaded(found, zero, own, size)
+        found = _with_parameters_offloaded(found, zero, local, size)
     if stage == 3:
         found = dataclasses.replace(found, device={**found.device, "buckets": zero.reduce_bucket_size * size})
     return found
 
 
-def _offloaded_before_stage_3(model: Model, zero: Zero, own: int, size: int) -> States:
+def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -> States:
     """The states with the optimiser in host memory, at stages 1 and 2. Gradients pass through a buffer on the device
     and one on the host, each as large as the largest parameter. New parameters wait on the host in their own dtype."""
     largest = size * max(model.embedding, model.hidden * model.intermediate)
     device = {"parameters": model.parameters * size, "gradients": largest}
     host = {
-        "parameters": (MASTER + size) * own,
-        "gradients": MASTER * own + largest,
-        "optimiser": 2 * MASTER * own,
+        "parameters": (MASTER + size) * local,
+        "gradients": MASTER * local + largest,
+        "optimiser": 2 * MASTER * local,
     }
-    pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * own), (1, size * own), (1, largest))
+    pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * local), (1, size * local), (1, largest))
     return States(device, host, pinned, elements_on_device=0)
 
 
-def _offloaded_at_stage_3(zero: Zero, own: int, size: int) -> States:
+def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
     """The states with the optimiser in host memory, or on drives, at stage 3. Some sub-groups may stay on the device.
     The host has gradients twice: in the parameters' dtype, and in fp32 for the optimiser."""
-    offload, group = zero.offload_optimizer, min(own, zero.sub_group_size)
+    offload, group = zero.offload_optimizer, min(local, zero.sub_group_size)
     if offload.device == "nvme":
         buffers = MASTER * offload.buffer_count * group
-        host = {"gradients": size * own, "buffers": buffers}
-        pinned = _pinned(offload.pin_memory, (1, size * own))
-        return States({"parameters": size * own}, host, pinned, elements_on_device=0, drives=4 * MASTER * own)
+        host = {"gradients": size * local, "buffers": buffers}
+        pinned = _pinned(offload.pin_memory, (1, size * local))
+        return States({"parameters": size * local}, host, pinned, elements_on_device=0, drives=4 * MASTER * local)
     group = max(1, group)
-    elements_on_device = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
-    on_host = own - elements_on_device
+    elements_on_device = min(local, int((1 - offload.ratio) * math.ceil(local / group)) * group)
+    on_host = local - elements_on_device
     device = {
-        "parameters": size * own + MASTER * elements_on_device,
+        "parameters": size * local + MASTER * elements_on_device,
         "gradients": MASTER * elements_on_device,
         "optimiser": 2 * MASTER * elements_on_device,
     }
     host = {
         "parameters": MASTER * on_host,
-        "gradients": MASTER * on_host + size * own,
+        "gradients": MASTER * on_host + size * local,
         "optimiser": 2 * MASTER * on_host,
     }
     gradients = (on_host // group, MASTER * group), (1, MASTER * (on_host % group))
-    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), elements_on_device)
+    return States(device, host, _pinned(offload.pin_memory, (1, size * local), *gradients), elements_on_device)
 
 
-def _with_parameters_offloaded(found: States, zero: Zero, own: int, size: int) -> States:
+def _with_parameters_offloaded(found: States, zero: Zero, local: int, size: int) -> States:
     """The states with the rank's parameters in host memory, where they are pinned, or on drives except `max_in_cpu`."""
     offload = zero.offload_param
-    kept = min(own, offload.max_in_cpu) if offload.device == "nvme" else own
+    kept = min(local, offload.max_in_cpu) if offload.device == "nvme" else local
     host = dict(found.host)
     host["parameters"] = host.get("parameters", 0) + size * kept
-    if kept < own:  # a pool of buffers, and room for a sub-group that comes back
-        pool = offload.buffer_count * offload.buffer_size + min(own, zero.sub_group_size)
+    if kept < local:  # a pool of buffers, and room for a sub-group that comes back
+        pool = offload.buffer_count * offload.buffer_size + min(local, zero.sub_group_size)
         host["buffers"] = host.get("buffers", 0) + size * pool
-    device = {**found.device, "parameters": found.device["parameters"] - size * own}
-    drives = found.drives + size * (own - kept)
+    device = {**found.device, "parameters": found.device["parameters"] - size * local}
+    drives = found.drives + size * (local - kept)
     return dataclasses.replace(found, device=device, host=host, pinned=(*found.pinned, (1, size * kept)), drives=drives)
 
 

@@ -19,7 +19,7 @@ from .machine import Machine
 from .request import TrainingStep
 from .states import MASTER, states
 
-STEP_PARTS = {
+STEP_ITEMS = {
     "attention forward": "all layers, transfers included",
     "attention backward": "the same, and forward again if checkpoints do not keep it",
     "matrices": "projections and MLPs, forward, backward, and forward again for checkpointed layers",
@@ -48,15 +48,15 @@ DRIVE_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The time of one micro-batch on all ranks. parts: seconds by the names of `STEP_PARTS`. sequences: how many are
-    trained in it."""
+    """The time of one micro-batch on all ranks. seconds_by_item: seconds by the names of `STEP_ITEMS`. sequences: how
+    many are trained in it."""
 
-    parts: Mapping[str, float]
+    seconds_by_item: Mapping[str, float]
     sequences: int
 
     @property
     def seconds(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.seconds_by_item.values())
 
 
 def call_of(step: TrainingStep) -> AttentionCall:

@@ -170,13 +170,13 @@ def _raise_difference(
             raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
 
 
-def all_gather_objects(group: dist.ProcessGroup | None, own: Any) -> list[Any]:
-    """The objects of all ranks, by rank. own: that of this one, a tuple that begins with a name for errors."""
+def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
+    """The objects of all ranks, by rank. local: that of this one, a tuple that begins with a name for errors."""
     if group is None or _size(group) == 1:
-        return [own]
+        return [local]
     objects: list[Any] = [None] * _size(group)
-    with explaining_failure(f"the comparison of {own[0]}", group):
-        dist.all_gather_object(objects, own, group=group)
+    with explaining_failure(f"the comparison of {local[0]}", group):
+        dist.all_gather_object(objects, local, group=group)
     return objects
 
 

@@ -96,7 +96,7 @@ def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
 
 
 def _views_of_groups(buffer: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
-    """A message of own tokens (elements,) -> for every group of Ulysses ranks, views (Ulysses ranks, s, B, h, D) of
+    """A message of local tokens (elements,) -> for every group of Ulysses ranks, views (Ulysses ranks, s, B, h, D) of
     each tensor."""
     shapes = [(group.ranks, tokens, batch, sum(group.heads), dim) for group in shares.groups]
     parts = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)

@@ -31,21 +31,21 @@ class Saved(NamedTuple):
 class Call(abc.ABC):
     """What both directions share.
 
-    own: the caller's tensors (B, s, H, D), by field. common (Hkv, D): what is taken off all keys, if anything is (see
+    local: the caller's tensors (B, s, H, D), by field. common (Hkv, D): what is taken off all keys, if anything is (see
     `runtime.work`); sinks: (Hq,), if there are some. heads: which Ulysses rank works on which heads in which head
     chunk. alone: whether this rank is the only Ulysses rank. inner: tensors of the head chunk that is walked, by field;
-    inner_results: its results, to be sent. own_results: those of own tokens, all heads."""
+    inner_results: its results, to be sent. local_results: those of local tokens, all heads."""
 
     def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
         common: Tensor | None,
     ) -> None:  # fmt: skip
-        self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
+        self.heads, self.local, self.sinks, self.kernel, self.scale = bound.heads, local, sinks, kernel, scores.scale
         self.common = common
-        self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(own.values())).device
+        self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(local.values())).device
         self.inner: dict[str, Tensor] = {}
         self.inner_results: dict[str, Tensor] = {}
-        self.own_results: dict[str, Tensor] = {}
+        self.local_results: dict[str, Tensor] = {}
 
     @abc.abstractmethod
     def enter(self, head_chunk: int) -> Work:
@@ -61,7 +61,7 @@ class Call(abc.ABC):
 
     def part(self, head_chunk: int, field: str) -> Tensor:
         """The head chunk's heads of a tensor of the caller's, (B, s, h, D), with D = 1 for one number a row."""
-        return self.of_head_chunk(self.own[field], head_chunk, field)
+        return self.of_head_chunk(self.local[field], head_chunk, field)
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:
         """The head chunk's heads of x, which has all heads of the field."""
@@ -77,23 +77,23 @@ class Call(abc.ABC):
         return self.inner_results.pop(field)
 
     def put_result(self, head_chunk: int, field: str, part: Tensor) -> None:
-        """Takes a result of own tokens, (B, s, h, D), of the head chunk's heads."""
+        """Takes a result of local tokens, (B, s, h, D), of the head chunk's heads."""
         if len(self.heads.head_chunks) == 1:
-            self.own_results[field] = part
+            self.local_results[field] = part
             return
-        if field not in self.own_results:
+        if field not in self.local_results:
             last = self.heads.of_head_chunk(len(self.heads.head_chunks) - 1, field)
-            self.own_results[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
-        self.of_head_chunk(self.own_results[field], head_chunk, field).copy_(part)
+            self.local_results[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
+        self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(part)
 
-    def take_own(self, head_chunk: int) -> None:
+    def take_local(self, head_chunk: int) -> None:
         """Without other Ulysses ranks, makes the inner tensors of the caller's."""
         if self.alone:
             one = len(self.heads.head_chunks) == 1
-            self.inner = self.own if one else {field: self.part(head_chunk, field) for field in self.own}
+            self.inner = self.local if one else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Takes inner results, by field. Without other Ulysses ranks they are those of own tokens."""
+        """Takes inner results, by field. Without other Ulysses ranks they are those of local tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -121,15 +121,15 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """own: q, k and v. Returns out, each head chunk's inner lse, and the inner tensors that `saves` names, as
+    """local: q, k and v. Returns out, each head chunk's inner lse, and the inner tensors that `saves` names, as
     `SavedForBackward` does. Without other Ulysses ranks none are saved. With `lse`, which needs other Ulysses ranks, it
-    also returns the lse of own tokens."""
+    also returns the lse of local tokens."""
 
     def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
         common: Tensor | None, saves: int, lse: bool,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, own, sinks, common)
+        super().__init__(bound, kernel, scores, local, sinks, common)
         self.saves, self.lse = saves, lse
         self.saved = Saved([], [], [])
 
@@ -139,7 +139,7 @@ class ForwardCall(Call):
             self.saved.operands.append(joined)
 
     def enter(self, head_chunk: int) -> Work:
-        self.take_own(head_chunk)
+        self.take_local(head_chunk)
         self.take_common_off(head_chunk)
         q, k, v = (self.inner[field] for field in ("q", "k", "v"))
         return Forward(self.kernel, self.scale, q, k, v)
@@ -157,21 +157,21 @@ class ForwardCall(Call):
             self.inner_results["lse"] = lse.unsqueeze(-1)
 
     def results(self) -> list[Tensor]:
-        own_lse = [self.own_results["lse"].squeeze(-1)] if self.lse else []
-        return [self.own_results["out"], *self.saved.lses, *self.saved.operands, *self.saved.outs, *own_lse]
+        local_lse = [self.local_results["lse"].squeeze(-1)] if self.lse else []
+        return [self.local_results["out"], *self.saved.lses, *self.saved.operands, *self.saved.outs, *local_lse]
 
 
 class BackwardCall(Call):
-    """own: do, and where they are needed q, k, v and out, or delta in place of out. saved: what forward saved. Returns
-    dq, dk and dv, and with sinks their gradient."""
+    """local: do, and where they are needed q, k, v and out, or delta in place of out. saved: what forward saved.
+    Returns dq, dk and dv, and with sinks their gradient."""
 
     sinks_deltas: Tensor  # of the head chunk, with sinks
 
     def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
         common: Tensor | None, saved: Saved,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, own, sinks, common)
+        super().__init__(bound, kernel, scores, local, sinks, common)
         self.saved = saved
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
@@ -183,7 +183,7 @@ class BackwardCall(Call):
 
     def enter(self, head_chunk: int) -> Work:
         lses, operands, outs = self.saved
-        self.take_own(head_chunk)
+        self.take_local(head_chunk)
         each = len(operands) // len(lses)
         exchanges = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
         for fields, joined in zip(exchanges, operands[head_chunk * each : (head_chunk + 1) * each], strict=False):
@@ -211,5 +211,5 @@ class BackwardCall(Call):
         self.put_inner(head_chunk, dq=dq, dk=dk, dv=dv)
 
     def results(self) -> list[Tensor]:
-        grads = [self.own_results[field] for field in ("dq", "dk", "dv")]
+        grads = [self.local_results[field] for field in ("dq", "dk", "dv")]
         return grads if self.dsinks is None else [*grads, self.dsinks]

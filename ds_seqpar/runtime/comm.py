@@ -154,8 +154,8 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
     wait: is told who is waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    own, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
-    others = [[torch.empty_like(own) for _ in step] for step in steps]
+    local, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
+    others = [[torch.empty_like(local) for _ in step] for step in steps]
 
     def post(
         start: Callable[..., Any], tensor: Tensor, step: int, peer: int, count: int
@@ -169,12 +169,12 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
         for s, step in enumerate(steps)
     ]
     for s, step in enumerate(steps):
-        sends = [post(dist.isend, own, s, rank + far, 1) for far in step]  # ends once its receiver has come
+        sends = [post(dist.isend, local, s, rank + far, 1) for far in step]  # ends once its receiver has come
         for work, awaited in (*receives[s], *sends):
             wait.awaited = awaited
             work.wait()
-        own = torch.stack([own, *others[s]]).amax(0)
-    return own.tolist()
+        local = torch.stack([local, *others[s]]).amax(0)
+    return local.tolist()
 
 
 @functools.lru_cache(maxsize=64)

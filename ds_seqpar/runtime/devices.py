@@ -18,7 +18,7 @@ from ..errors import ConfigError
 HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # they have no communicator on a device, whatever tensors they take
 
 
-def own_device() -> torch.device | None:
+def this_device() -> torch.device | None:
     """The accelerator that this rank works on: the one that the process has set, or else number LOCAL_RANK. None on a
     machine without accelerators. Raises ConfigError where the machine has fewer accelerators than ranks."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -50,7 +50,7 @@ def device_name(device: torch.device) -> str:
 def set_device() -> torch.device | None:
     """Makes this rank's accelerator the current one, and returns it. Call it before any group is made: a communicator
     stays on the device that was current when it was made."""
-    if (device := own_device()) is not None:
+    if (device := this_device()) is not None:
         torch.accelerator.set_device_index(device.index)
     return device
 
@@ -78,7 +78,7 @@ class Host(NamedTuple):
     device_memory: int = 0
 
 
-def own_host() -> Host:
+def this_host() -> Host:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # where there is no /proc, the name alone must do
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -118,10 +118,10 @@ def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
 
 def bind_device(group: dist.ProcessGroup) -> torch.device | None:
     """Sets this rank's device, if a backend of the group has communicators on devices: the one that the group is bound
-    to, or else `own_device`. Returns it, for groups to be bound to."""
+    to, or else `this_device`. Returns it, for groups to be bound to."""
     if communicator_device(group) is None:
         return None
-    device = group.bound_device_id or own_device()
+    device = group.bound_device_id or this_device()
     if device is not None:
         torch.accelerator.set_device_index(device.index)
     return device

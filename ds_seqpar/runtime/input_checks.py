@@ -17,7 +17,7 @@ from torch.nn import Parameter, functional
 
 from ..compiler.sharding.heads import max_head_chunks
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, check_parts, tokens_by_ulysses_rank
+from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
 from ..config.settings import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints
@@ -200,8 +200,8 @@ def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> Non
     tensors = q, k, v
     if kinds := [unreadable(x) for x in tensors if unreadable(x)]:
         raise InputError(
-            f"attention needs dense tensors of this rank's own tokens; got {kinds[0]}, call to_dense(), to_local() or "
-            "to_padded_tensor() on it"
+            f"attention needs dense tensors of this rank's local tokens; got {kinds[0]}, call to_dense(), to_local() "
+            "or to_padded_tensor() on it"
         )
     if not _of_four_dims(tensors):
         raise InputError(
@@ -305,7 +305,7 @@ def check_documents(mask: Mask, seq: int) -> None:
     if mask.documents and mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
-            "give first positions in the whole sequence, not in a rank's part of it"
+            "give first positions in the whole sequence, not in a rank's shard of it"
         )
 
 
@@ -316,7 +316,7 @@ def check_shards(shards: object, size: int, layout: str) -> None:
         raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
     if shards.size != size:
         raise InputError(f"attention needs shards of the {size} CP ranks; got some of {shards.size} ranks")
-    check_parts(shards, layout)
+    check_blocks_per_rank(shards, layout)
 
 
 def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:

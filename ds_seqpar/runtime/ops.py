@@ -141,17 +141,17 @@ def _attention(
     q, k, _ = tensors
     head_chunks = head_chunks_of(runtime, q, k, mask, shards) if parts == 1 else 1
     saves = int(runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved()))
-    own_lse = lse and runtime.ulysses.size > 1
-    settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, own_lse)
+    local_lse = lse and runtime.ulysses.size > 1
+    settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, local_lse)
     if _runs_as_op() and not checkpointed:
         numbers = _as_numbers(runtime, mask, shards, scores, head_chunks, saves)
-        out, *rest = attention_op(*tensors, sinks, *numbers, own_lse, _sizes(runtime, tensors, shards), dependency)
+        out, *rest = attention_op(*tensors, sinks, *numbers, local_lse, _sizes(runtime, tensors, shards), dependency)
     else:
         out, *rest = Attention.apply(*tensors, sinks, settings)
     common = rest.pop() if has_common(q) else None
     if not lse:
         return out, None
-    rows = rest[-1] if own_lse else torch.cat(rest, dim=2) if head_chunks > 1 else rest[0]
+    rows = rest[-1] if local_lse else torch.cat(rest, dim=2) if head_chunks > 1 else rest[0]
     return out, rows if common is None else rows + offsets(q.detach(), common, scores.scale)
 
 
@@ -213,8 +213,8 @@ def attention_op(
     softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Attention's forward. Returns what `ForwardCall.results` does: out, each head chunk's inner lse, the inner tensors
-    that `saves` names, and with `lse` that of own rows. In fp32 also the keys' common part (see `runtime.work`), which
-    no lse has.
+    that `saves` names, and with `lse` that of local rows. In fp32 also the keys' common part (see `runtime.work`),
+    which no lse has.
 
     sizes: as `_sizes` gives them. They are arguments because a compiler's cache serves several ranks."""
     keep_alive(mask, *(() if shards == CONFIGURED else (shards,)))
@@ -253,27 +253,27 @@ def _backward(
     """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks and common."""
     with settings.runtime.recorded("agree", "backward"):
         settings.runtime.calls.enter()
-    own, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
+    local, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
     if settings.saves == SavedForBackward.NOTHING:
-        own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
+        local |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
     if settings.saves < SavedForBackward.QKV_AND_OUT:
-        own["out"] = inner.pop()
+        local["out"] = inner.pop()
     lses, inner = inner[:head_chunks], inner[head_chunks:]
     outs = inner[len(inner) - head_chunks :] if settings.saves == SavedForBackward.QKV_AND_OUT else []
     left = Saved(lses, inner[: len(inner) - len(outs)], outs)
     common = common if settings.takes_common_off(do.dtype) else None
-    walk = settings.runtime.backward(own, kv_heads, sinks, left, *settings.attended(do.shape[1]), common)
+    walk = settings.runtime.backward(local, kv_heads, sinks, left, *settings.attended(do.shape[1]), common)
     return _run_without_autocast(walk, do.device)
 
 
-def _save(ctx: Context, own: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: int, lse: bool) -> None:
+def _save(ctx: Context, local: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: int, lse: bool) -> None:
     """Saves sinks, the keys' common part, each head chunk's lse, the inner tensors that forward left, and where
-    backward needs them the caller's own out and q, k and v. own: q, k and v. results: those of forward."""
+    backward needs them the caller's own out and q, k and v. local: q, k and v. results: those of forward."""
     ctx.set_materialize_grads(False)
-    common = results[-1] if has_common(own[0]) else None
+    common = results[-1] if has_common(local[0]) else None
     out, *inner = results[: len(results) - (common is not None) - lse]
-    left = (*inner, *(() if saves == SavedForBackward.QKV_AND_OUT else (out,)), *(() if saves else own))
-    ctx.out = own[0].shape, own[0].dtype, own[0].device
+    left = (*inner, *(() if saves == SavedForBackward.QKV_AND_OUT else (out,)), *(() if saves else local))
+    ctx.out = local[0].shape, local[0].dtype, local[0].device
     ctx.save_for_backward(sinks, common, *left)
 
 

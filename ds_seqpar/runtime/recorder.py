@@ -233,7 +233,7 @@ class _WalkEvents:
 def _arriving(bound: BoundProgram, one: op.GatherStart | op.ScatterStart) -> int:
     """Bytes of a collective that other ranks send to this one."""
     collective: Collective = one.collective
-    part, others = collective.part(bound.program.rank), len(collective.ranks) - 1
+    part, others = collective.key_of(bound.program.rank), len(collective.ranks) - 1
     slot = one.sent if isinstance(one, op.GatherStart) else one.received
     return others * bound.unit_bytes(slot, collective.kind, part)
 

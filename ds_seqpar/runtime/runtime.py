@@ -63,7 +63,7 @@ class Runtime:
     def bound(
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *around: Any
     ) -> tuple[BoundProgram, Kernel]:
-        """The program for a rank's own tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
+        """The program for a rank's local tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
         around: head_chunks, kept and lse, as `Compiler.bound_call` takes them."""
         key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, around, is_deterministic()
         last = self.last_bound.get(direction)
@@ -75,24 +75,24 @@ class Runtime:
     def _bound(
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, around: tuple
     ) -> tuple[BoundProgram, Kernel]:
-        own = self.own_shape(q, kv_heads)
-        inner = own.of_heads(*heads_of_ulysses_rank(own.q_heads, own.kv_heads, *self.ulysses))
-        spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
+        local = self.local_shape(q, kv_heads)
+        inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
+        spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, local.head_dim, softcap)
         kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.bound_call(direction, mask, shards, own, self.ulysses, kernel.support, *around), kernel
+        return self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *around), kernel
 
-    def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
-        """The shape of a rank's own tensors."""
+    def local_shape(self, q: Tensor, kv_heads: int) -> Shape:
+        """The shape of a rank's local tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
         return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
     def fewest_head_chunks(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        """`memory.fewest_head_chunks` of heads for a rank's own q and k."""
+        """`memory.fewest_head_chunks` of heads for a rank's local q and k."""
         key = q.shape, k.shape, q.dtype, mask, shards
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
             from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
 
-            settings = self.config.ulysses, self.config.comm_dtype, self.own_shape(q, k.shape[2])
+            settings = self.config.ulysses, self.config.comm_dtype, self.local_shape(q, k.shape[2])
             self.last_head_chunks = key, fewest_head_chunks(self.compiler.recipe, *settings, mask, shards)
         return self.last_head_chunks[1]
 
@@ -101,24 +101,26 @@ class Runtime:
         head_chunks: int = 1, saves: int = SavedForBackward.QKV_AND_OUT, lse: bool = False,
         common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
-        """A walk over a rank's own tensors, which returns what `ForwardCall` does. head_chunks: of heads. saves, lse,
+        """A walk over a rank's local tensors, which returns what `ForwardCall` does. head_chunks: of heads. saves, lse,
         common: as `ForwardCall` takes them."""
         bound, kernel = self.bound(
             "forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SavedForBackward.QKV_AND_OUT, lse
         )
-        own = _readable({"q": q, "k": k, "v": v})
-        return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, common, saves, lse), self.comm, self.recorder)
+        local = _readable({"q": q, "k": k, "v": v})
+        return Walk(
+            bound, ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse), self.comm, self.recorder
+        )
 
     def backward(
-        self, own: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
+        self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
         scores: Scores, common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
-        """A walk over a rank's own tensors, which returns what `BackwardCall` does. own: do, and q, k, v and out where
-        forward did not save the inner ones. saved: what forward saved. common: as forward had it."""
-        do, kept = own["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
+        """A walk over a rank's local tensors, which returns what `BackwardCall` does. local: do, and q, k, v and out
+        where forward did not save the inner ones. saved: what forward saved. common: as forward had it."""
+        do, kept = local["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
         around = len(saved.lses), kept if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *around)
-        call = BackwardCall(bound, kernel, scores, _readable(own), sinks, common, saved)
+        call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
         return Walk(bound, call, self.comm, self.recorder)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compiler.compile import BoundProgram, side_of
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import OWN, Transfer, methods_of
+from ..compiler.program.instructions import LOCAL, Transfer, methods_of
 from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
@@ -114,19 +114,19 @@ class Walk:
             self.call.put_result(exchange.head_chunk, field, x)
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
-        return self.own(unit) if slot <= OWN else self.buffers.tensors(slot, unit)
+        return self.local(unit) if slot <= LOCAL else self.buffers.tensors(slot, unit)
 
-    def own(self, unit: Unit, travels: bool = False) -> Tensors:
-        rows = ALL if self.program.parts == 1 else self.own_rows(*unit)
-        return self.work.own(unit[0], rows, travels)
+    def local(self, unit: Unit, travels: bool = False) -> Tensors:
+        rows = ALL if self.program.blocks_per_rank == 1 else self.local_rows(*unit)
+        return self.work.local(unit[0], rows, travels)
 
-    def own_rows(self, kind: str, key: Key) -> slice:
-        """The rows of this rank's tensors that an own block has."""
+    def local_rows(self, kind: str, key: Key) -> slice:
+        """The rows of this rank's tensors that a local block has."""
         return rows_in(self.bound.shards, side_of(kind), key[0])
 
     def pack(self, one: op.Pack) -> None:
-        own = self.own(one.unit, travels=True)
-        for target, tensor in zip(self.buffers.tensors(one.into, one.unit), own, strict=True):
+        local = self.local(one.unit, travels=True)
+        for target, tensor in zip(self.buffers.tensors(one.into, one.unit), local, strict=True):
             target.copy_(tensor)
 
     def post(self, one: op.Post) -> None:
@@ -146,7 +146,7 @@ class Walk:
 
     def gather_start(self, one: op.GatherStart) -> None:
         gather, kind = one.collective, one.collective.kind
-        unit = kind, gather.part(self.program.rank)
+        unit = kind, gather.key_of(self.program.rank)
         elements, size = self.bound.unit_size(one.sent, *unit)
         sent = Message(0, kind, elements, self.buffers.raw(one.sent, size), 0)
         received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
@@ -156,7 +156,7 @@ class Walk:
         gather = one.collective
         self.work.forget(one.into)
         whole = self.buffers.tensors(one.into, (gather.kind, gather.blocks))
-        keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
+        keys = [gather.key_of(rank) for rank in self.comm.order(gather.ranks)]
         for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
             for target, tensor in zip(whole, part, strict=True):
                 for rows, piece in _rows_and_pieces(target, tensor, self.rows(gather.kind, gather.blocks, key)):
@@ -182,34 +182,34 @@ class Walk:
             running.merge(*arrived)
 
     def export(self, one: op.Export) -> None:
-        running = self.running(one.unit, one.own)
+        running = self.running(one.unit, one.accumulator)
         del self.results[one.unit]
-        if one.into == one.own:
+        if one.into == one.accumulator:
             running.placed()
         else:
             running.copy_into(self.buffers.tensors(one.into, one.unit))
 
     def scatter_start(self, one: op.ScatterStart) -> None:
         """An all-to-all of partial results, which are merged where they arrive: the bytes of a reduce-scatter, with a
-        reduction of ours. The own part does not travel, so it is not rounded to the dtype that travels."""
+        reduction of ours. The local part does not travel, so it is not rounded to the dtype that travels."""
         reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
-        whole, own = self.results.pop((kind, reduce.blocks)).placed(), reduce.part(rank)
-        order = [reduce.part(peer) for peer in self.comm.order(reduce.ranks)]
-        others = [key for key in order if key != own]
+        whole, local = self.results.pop((kind, reduce.blocks)).placed(), reduce.key_of(rank)
+        order = [reduce.key_of(peer) for peer in self.comm.order(reduce.ranks)]
+        others = [key for key in order if key != local]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
             for target, tensor in zip(part, whole, strict=True):
                 for rows, piece in _rows_and_pieces(tensor, target, self.rows(kind, reduce.blocks, key)):
                     piece.copy_(rows)
-        own_rows = self.rows(kind, reduce.blocks, own)
-        self.running((kind, own), one.own_part).absorb(
-            *(torch.cat([x[:, rows] for rows in own_rows], 1) for x in whole)
+        local_rows = self.rows(kind, reduce.blocks, local)
+        self.running((kind, local), one.local_part).absorb(
+            *(torch.cat([x[:, rows] for rows in local_rows], 1) for x in whole)
         )
-        outgoing = [0 if key == own else self.bound.unit_bytes(one.sent, kind, key) for key in order]
-        incoming = [0 if key == own else self.bound.unit_bytes(one.received, kind, own) for key in order]
+        outgoing = [0 if key == local else self.bound.unit_bytes(one.sent, kind, key) for key in order]
+        incoming = [0 if key == local else self.bound.unit_bytes(one.received, kind, local) for key in order]
         self.tickets[one.ticket] = self.comm.all_to_all(
             reduce.ranks,
             kind,
-            self.bound.unit_size(one.received, kind, own)[0] * len(others),
+            self.bound.unit_size(one.received, kind, local)[0] * len(others),
             self.buffers.raw(one.sent, sum(outgoing)),
             self.buffers.raw(one.received, sum(incoming)),
             (outgoing, incoming),
@@ -217,17 +217,17 @@ class Walk:
 
     def fold(self, one: op.Fold) -> None:
         kind, key = one.unit
-        running = self.running(one.unit, one.own)
+        running = self.running(one.unit, one.accumulator)
         for part in self.buffers.parts(one.received, kind, [key] * one.parts):
             running.merge(*part)
 
     def finish(self, one: op.Finish) -> None:
-        if self.program.parts == 1:
+        if self.program.blocks_per_rank == 1:
             self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
         else:
             whole = self.work.empty_results()
             for unit, slot in one.results:
-                rows = self.own_rows(*unit)
+                rows = self.local_rows(*unit)
                 self.running(unit, slot).copy_into(tuple(x[:, rows] for x in whole[unit[0]]))
             self.result = tuple(itertools.chain.from_iterable(whole.values()))
         self.results.clear()

@@ -28,7 +28,7 @@ class Work(abc.ABC):
         self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
 
     @abc.abstractmethod
-    def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
+    def local(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
         """Some rows of this rank's tensors of an operand. travels: whether they are for a message, which has the fields
         that `compiler.shape` lists."""
 
@@ -59,7 +59,7 @@ class Forward(Work):
         super().__init__(kernel, scale, q)
         self.operands = {"q": (q,), "kv": (k, v)}
 
-    def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
+    def local(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
         return _take_rows(self.operands[kind], rows)
 
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
@@ -91,7 +91,7 @@ class Backward(Work):
         self.q, self.kv, self.do, self.lse = q, (k, v), do, lse
         self.out, self.out_of_slot = out, dict[int, Tensor]()  # out_of_slot: the out of the q in a slot
 
-    def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
+    def local(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
         if kind == "kv":
             return _take_rows(self.kv, rows)
         q, do, lse, out = _take_rows((self.q, self.do, self.lse, self.out), rows)

@@ -1,4 +1,4 @@
-"""Tensors of whole sequences in parts, and what is done on the parts."""
+"""Tensors of whole sequences in shards, and what is done on the shards."""
 
 from . import rules as rules
 from .tensor import WholeTensor, plain, whole_loss, whole_of

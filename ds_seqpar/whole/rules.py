@@ -1,4 +1,4 @@
-"""The functions of torch that work on a rank's part of a whole tensor, and how. Any other function needs the whole.
+"""The functions of torch that work on a rank's shard of a whole tensor, and how. Any other function needs the whole.
 
 A rule takes an operator and its arguments by name. It returns the operator's result, or None if it needs the whole.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .tensor import RULES, WholeTensor, part_of, wholes
+from .tensor import RULES, WholeTensor, shard_of, wholes
 
 aten = torch.ops.aten
 
@@ -46,8 +46,8 @@ def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
     rows, tokens = x.shard_spec.rows, x.shard_spec.tokens
     for flat, lead in ((False, [rows, tokens]), (True, [rows * tokens])):
         rest = size[len(lead) :]
-        if size[: len(lead)] == lead and torch.Size(rest).numel() == x.part.shape[2:].numel():
-            return WholeTensor(x.part.reshape(*x.part.shape[:2], *rest), x.shard_spec, flat, of=x)
+        if size[: len(lead)] == lead and torch.Size(rest).numel() == x.shard.shape[2:].numel():
+            return WholeTensor(x.shard.reshape(*x.shard.shape[:2], *rest), x.shard_spec, flat, of=x)
     return None
 
 
@@ -57,7 +57,7 @@ def _new(func: Any, arguments: dict[str, Any]) -> Any:
     if size[: x.lead] != list(x.shape[: x.lead]):
         return None
     return WholeTensor(
-        func(**{**arguments, "self": x.part, "size": [*x.part.shape[:2], *size[x.lead :]]}), x.shard_spec, x.flat
+        func(**{**arguments, "self": x.shard, "size": [*x.shard.shape[:2], *size[x.lead :]]}), x.shard_spec, x.flat
     )
 
 
@@ -75,14 +75,14 @@ def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
         return None
     if x.device.type == "cpu" and _has_wrong_class(arguments["target"], x.shape[1], arguments["ignore_index"]):
         return None  # on the whole all ranks raise what torch raises
-    target = part_of(arguments["target"], x.shard_spec, flat=True).flatten()
-    on_part = {**arguments, "self": x.part.flatten(0, 1), "target": target}
+    target = shard_of(arguments["target"], x.shard_spec, flat=True).flatten()
+    on_shard = {**arguments, "self": x.shard.flatten(0, 1), "target": target}
     if func is aten.nll_loss_backward.default:
         if not reduction:
-            on_part["grad_output"] = part_of(arguments["grad_output"], x.shard_spec, flat=True).flatten()
-        return WholeTensor(func(**on_part).view(x.part.shape), x.shard_spec, flat=True)
-    losses = func(**{**on_part, "reduction": 0})[0]
-    by_token = WholeTensor(losses.view(x.part.shape[:2]), x.shard_spec, flat=True)
+            on_shard["grad_output"] = shard_of(arguments["grad_output"], x.shard_spec, flat=True).flatten()
+        return WholeTensor(func(**on_shard).view(x.shard.shape), x.shard_spec, flat=True)
+    losses = func(**{**on_shard, "reduction": 0})[0]
+    by_token = WholeTensor(losses.view(x.shard.shape[:2]), x.shard_spec, flat=True)
     counted = (arguments["target"] != arguments["ignore_index"]).sum().to(x.dtype)
     if not reduction:
         return by_token, torch.zeros_like(counted)
@@ -95,9 +95,9 @@ def _has_wrong_class(target: Tensor, classes: int, ignored: int) -> bool:
 
 
 def _on_parts(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
-    """The operator's result on this rank's parts of its arguments, as WholeTensors that lie like `like`."""
-    parts = tree_map(lambda x: _part_like(x, like) if isinstance(x, Tensor) else x, arguments)
-    result, of = func(**parts), like if func.is_view else None
+    """The operator's result on this rank's shards of its arguments, as WholeTensors that lie like `like`."""
+    shards = tree_map(lambda x: _shard_like(x, like) if isinstance(x, Tensor) else x, arguments)
+    result, of = func(**shards), like if func.is_view else None
     return tree_map(lambda x: WholeTensor(x, like.shard_spec, like.flat, of) if isinstance(x, Tensor) else x, result)
 
 
@@ -112,16 +112,16 @@ def _can_be_cut_like(x: Tensor, like: WholeTensor) -> bool:
     )
 
 
-def _part_like(x: Tensor, like: WholeTensor) -> Tensor:
-    """The part of x that belongs to this rank's tokens of `like`."""
+def _shard_like(x: Tensor, like: WholeTensor) -> Tensor:
+    """The shard of x that belongs to this rank's tokens of `like`."""
     missing, shard_spec = like.dim() - x.dim(), like.shard_spec
     if isinstance(x, WholeTensor) or missing >= like.lead:
-        return part_of(x, shard_spec, like.flat) if isinstance(x, WholeTensor) else x
+        return shard_of(x, shard_spec, like.flat) if isinstance(x, WholeTensor) else x
     x = x[(None,) * missing]
     if x.shape[: like.lead].numel() == 1:
         return x[None] if like.flat else x
     x = x.expand(*like.shape[: like.lead], *x.shape[like.lead :])
-    return part_of(x, shard_spec, like.flat)
+    return shard_of(x, shard_spec, like.flat)
 
 
 BY_ELEMENT = """

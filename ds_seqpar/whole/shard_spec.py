@@ -1,4 +1,4 @@
-"""How a tensor of whole sequences is spread over ranks, and how it is gathered from their parts."""
+"""How a tensor of whole sequences is spread over ranks, and how it is gathered from their shards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LARGE = 2**30  # bytes of a gather that is warned of
 class ShardSpec:
     """How a tensor (rows, tokens, ...) is spread over the ranks of a group.
 
-    Each rank's part is (rows, its tokens, ...); with `joined`, where rows lie end to end, (1, its tokens, ...). orders:
-    for each Ulysses rank the positions of its tokens in a sequence; with joined, row * tokens + token. placement: of
-    the batch. name: of the tensor, for messages. narrowed: cache of `narrow`.
+    Each rank's shard is (rows, its tokens, ...); with `joined`, where rows lie end to end, (1, its tokens, ...).
+    orders: for each Ulysses rank the positions of its tokens in a sequence; with joined, row * tokens + token.
+    placement: of the batch. name: of the tensor, for messages. narrowed: cache of `narrow`.
     """
 
     sp: Sharding
@@ -64,31 +64,31 @@ class ShardSpec:
 
     @property
     def lead(self) -> tuple[int, int]:
-        """The first two dims of this rank's part."""
+        """The first two dims of this rank's shard."""
         return (1 if self.joined else self.rows), len(self.own)
 
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor (rows, tokens, ...)."""
+    def shard(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a whole tensor (rows, tokens, ...)."""
         if self.joined:
             whole = whole.flatten(0, 1)[None]
         return whole.index_select(1, self.own.to(whole.device))
 
-    def gathered(self, part: Tensor) -> Tensor:
-        """The whole tensor (rows, tokens, ...) of all ranks' parts. Collective over the ranks of the sequence. Raises
+    def gathered(self, shard: Tensor) -> Tensor:
+        """The whole tensor (rows, tokens, ...) of all ranks' shards. Collective over the ranks of the sequence. Raises
         DisagreementError on all of them where one calls something else, CommunicationError where one calls nothing."""
-        shape = (self.rows, self.tokens, *part.shape[2:])
+        shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
-        assert_ranks_agree(self.sp.groups.control, call, {"shape": shape, "dtype": part.dtype}, call=f"the {call},")
-        size = part.element_size() * torch.Size(shape).numel()
+        assert_ranks_agree(self.sp.groups.control, call, {"shape": shape, "dtype": shard.dtype}, call=f"the {call},")
+        size = shard.element_size() * torch.Size(shape).numel()
         if size > LARGE:
             warn_of_size(self.name, round(size / 2**30, 1))
         tokens = self.tokens * (self.rows if self.joined else 1)
-        whole = assembled(part.movedim(1, 0), self.orders, tokens, self.sp.group_for(part), call).movedim(0, 1)
+        whole = assembled(shard.movedim(1, 0), self.orders, tokens, self.sp.group_for(shard), call).movedim(0, 1)
         return whole.reshape(shape).contiguous()
 
     def narrow(self, rows: slice, tokens: slice) -> tuple[ShardSpec, Tensor]:
         """(the ShardSpec of some rows and tokens; the indices of this rank's tokens that are among them). Without
-        `joined` a part has all rows, and the caller cuts these."""
+        `joined` a shard has all rows, and the caller cuts these."""
         key = rows.indices(self.rows), tokens.indices(self.tokens)
         if key not in self.narrowed:
             self.narrowed[key] = self._narrow(range(*key[0]), range(*key[1]))
@@ -117,6 +117,6 @@ def warn_of_size(name: str, gib: float) -> None:
     """Warns once in a process for each name and size (GiB)."""
     warnings.warn(
         f"whole {name} of {gib} GiB are gathered on every rank of a sequence: slice what is needed first, or work on "
-        f"this rank's own part, {name}.local (docs/whole.md)",
+        f"this rank's local shard, {name}.local (docs/whole.md)",
         stacklevel=2,
     )

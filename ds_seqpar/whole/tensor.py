@@ -1,12 +1,12 @@
 """Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody reads their values.
 
 To its user a `WholeTensor` is the whole tensor. It has the whole's shape, and every function of torch returns what it
-would return for the whole, gradients included. Inside it holds this rank's part. Functions that work token by token run
-on the part and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any other
+would return for the whole, gradients included. Inside it holds this rank's shard. Functions that work token by token
+run on the shard and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any other
 function gathers the whole first, once, from all ranks of the sequence.
 
 All ranks of a sequence compute the same from the whole, so each gets the whole gradient. Backward takes this rank's
-part of it, times the number of ranks of the sequence, because gradients are averaged over all ranks of the job.
+shard of it, times the number of ranks of the sequence, because gradients are averaged over all ranks of the job.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
 
 
 class WholeTensor(Tensor):
-    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a part.
+    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a shard.
 
-    part: (1 or rows, own tokens, ...), this rank's tokens, without autograd. shard_spec: which rank has which tokens.
-    flat: whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor. pieces:
-    all views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was
+    shard: (1 or rows, local tokens, ...), this rank's tokens, without autograd. shard_spec: which rank has which
+    tokens. flat: whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor.
+    pieces: all views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was
     gathered."""
 
-    part: Tensor
+    shard: Tensor
     shard_spec: ShardSpec
     flat: bool
     is_piece: bool
@@ -49,12 +49,12 @@ class WholeTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[WholeTensor], part: Tensor, shard_spec: ShardSpec, flat: bool = False, of: WholeTensor | None = None
+        cls: type[WholeTensor], shard: Tensor, shard_spec: ShardSpec, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
         """of: the WholeTensor that it is a view or a slice of."""
         lead = (shard_spec.rows * shard_spec.tokens,) if flat else (shard_spec.rows, shard_spec.tokens)
-        made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
-        made.part, made.shard_spec, made.flat, made._gathered = part, shard_spec, flat, None
+        made = Tensor._make_wrapper_subclass(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
+        made.shard, made.shard_spec, made.flat, made._gathered = shard, shard_spec, flat, None
         made.is_piece, made.pieces = of is not None, [] if of is None else of.pieces
         if of is not None:
             made.pieces[:] = [piece for piece in made.pieces if piece() is not None] + [weakref.ref(made)]
@@ -67,7 +67,7 @@ class WholeTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, (rows, own tokens, ...), or (1, own tokens, ...) where rows lie end to end.
+        """This rank's shard, (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
 
         It has gradients. Compute a loss of it on every rank, and add them up by `sp.sum_over_ranks`."""
         return _Local.apply(self)
@@ -79,7 +79,7 @@ class WholeTensor(Tensor):
     def gathered(self) -> Tensor:
         """The whole as a plain tensor, without gradients. The first call is collective over ranks of the sequence."""
         if self._gathered is None:
-            whole = self.shard_spec.gathered(self.part)
+            whole = self.shard_spec.gathered(self.shard)
             self._gathered = whole.flatten(0, 1) if self.flat else whole
         return self._gathered
 
@@ -131,48 +131,48 @@ class WholeTensor(Tensor):
         return result if changed is None else changed
 
 
-def whole_of(part: Tensor, shard_spec: ShardSpec) -> WholeTensor:
-    """The WholeTensor of all ranks' parts, with gradients.
+def whole_of(shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
+    """The WholeTensor of all ranks' shards, with gradients.
 
-    part: (rows, own tokens, ...) or (1, own tokens, ...), as `shard_spec` says. Communicates where its values are read,
-    and in backward."""
-    return _FromPart.apply(part, shard_spec)
+    shard: (rows, local tokens, ...) or (1, local tokens, ...), as `shard_spec` says. Communicates where its values are
+    read, and in backward."""
+    return _FromShard.apply(shard, shard_spec)
 
 
 def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
-    """The sum of the ranks' parts of a loss, a scalar. Collective over the ranks of a sequence, in backward too.
+    """The sum of the ranks' shards of a loss, a scalar. Collective over the ranks of a sequence, in backward too.
 
-    The gradient of a part is `size` times that of the loss, because gradients are averaged over ranks."""
+    The gradient of a shard is `size` times that of the loss, because gradients are averaged over ranks."""
     return _Sum.apply(own, sp)
 
 
-def part_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
-    """This rank's part of a whole tensor, plain or WholeTensor. flat: whether its rows and tokens are one dim."""
+def shard_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
+    """This rank's shard of a whole tensor, plain or WholeTensor. flat: whether its rows and tokens are one dim."""
     if isinstance(x, WholeTensor):
         if x._gathered is None and x.shard_spec.is_like(shard_spec):
-            return x.part
+            return x.shard
         x = x.gathered()
-    return shard_spec.part(x.unflatten(0, (shard_spec.rows, -1)) if flat else x)
+    return shard_spec.shard(x.unflatten(0, (shard_spec.rows, -1)) if flat else x)
 
 
-class _FromPart(Function):
-    """part -> WholeTensor."""
+class _FromShard(Function):
+    """shard -> WholeTensor."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, shard_spec: ShardSpec) -> WholeTensor:
+    def forward(ctx: Any, shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
         ctx.shard_spec = shard_spec
-        shard_spec.sp.calls.follow(f"whole {shard_spec.name}", (shard_spec.rows, shard_spec.tokens, *part.shape[2:]))
-        return WholeTensor(part.detach(), shard_spec)
+        shard_spec.sp.calls.follow(f"whole {shard_spec.name}", (shard_spec.rows, shard_spec.tokens, *shard.shape[2:]))
+        return WholeTensor(shard.detach(), shard_spec)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.shard_spec.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
-        return part_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
+        return shard_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
 
 
 class _Sum(Function):
-    """A rank's part of the loss -> the loss of all ranks of the sequence."""
+    """A rank's shard of the loss -> the loss of all ranks of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
@@ -201,11 +201,11 @@ class _Gathered(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return WholeTensor(part_of(grad, ctx.shard_spec, ctx.flat), ctx.shard_spec, ctx.flat)
+        return WholeTensor(shard_of(grad, ctx.shard_spec, ctx.flat), ctx.shard_spec, ctx.flat)
 
 
 class _Local(Function):
-    """WholeTensor -> this rank's part.
+    """WholeTensor -> this rank's shard.
 
     Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromPart` will
     again.
@@ -214,7 +214,7 @@ class _Local(Function):
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
         ctx.shard_spec, ctx.flat = x.shard_spec, x.flat
-        return part_of(x, x.shard_spec, x.flat).detach()
+        return shard_of(x, x.shard_spec, x.flat).detach()
 
     @staticmethod
     @once_differentiable
@@ -227,16 +227,16 @@ class _Narrowed(Function):
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
-        ctx.shape, ctx.shard_spec, ctx.rows = x.part.shape, x.shard_spec, rows
+        ctx.shape, ctx.shard_spec, ctx.rows = x.shard.shape, x.shard_spec, rows
         ctx.narrow, places = x.shard_spec.narrow(rows, tokens)
         ctx.places = places.to(x.device)
-        part = x.part if x.shard_spec.joined else x.part[rows]
-        return WholeTensor(part.index_select(1, ctx.places), ctx.narrow, of=x)
+        shard = x.shard if x.shard_spec.joined else x.shard[rows]
+        return WholeTensor(shard.index_select(1, ctx.places), ctx.narrow, of=x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        own = part_of(grad, ctx.narrow)
+        own = shard_of(grad, ctx.narrow)
         whole = own.new_zeros(ctx.shape)
         (whole if ctx.shard_spec.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
         return WholeTensor(whole, ctx.shard_spec), None, None

@@ -314,7 +314,7 @@ def _wrong_positions(share: int | BatchLayout | None, got: str = "those of other
 
 
 def whose_positions(sp: SequenceParallel, given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(whether a call's position_ids, whose origin is not known, fit this rank's part of equally shared sequences;
+    """(whether a call's position_ids, whose origin is not known, fit this rank's shard of equally shared sequences;
     whether they fit whole sequences)."""
     tokens, positions = tokens_of(given), given["position_ids"]
     part = shard_error(sp, tokens, positions) is None

@@ -56,7 +56,7 @@ from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_on_shard, tokens_
 from .losses import ExpertBalance, check_output, has_experts, shard_loss_error, tried_loss
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
-# given to the base model so that it makes no mask of (own tokens)^2: a mask of four dims reaches the layers unchanged
+# given to the base model so that it makes no mask of (local tokens)^2: a mask of four dims reaches the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
 
 

@@ -61,7 +61,7 @@ class WholeCall:
 
 
 def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
-    """Whether a call that is not local was given a whole batch, and not this rank's part of one. given: its arguments,
+    """Whether a call that is not local was given a whole batch, and not this rank's shard of one. given: its arguments,
     by name. Parts have what `shard_batches` adds. On one rank position_ids of another origin may fit both a part and a
     whole batch; then the other ranks' positions decide."""
     positions = given.get("position_ids")
@@ -200,7 +200,7 @@ def _misuse(given: Mapping[str, Any]) -> str:
         return wrong
     if given.get("return_token_accuracy") or given.get("return_predicted_tokens"):
         return (
-            "token_accuracy and predicted_tokens, which Liger gives, are of a rank's part; got a request, leave it out"
+            "token_accuracy and predicted_tokens, which Liger gives, are of a rank's shard; got a request, leave it out"
         )
     keep = given.get("logits_to_keep", 0)
     if type(keep) is not int or keep < 0:
@@ -233,7 +233,7 @@ def gather_outputs(sp: SequenceParallel, call: WholeCall, output: Any) -> Any:
 
 
 def _check_loss(call: WholeCall, labels: Tensor, items: float, output: Any) -> None:
-    """Raises ConfigError on all ranks of the sequence where a rank's part of the loss is not the sum of its token
+    """Raises ConfigError on all ranks of the sequence where a rank's shard of the loss is not the sum of its token
     losses over `items`."""
     agreement, model = call.agreement, call.agreement.model()
     tried = tried_loss(model, labels, items, output, 1 / agreement.sp.size)  # of the balance, each rank has a part

@@ -76,7 +76,7 @@ class FlopCounter:
 
 
 # parts of a layer in the order in which a forward comes to them; a norm is part 0
-PARTS = ({*INWARD, "lm_head"}, {OUTWARD}, {"mlp"}, {"down_proj"})
+FOOTPRINT_ITEMS = ({*INWARD, "lm_head"}, {OUTWARD}, {"mlp"}, {"down_proj"})
 OUTWARD_PART = 2
 
 
@@ -86,7 +86,7 @@ def _place(name: str) -> tuple[float, ...]:
     if "embed" in name:
         return (-1,)
     layer, parts = re.search(r"\blayers\.(\d+)\.", name), set(name.split("."))
-    part = max((number for number, names in enumerate(PARTS, 1) if names & parts), default=0)
+    part = max((number for number, names in enumerate(FOOTPRINT_ITEMS, 1) if names & parts), default=0)
     return (int(layer[1]) if layer else math.inf, part, "lora_B" in parts)
 
 

@@ -192,7 +192,7 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """The settings that must be equal on all ranks: each rank steps its own part of the optimizer by them."""
+    """The settings that must be equal on all ranks: each rank steps its local part of the optimizer by them."""
     content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     stage = content.get("zero_optimization", {}).get("stage")
     in_json = {name: content.get(name) for name in OF_JSON} | {"zero_optimization stage": stage}

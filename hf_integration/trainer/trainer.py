@@ -60,7 +60,7 @@ class SequenceParallelMixin(Behind):
     gather_logits: compute_metrics and predict have the logits of whole sequences, on every rank; False gives none,
     which saves their memory. So does a `preprocess_logits_for_metrics` such as an argmax, which sees them in parts.
     check_loss: the model's own loss must be the sum of token losses on shift_labels over num_items_in_batch, which is
-    looked at in its first forward. False is for a model that means another loss of this rank's part of a batch.
+    looked at in its first forward. False is for a model that means another loss of this rank's shard of a batch.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 

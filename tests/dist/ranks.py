@@ -59,7 +59,7 @@ def planned(sp, seq, heads, units, batch=1, dim=8):
     ulysses_size, compiler = sp.config.ulysses, sp.runtime.compiler
     inner = heads[0] // ulysses_size, max(1, heads[1] // ulysses_size), dim
     shape = shape_of(sp.config.comm_dtype, "float64", batch, inner)
-    pattern = compiler.pattern(CAUSAL, sp.runtime.shards(seq // compiler.recipe.size))
+    pattern = compiler.block_mask(CAUSAL, sp.runtime.shards(seq // compiler.recipe.size))
     plans = [compiler.recipe.plan(direction, pattern, shape) for direction in units]
     return [plan.received(units[plan.direction])[sp.runtime.rank] for plan in plans]
 

@@ -406,7 +406,7 @@ def test_a_model_that_is_sharded_on_load(case, tmp_path):
             check(result, *expected, case["stage"])
 
 
-class Own(nn.Module):
+class ScheduleOptions(nn.Module):
     """A user's model: one attention of its own over sp.attention, and a loss that divides its local sum."""
 
     def __init__(self, sp):
@@ -441,14 +441,14 @@ def train_own(cases):
             warnings.simplefilter("error", UserWarning)  # nothing to warn of
             deepspeed.init_distributed()
         sp = SequenceParallel(SequenceParallelConfig(**section(case)))
-        engine, *_ = ds_seqpar.initialize(model=Own(sp), config=settings(case), sequence_parallel=sp)
+        engine, *_ = ds_seqpar.initialize(model=ScheduleOptions(sp), config=settings(case), sequence_parallel=sp)
         assert engine.sequence_parallel is sp
         results.append(step(engine, sp.shard_batches(own_window(case, sp))))
     return results
 
 
 def one_process_own(case):
-    model, window = Own(None), global_window(case)
+    model, window = ScheduleOptions(None), global_window(case)
     count = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in window)
     loss = sum(
         model(

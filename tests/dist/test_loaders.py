@@ -29,7 +29,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """The numbers in order; each worker has its own part of them."""
+    """The numbers in order; each worker has its local part of them."""
 
     def __iter__(self):
         worker = get_worker_info()
@@ -152,7 +152,7 @@ class Failing(Numbers):
 def uneven(sp, rank):
     """One group has fewer examples: a stream says no length."""
     stream = torch.utils.data.ChainDataset([Stream()] * (1 if rank < 2 else 2))
-    vars(stream)["_distributed"] = sp.sampler(range(4))  # its own part, as of datasets
+    vars(stream)["_distributed"] = sp.sampler(range(4))  # its local part, as of datasets
     return list(sp.loader(DataLoader(stream, batch_size=500)))
 
 

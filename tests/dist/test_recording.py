@@ -80,7 +80,7 @@ def planned(sp):
     shards, plans = sp.runtime.shards(SEQ // sp.runtime.size), {}
     for direction, (_, (bound, _)) in sp.runtime.last_bound.items():
         compiler = sp.runtime.compiler
-        plan = compiler.recipe.plan(direction, compiler.pattern(CAUSAL, shards), bound.shape)
+        plan = compiler.recipe.plan(direction, compiler.block_mask(CAUSAL, shards), bound.shape)
         plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, sp.runtime.rank
     return plans
 
@@ -141,7 +141,7 @@ def messages_of(number, step, rank, asked, units):
         size = 8 * units[move.kind] * len(move.key)
         yield kind, posted, str(move), move.kind, (move.key,), peer, size
     for its in (*step.gathers, *step.reduces):
-        mine, others = len(its.part(rank)), len(its.ranks) - 1
+        mine, others = len(its.key_of(rank)), len(its.ranks) - 1
         blocks = len(its.blocks) - mine if isinstance(its, Gather) else mine * others
         yield "move", number, str(its), its.kind, (its.blocks,), -1, 8 * units[its.kind] * blocks
 

@@ -63,7 +63,7 @@ def expected(sp, seq):
         "forward": {"q": q, "kv": kv, "out": q + lse},
         "backward": {"q": 2 * q + 2 * lse, "kv": kv, "dq": q, "dkv": kv},
     }
-    parts = sp.runtime.compiler.recipe.schedule.parts  # blocks of a rank
+    parts = sp.runtime.compiler.recipe.schedule.blocks_per_rank  # blocks of a rank
     units = {way: {kind: n // parts for kind, n in sizes.items()} for way, sizes in units.items()}
     return sum(planned(sp, seq, HEADS, units)) + 2 * (ulysses_size - 1) * (2 * q + kv) // ulysses_size
 

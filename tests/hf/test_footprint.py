@@ -90,7 +90,9 @@ def measured(world, section, stage, checkpointing, away):
             checkpointing=checkpointing,
         )
     )  # fmt: skip
-    host = said.host.total - said.host.parts.get("rounding", 0)  # which is the rank's own memory here, and not pinned
+    host = said.host.total - said.host.bytes_by_item.get(
+        "rounding", 0
+    )  # which is the rank's own memory here, and not pinned
     return (states, states + min(peaks)), (said.resting.total + host, said.peak.total + host)
 
 

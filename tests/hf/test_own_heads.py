@@ -141,7 +141,7 @@ def packed():
 
 
 # name -> (the model, its whole batch)
-OWN = {
+LOCAL = {
     "a z-loss": (lambda: of(ZLossForCausalLM), labelled),
     "a z-loss of packs": (lambda: of(ZLossForCausalLM), packed),
     "a z-loss beside a balance of experts": (experts, labelled),
@@ -187,7 +187,7 @@ def beside_plain(model, batch, sp):
 @on_each_of("ranks")
 def test_whole_batches_give_the_plain_models_numbers(ranks):
     sp = make(**MODES["r2" if ranks == 2 else "u2r2"])
-    for name, (model, batch) in OWN.items():
+    for name, (model, batch) in LOCAL.items():
         errors = beside_plain(model(), batch(), sp)
         assert max(errors) < 1e-6, (name, errors)
 
@@ -224,7 +224,7 @@ def test_noise_behind_the_base_model_is_that_of_one_rank():
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-# --- a rank's own tokens
+# --- a rank's local tokens
 
 
 def weighted(weight):
@@ -272,9 +272,9 @@ def by_engine():
     """By model: what initialize says of it; (loss, gradients) of a step on its whole batch."""
     found, told = {}, {}
     for name, stage in ENGINES.items():
-        model, batch = OWN[name][0](), OWN[name][1]()
+        model, batch = LOCAL[name][0](), LOCAL[name][1]()
         config = settings(MODES["r2"], stage, 1, ROWS)
-        told[name] = refusal(ds_seqpar.initialize, model=OWN[name][0]().float(), config=config)
+        told[name] = refusal(ds_seqpar.initialize, model=LOCAL[name][0]().float(), config=config)
         engine, *_ = ds_seqpar.initialize(model=model.float(), config=config, check_loss=False)
         found[name] = step(engine, [batch])
     return told, found
@@ -283,8 +283,8 @@ def by_engine():
 def test_an_engine_gives_the_plain_models_numbers():
     expected = {}
     for name in ENGINES:
-        model = OWN[name][0]().float()
-        loss = model(**OWN[name][1]()).loss
+        model = LOCAL[name][0]().float()
+        loss = model(**LOCAL[name][1]()).loss
         loss.backward()
         expected[name] = loss.item(), gradients(model)
     for told, found in on_engine_ranks(2, by_engine):

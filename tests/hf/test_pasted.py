@@ -27,7 +27,7 @@ TRAINERS = {
     "zero_optimization": {"stage": 2},
 }
 
-OWN = {"train_batch_size": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
+LOCAL = {"train_batch_size": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_what_is_printed_trains(tmp_path):
     sequences = []
     for words in (
         ("plan", "--sequences", "3", "--no-checkpointing"),  # two groups could not share them
-        ("memory", "--set", "memory=auto", "--memory", "0.003", "--config", str(deepspeed_file(tmp_path, OWN))),
+        ("memory", "--set", "memory=auto", "--memory", "0.003", "--config", str(deepspeed_file(tmp_path, LOCAL))),
     ):
         content, _ = printed(tmp_path, *words)
         model = llama()

@@ -109,7 +109,7 @@ LOSSES = {
 
 def kind_of(own, shared):
     bases = (*([own] if own else []), *([SequenceParallelMixin] if shared else []), Trainer)
-    return type("Own", bases, {"__module__": "users"})
+    return type("ScheduleOptions", bases, {"__module__": "users"})
 
 
 def runs(folder, names, section, stage):

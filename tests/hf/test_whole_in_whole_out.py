@@ -289,7 +289,7 @@ def kept():
 
 
 def test_a_step_by_its_loss_holds_whole_ids_and_labels_beside():
-    """Logits of own tokens alone are four times the ids here."""
+    """Logits of local tokens alone are four times the ids here."""
     for found, ids in on_ranks(4, kept):
         for whole, sharded in zip(found["whole"], found["sharded"], strict=True):
             assert whole - sharded <= 4 * ids, (whole, sharded, ids)

@@ -13,7 +13,7 @@ from ds_seqpar.compiler.sharding.layout import Topology
 
 DIRECTIONS = ("forward", "backward")
 # those whose ranks own a block each, as many tests take for granted; test_triangle.py has what they say of the other
-SINGLE = tuple(name for name, schedule in SCHEDULES.items() if schedule.parts == 1)
+SINGLE = tuple(name for name, schedule in SCHEDULES.items() if schedule.blocks_per_rank == 1)
 # (schedule, direction, what travels)
 FORMS = tuple(
     (name, direction, travels)
@@ -82,7 +82,7 @@ def block_mask(size, pairs, even=True):
 
 def blocks(schedule, size):
     """How many the ranks own together."""
-    return size * SCHEDULES[schedule].parts
+    return size * SCHEDULES[schedule].blocks_per_rank
 
 
 def takes(schedule, size, shape=None):
@@ -108,7 +108,7 @@ def build(schedule, topology, direction, travels="kv", pairs=None, even=True):
 def built(schedule, topology, direction, travels, meet):
     """The schedule's plan for a BlockMask."""
     steps = SCHEDULES[schedule].build(topology, meet, direction, travels)
-    return Plan.of(schedule, direction, ranks(topology), steps, SCHEDULES[schedule].parts)
+    return Plan.of(schedule, direction, ranks(topology), steps, SCHEDULES[schedule].blocks_per_rank)
 
 
 @st.composite

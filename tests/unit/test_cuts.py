@@ -122,7 +122,7 @@ def test_a_window_is_one_launch(windows):
     assert launch.segments == Segments((4096,), (4096,), 99, 0)
     (launch,) = _own(Mask(window=100, causal=False), WINDOWS)
     assert launch.segments == Segments((4096,), (4096,), 99, -1)
-    (launch,) = _own(Mask(), support, ((0, 1, 64), (960, 1, 64)))  # a rank's own tokens under zigzag
+    (launch,) = _own(Mask(), support, ((0, 1, 64), (960, 1, 64)))  # a rank's local tokens under zigzag
     assert launch == Tile(0, 128, 0, 128, "causal")
     # what a striped layout gives: of any two ranks, for windows too, whichever comes first
     for first, second in ((1, 2), (2, 1)):

@@ -41,7 +41,7 @@ RESTING = {
 
 @pytest.mark.parametrize(("stage", "dtype"), RESTING)
 def test_states_are_shared_as_the_stage_says(stage, dtype):
-    found = footprint(_step(stage=stage, dtype=dtype)).resting.parts
+    found = footprint(_step(stage=stage, dtype=dtype)).resting.bytes_by_item
     parts = tuple(found.get(name, 0) for name in ("parameters", "gradients", "optimiser"))
     assert parts == RESTING[stage, dtype]
 
@@ -54,34 +54,34 @@ def test_data_parallel_ranks_share_states_too():
 def test_a_bucket_is_there_between_steps_of_zero_3_and_in_backward_of_the_others():
     for stage in (1, 2, 3):
         step = _step(stage=stage, zero=Zero(**{**NONE, "stage": stage, "reduce_bucket_size": 100}))
-        assert footprint(step).resting.parts.get("buckets", 0) == (400 if stage == 3 else 0)
-        assert _moments(step)["backward: loss"].parts["buckets"] == 400
+        assert footprint(step).resting.bytes_by_item.get("buckets", 0) == (400 if stage == 3 else 0)
+        assert _moments(step)["backward: loss"].bytes_by_item["buckets"] == 400
 
 
 def test_checkpoints_are_the_inputs_of_layers_and_what_attention_keeps():
     """16 tokens a rank: a hidden state is 16 * 8 * 4 bytes, so is out; lse 16 * 4 * 4; cos and sin 2 * 16 * 2 * 4."""
-    parts = _moments(_step())["backward: loss"].parts
+    parts = _moments(_step())["backward: loss"].bytes_by_item
     assert parts["checkpoints"] == 3 * 512 + 256
     assert parts["kept attention"] == 3 * (512 + 256)
-    assert "kept attention" not in _moments(_step({"recompute_attention": True}))["backward: loss"].parts
+    assert "kept attention" not in _moments(_step({"recompute_attention": True}))["backward: loss"].bytes_by_item
 
 
 def test_with_ulysses_a_checkpoint_keeps_the_inner_q_k_and_v():
     """2 ulysses_size: 32 tokens of half the heads, as many bytes as the own q, k and v, 512 + 512."""
-    parts = _moments(_step({"ulysses": 2}))["backward: loss"].parts
+    parts = _moments(_step({"ulysses": 2}))["backward: loss"].bytes_by_item
     assert parts["kept attention"] == 3 * (512 + 256 + 1024)
 
 
 def test_offloaded_checkpoints_are_in_host_memory():
     found = footprint(_step({"offload_checkpoints": True}))
-    assert found.host.parts == {"checkpoints": 3 * 512, "kept attention": 3 * (512 + 256)}
-    assert "kept attention" not in found.peak.parts
+    assert found.host.bytes_by_item == {"checkpoints": 3 * 512, "kept attention": 3 * (512 + 256)}
+    assert "kept attention" not in found.peak.bytes_by_item
 
 
 def test_without_checkpoints_layers_keep_what_they_save():
     """Of a layer, in hidden states of 512 bytes: its input and the middle residual, two norms of 2, q, k and v of 2,
     out, lse of a half, and gate, up, their product and silu(gate) of 2 each."""
-    parts = _moments(_step(checkpointing=False))["backward: loss"].parts
+    parts = _moments(_step(checkpointing=False))["backward: loss"].bytes_by_item
     assert parts["checkpoints"] == 3 * 512 * (2 + 4 + 2 + 1 + 8) + 3 * 256 + 256
 
 
@@ -89,7 +89,7 @@ def test_logits_are_there_three_times_or_those_of_a_tile():
     """16 tokens, 32 words, 4 bytes: a softmax, its gradient and that of the logits. Those of a tile in forward, but in
     fp16."""
     places = {1: "backward: loss", 4: "forward: loss"}
-    parts = [_moments(_step({"loss_tiles": tiles}))[place].parts["loss"] for tiles, place in places.items()]
+    parts = [_moments(_step({"loss_tiles": tiles}))[place].bytes_by_item["loss"] for tiles, place in places.items()]
     assert "backward: loss" in _moments(_step({"loss_tiles": 4}, dtype="float16"))
     assert parts == [3 * 16 * 32 * 4, 3 * 4 * 32 * 4]
 
@@ -98,28 +98,30 @@ def test_a_tile_of_the_mlp_is_six_of_its_intermediates():
     """With tiles, and where layers are not checkpointed, the gradient of its input beside them: else it takes the place
     of the input."""
     steps = _step({"mlp_tiles": 1}), _step({"mlp_tiles": 4}), _step({"mlp_tiles": 4}, checkpointing=False)
-    parts = [_moments(step)["backward: layer 3, MLP"].parts["mlp"] for step in steps]
+    parts = [_moments(step)["backward: layer 3, MLP"].bytes_by_item["mlp"] for step in steps]
     assert parts == [6 * 16 * 16 * 4, 6 * 16 * 16 * 4 // 4, 6 * 16 * 16 * 4 // 4 + 512]
 
 
 def test_zero_3_gathers_a_layer_and_what_it_may_keep():
-    parts = _moments(_step())["backward: layer 3, MLP"].parts
+    parts = _moments(_step())["backward: layer 3, MLP"].bytes_by_item
     assert parts["gathered"] == 512 * 4  # nothing more may live
     free = {**NONE, "stage": 3, "max_live_parameters": 10**6, "max_reuse_distance": 10**6}
-    parts = _moments(_step(zero=Zero(**free)))["backward: layer 3, MLP"].parts
+    parts = _moments(_step(zero=Zero(**free)))["backward: layer 3, MLP"].bytes_by_item
     assert parts["gathered"] == 2048 * 4  # the whole model
-    assert "gathered" not in _moments(_step(stage=2))["backward: layer 3, MLP"].parts
+    assert "gathered" not in _moments(_step(stage=2))["backward: layer 3, MLP"].bytes_by_item
 
 
 def test_tied_weights_wait_for_the_gradient_of_the_other_end():
     tied = dataclasses.replace(MODEL, tied=True)
     for name in ("backward: layer 3, attention", "backward: layer 1, attention"):
-        parts = [_moments(_step(model=model))[name].parts["gradients"] for model in (MODEL, tied)]
+        parts = [_moments(_step(model=model))[name].bytes_by_item["gradients"] for model in (MODEL, tied)]
         assert parts[1] - parts[0] == 32 * 8 * 4
 
 
 def test_more_stages_of_heads_take_less():
-    taken = [_moments(_step({"head_chunks": n}))["backward: layer 3, attention"].parts["attention"] for n in (1, 2)]
+    taken = [
+        _moments(_step({"head_chunks": n}))["backward: layer 3, attention"].bytes_by_item["attention"] for n in (1, 2)
+    ]
     assert taken[1] < taken[0]
 
 
@@ -167,8 +169,8 @@ def test_what_deepspeed_offloads_is_in_host_memory_or_on_drives(name):
     zero, device, host, drives = AWAY[name]
     found = footprint(_step(dtype="bfloat16", zero=Zero(**{**NONE, **zero})))
     names = "parameters", "gradients", "optimiser", "buffers"
-    assert tuple(found.resting.parts.get(part, 0) for part in names[:3]) == device
-    assert tuple(found.host.parts.get(part, 0) for part in names) == host
+    assert tuple(found.resting.bytes_by_item.get(part, 0) for part in names[:3]) == device
+    assert tuple(found.host.bytes_by_item.get(part, 0) for part in names) == host
     assert found.drives == drives
 
 
@@ -178,11 +180,11 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two():
     zero = Zero(**NONE, stage=3, offload_optimizer=CPU)
     model = dataclasses.replace(MODEL, parameters=2040)
     given = {"model": model, "dtype": "bfloat16", "zero": zero}
-    assert footprint(_step(**given)).host.parts["rounding"] == 4 + 8
+    assert footprint(_step(**given)).host.bytes_by_item["rounding"] == 4 + 8
     pageable = dataclasses.replace(zero, offload_optimizer=dataclasses.replace(CPU, pin_memory=False))
-    assert "rounding" not in footprint(_step(**{**given, "zero": pageable})).host.parts
+    assert "rounding" not in footprint(_step(**{**given, "zero": pageable})).host.bytes_by_item
     away = {"offload_checkpoints": True, "recompute_attention": True}
-    assert footprint(_step(away, **{**given, "seq": 96})).host.parts["rounding"] == 4 + 8 + 3 * (512 - 24 * 16)
+    assert footprint(_step(away, **{**given, "seq": 96})).host.bytes_by_item["rounding"] == 4 + 8 + 3 * (512 - 24 * 16)
 
 
 def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():

@@ -12,7 +12,7 @@ from ds_seqpar.planner.auto import Job, line_of, request_of, resolve_with_plan
 from ds_seqpar.planner.machine import DEFAULT, Machine, Wire
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model
-from ds_seqpar.runtime.devices import Host, own_host, ranks_per_host
+from ds_seqpar.runtime.devices import Host, ranks_per_host, this_host
 from tests.words import missing
 
 Config = SequenceParallelConfig
@@ -247,7 +247,7 @@ def test_ranks_a_node_are_those_that_share_a_host():
 
 def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as accelerate sets it on CPUs
-    assert parallel.detected_machine("float32", [own_host()] * 4).per_node == 4
+    assert parallel.detected_machine("float32", [this_host()] * 4).per_node == 4
 
 
 def test_processors_are_taken_as_they_are():

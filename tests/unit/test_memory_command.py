@@ -8,7 +8,7 @@ import pytest
 from ds_seqpar import models
 from ds_seqpar.cli.memory import LIMIT, SHADES
 from ds_seqpar.cli.numbers import PLAIN, numbers_of, plain_model
-from ds_seqpar.planner.footprint import PARTS
+from ds_seqpar.planner.footprint import FOOTPRINT_ITEMS
 from tests.unit.commands import LLAMA, assert_refused, run, with_options
 from tests.words import missing
 
@@ -92,7 +92,7 @@ def test_numbers_for_programs_add_up(capsys, place):
     assert found["peak"]["total"] == max(moment["total"] for moment in found["moments"])
     for moment in (found["resting"], *found["moments"]):
         assert moment["total"] == sum(moment["parts"].values())
-        assert set(moment["parts"]) <= set(PARTS)
+        assert set(moment["parts"]) <= set(FOOTPRINT_ITEMS)
 
 
 def test_settings_come_from_a_file_and_from_words(capsys, place, tmp_path):
@@ -135,7 +135,7 @@ def test_a_picture_is_drawn(capsys, place, tmp_path):
         wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         return (abs(pixels.imread(file)[..., :3] - wanted) < 0.01).all(axis=-1).mean()
 
-    buckets = SHADES[list(PARTS).index("buckets")]
+    buckets = SHADES[list(FOOTPRINT_ITEMS).index("buckets")]
     assert share(buckets) > 0.02
     assert share(LIMIT) == 0
     for memory, is_drawn in ((0.002, True), (80, False)):  # far more than is needed would leave nothing of the bars

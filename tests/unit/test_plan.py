@@ -180,7 +180,7 @@ def _peak(plan, rank):
     held, peak, due = {("q", (rank,)), ("kv", (rank,))}, 0, {}
     for index, (step, frees) in enumerate(zip(steps, last_uses(steps, rank), strict=True)):
         held |= {(gather.kind, gather.blocks) for gather in step.gathers}
-        used = {(gather.kind, gather.part(rank)) for gather in step.gathers}
+        used = {(gather.kind, gather.key_of(rank)) for gather in step.gathers}
         used |= {unit for compute in step.computes for unit in (("q", compute.q), ("kv", compute.kv))}
         used |= {move.unit for move in step.moves if move.src == rank}
         assert used <= held, f"rank {rank} uses what it freed: {used - held}"

@@ -223,20 +223,22 @@ def test_a_step_is_attention_matrices_and_zero():
     rows = 65536 // 8
     took = step_time(step, H100, 1.0, 2.0)
     assert took.sequences == 1
-    assert took.parts["attention forward"] == 4
-    assert took.parts["attention backward"] == 8
+    assert took.seconds_by_item["attention forward"] == 4
+    assert took.seconds_by_item["attention backward"] == 8
     matrices = m.layer_parameters - 2 * m.hidden  # all of a layer's but its norms
-    assert took.parts["matrices"] == pytest.approx(3 * 2 * matrices * rows * 4 / H100.gemm["bfloat16"])
+    assert took.seconds_by_item["matrices"] == pytest.approx(3 * 2 * matrices * rows * 4 / H100.gemm["bfloat16"])
     again = step_time(dataclasses.replace(step, checkpointing=True), H100, 1.0, 2.0)
-    assert again.parts["matrices"] == pytest.approx(4 / 3 * took.parts["matrices"])
-    assert again.parts["attention backward"] == 8  # it is kept
+    assert again.seconds_by_item["matrices"] == pytest.approx(4 / 3 * took.seconds_by_item["matrices"])
+    assert again.seconds_by_item["attention backward"] == 8  # it is kept
     # the layers' gathers run beside attention, those of the ends beside nothing
     ends = (m.parameters - 4 * m.layer_parameters) * 2
     norm = 2 * gather_seconds(H100, 8, 4)
-    assert took.parts["ZeRO"] == pytest.approx(3 * gather_seconds(H100, 8, ends) + norm)
+    assert took.seconds_by_item["ZeRO"] == pytest.approx(3 * gather_seconds(H100, 8, ends) + norm)
     plain = dataclasses.replace(step, zero=Zero(stage=3, overlap_comm=False))
     layers = 4 * 3 * gather_seconds(H100, 8, m.layer_parameters * 2)
-    assert step_time(plain, H100, 1.0, 2.0).parts["ZeRO"] == pytest.approx(took.parts["ZeRO"] + layers)
+    assert step_time(plain, H100, 1.0, 2.0).seconds_by_item["ZeRO"] == pytest.approx(
+        took.seconds_by_item["ZeRO"] + layers
+    )
 
 
 WIRE = Wire(latency=1e-3, rate=1e9)
@@ -255,7 +257,7 @@ FREE, BUSY = (0.0, 0.0), (1e3, 1e3)  # seconds in which attention has the links 
 
 def _parts(machine=HOST, attention_links=FREE, **more):
     """The parts of a step whose attention takes 10 and 20 s, in seconds."""
-    return step_time(_layer_step(**more), machine, 10.0, 20.0, attention_links=attention_links).parts
+    return step_time(_layer_step(**more), machine, 10.0, 20.0, attention_links=attention_links).seconds_by_item
 
 
 def test_work_without_matrices_is_priced_by_its_bytes():
@@ -264,9 +266,9 @@ def test_work_without_matrices_is_priced_by_its_bytes():
     # in bf16 a norm casts and computes in fp32: 12 + 8 + 4 + 8 + 4 bytes; a residual 6; RoPE 20 of q and k; SwiGLU 10
     token = 2 * m.hidden * (36 + 6) + 2 * m.hidden * 20 + m.intermediate * 10
     assert elementwise_bytes(step) == token
-    took = step_time(step, H100, 1.0, 2.0).parts["elementwise"]
+    took = step_time(step, H100, 1.0, 2.0).seconds_by_item["elementwise"]
     assert took == pytest.approx((4 * 3 * rows * token + rows * m.vocab * 32) / H100.elementwise_rate)
-    again = step_time(dataclasses.replace(step, checkpointing=True), H100, 1.0, 2.0).parts["elementwise"]
+    again = step_time(dataclasses.replace(step, checkpointing=True), H100, 1.0, 2.0).seconds_by_item["elementwise"]
     assert again - took == pytest.approx(4 * rows * token / H100.elementwise_rate)
 
 
@@ -328,7 +330,7 @@ def test_what_a_host_has_no_room_for_is_not_taken():
     asked = _asked(machine=H100, zero=AWAY, given={"size": 8, "ulysses": 8})
     candidate = next(candidates(8, asked.heads, asked.given))
     host = predict(asked, candidate).memory.host
-    assert set(host.parts) >= {"parameters", "gradients", "optimiser"}
+    assert set(host.bytes_by_item) >= {"parameters", "gradients", "optimiser"}
     full = dataclasses.replace(H100, host_memory=8 * host.total - 1)
     assert "does not fit the host" in predict(dataclasses.replace(asked, machine=full), candidate)
     assert isinstance(predict(dataclasses.replace(asked, machine=full, zero=Zero(stage=3)), candidate), Prediction)
@@ -360,12 +362,12 @@ def test_attention_has_those_links_busy_that_zero_waits_for():
 def test_the_first_stages_reduce_on_all_ranks_and_then_gather():
     step = _layer_step(zero=Zero(stage=1))
     size = 2 * step.model.parameters
-    took = step_time(step, HOST, 1.0, 2.0).parts["ZeRO"]
+    took = step_time(step, HOST, 1.0, 2.0).seconds_by_item["ZeRO"]
     norm = 3e-3 + 4 / 2e8
     assert took == pytest.approx(3e-3 + size / 2e8 + 1e-3 + size / 1e9 + norm)
-    none = step_time(dataclasses.replace(step, zero=Zero(stage=0)), HOST, 1.0, 2.0).parts
+    none = step_time(dataclasses.replace(step, zero=Zero(stage=0)), HOST, 1.0, 2.0).seconds_by_item
     assert none["ZeRO"] == pytest.approx(3e-3 + size / 2e8 + norm)
-    assert none["optimiser"] == pytest.approx(8 * step_time(step, HOST, 1.0, 2.0).parts["optimiser"])
+    assert none["optimiser"] == pytest.approx(8 * step_time(step, HOST, 1.0, 2.0).seconds_by_item["optimiser"])
 
 
 def test_a_gather_over_nodes_takes_as_long_as_what_a_node_takes_in():
@@ -391,14 +393,14 @@ def test_1024_ranks_are_planned():
     assert choice.considered > 100
     assert choice.best.config.size == 1024
     assert math.isfinite(choice.best.seconds)
-    assert choice.best.time.parts["attention forward"] > 0
+    assert choice.best.time.seconds_by_item["attention forward"] > 0
 
 
 @pytest.mark.parametrize("given", [{"size": 4}, {"size": 4, "ulysses": 1}], ids=str)
 def test_no_two_that_are_ranked_come_out_alike(given):
     """The overlap pass makes the same plan of several shapes, and some ways round are as long."""
     found = plan(_asked(world=4, seq=2**20, model=_model(32, 8), machine=H100, given=given))
-    rows = [(one.memory.peak.total, *(round(x, 9) for x in one.time.parts.values())) for one in found.ranked]
+    rows = [(one.memory.peak.total, *(round(x, 9) for x in one.time.seconds_by_item.values())) for one in found.ranked]
     assert len(set(rows)) == len(rows) > 2
     assert any("the same as" in why for _, why in found.rejected)
 

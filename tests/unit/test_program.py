@@ -10,7 +10,7 @@ from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.program import instructions
 from ds_seqpar.compiler.program import lower as lowering
 from ds_seqpar.compiler.program.instructions import (
-    OWN,
+    LOCAL,
     GatherStart,
     Merge,
     Post,
@@ -93,7 +93,7 @@ class Model:
         self.tickets[ticket] = (list(read), written)
 
     def operand(self, slot, unit):
-        if slot == OWN:
+        if slot == LOCAL:
             assert unit[1] == (self.rank,)
         else:
             self.read(slot, "operand", unit)
@@ -132,7 +132,7 @@ class Model:
 
     def on_GatherStart(self, one):
         kind, whole = one.collective.kind, one.collective.blocks
-        self.read(one.sent, "operand", (kind, one.collective.part(self.rank)))
+        self.read(one.sent, "operand", (kind, one.collective.key_of(self.rank)))
         self.start(one.ticket, [one.sent], {one.received: ("gathered", (kind, whole))})
 
     def on_Assemble(self, one):
@@ -152,31 +152,31 @@ class Model:
 
     def on_Merge(self, one):
         self.read(one.arrived, "arrived", one.unit)
-        assert one.own == OWN or self.slots[one.own] == ("running", one.unit)
+        assert one.accumulator == LOCAL or self.slots[one.accumulator] == ("running", one.unit)
         if one.into == one.arrived:
-            if one.own != OWN:
-                self.forget(one.own)
+            if one.accumulator != LOCAL:
+                self.forget(one.accumulator)
             self.forget(one.arrived)
         self.running(one.into, one.unit)
 
     def on_Export(self, one):
-        self.read(one.own, "running", one.unit)
-        self.forget(one.own)
+        self.read(one.accumulator, "running", one.unit)
+        self.forget(one.accumulator)
         self.added.discard(one.unit)
         self.write(one.into, "message", one.unit)
 
     def on_ScatterStart(self, one):
         reduce, kind = one.collective, one.collective.kind
-        self.read(one.own, "running", (kind, reduce.blocks))
+        self.read(one.accumulator, "running", (kind, reduce.blocks))
         self.write(one.sent, "others", (kind, reduce.blocks))
-        self.running(one.own_part, (kind, reduce.part(self.rank)))
-        if one.own_part != one.own:
-            self.forget(one.own)
-        self.start(one.ticket, [one.sent], {one.received: ("parts", (kind, reduce.part(self.rank)))})
+        self.running(one.local_part, (kind, reduce.key_of(self.rank)))
+        if one.local_part != one.accumulator:
+            self.forget(one.accumulator)
+        self.start(one.ticket, [one.sent], {one.received: ("parts", (kind, reduce.key_of(self.rank)))})
 
     def on_Fold(self, one):
         self.read(one.received, "parts", one.unit)
-        self.running(one.own, one.unit)
+        self.running(one.accumulator, one.unit)
 
     def on_Finish(self, one):
         for unit, slot in one.results:

@@ -48,22 +48,24 @@ def _forms(schedule, numbers):
 
 def _taken(schedule, ranks):
     """All products that it can compute."""
-    return {pair for pair in everything(ranks * schedule.parts) if schedule.can_compute(*pair)}
+    return {pair for pair in everything(ranks * schedule.blocks_per_rank) if schedule.can_compute(*pair)}
 
 
 def _plan(schedule, shape, direction, travels):
     ranks = shape.size(*shape.cp_axes)
-    steps = schedule.build(shape, block_mask(ranks * schedule.parts, _taken(schedule, ranks)), direction, travels)
-    return Plan.of(schedule.name, direction, ranks, steps, schedule.parts)
+    steps = schedule.build(
+        shape, block_mask(ranks * schedule.blocks_per_rank, _taken(schedule, ranks)), direction, travels
+    )
+    return Plan.of(schedule.name, direction, ranks, steps, schedule.blocks_per_rank)
 
 
 @ALL
 def test_help_is_a_line_and_what_is_legal_exists(schedule):
-    layouts = {*LAYOUTS, *(layout.name for layout in schedule.own_layouts)}
+    layouts = {*LAYOUTS, *(layout.name for layout in schedule.extra_layouts)}
     for its in (schedule.at(ranks, own) for ranks in RANKS for own in schedule.shapes(ranks)):
         assert its.default_layout in its.layouts
         assert set(its.layouts) <= layouts
-        assert its.parts == schedule.parts
+        assert its.blocks_per_rank == schedule.blocks_per_rank
     for line in (schedule.summary, *(setting.help for setting in schedule.settings)):
         assert line
         assert "\n" not in line
@@ -123,10 +125,10 @@ def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedul
 def test_what_it_cannot_compute_is_refused(schedule, numbers):
     for its, shape, direction, travels in _forms(schedule, numbers):
         ranks = shape.size(*shape.cp_axes)
-        every = everything(ranks * its.parts)
+        every = everything(ranks * its.blocks_per_rank)
         if not all(itertools.starmap(its.can_compute, every)):
             with pytest.raises(ConfigError, match=schedule.name):
-                its.build(shape, block_mask(ranks * its.parts, every), direction, travels)
+                its.build(shape, block_mask(ranks * its.blocks_per_rank, every), direction, travels)
 
 
 def test_schedules_are_found_by_themselves():

@@ -104,7 +104,7 @@ def test_what_is_posted_at_one_time_takes_its_links_in_the_order_of_posting():
     for rank in range(4):
         assert _story(timeline, rank, "move") == [("move", 0, 1), ("move", 1, 3)]
     gathers = [
-        Gather(ranks=ranks_, kind=kind, parts=tuple((rank,) for rank in ranks_))
+        Gather(ranks=ranks_, kind=kind, keys=tuple((rank,) for rank in ranks_))
         for kind, groups in (("q", ((0, 1), (2, 3))), ("kv", ((0, 2), (1, 3))))
         for ranks_ in groups
     ]
@@ -123,7 +123,7 @@ def test_what_is_ready_later_does_not_go_first():
 
 
 def test_a_gather_holds_its_members_until_they_have_their_parts():
-    gather = Gather(ranks=(0, 1, 2), kind="kv", parts=((0,), (1,), (2,)))
+    gather = Gather(ranks=(0, 1, 2), kind="kv", keys=((0,), (1,), (2,)))
     plan = by_hand(3, Step(gathers=(gather,), computes=(Compute(rank=0, q=(0,), kv=(0, 1, 2)), *_own(1))))
     timeline = simulate(plan, COSTS)
     # two foreign blocks each of 2 seconds, then products of three blocks and of one
@@ -131,16 +131,16 @@ def test_a_gather_holds_its_members_until_they_have_their_parts():
         assert _story(timeline, rank, "wait", "product") == [("wait", 0, 4), ("product", 4, end)]
     assert timeline.seconds == 7
     # unequal parts: a rank that has two blocks lacks one
-    first = Gather(ranks=(0, 2), kind="kv", parts=((0,), (2,)))
-    then = Gather(ranks=(0, 1), kind="kv", parts=((0, 2), (1,)))
+    first = Gather(ranks=(0, 2), kind="kv", keys=((0,), (2,)))
+    then = Gather(ranks=(0, 1), kind="kv", keys=((0, 2), (1,)))
     timeline = simulate(by_hand(3, Step(gathers=(first,)), Step(gathers=(then,))), COSTS)
     waits = [[("wait", 0, 2), ("wait", 2, 4)], [("wait", 0, 6)], [("wait", 0, 2)]]
     assert [_story(timeline, rank, "wait") for rank in (0, 1, 2)] == waits
 
 
 def test_a_collective_waits_for_its_last_member():
-    gather = Gather(ranks=(0, 1), kind="q", parts=((0,), (1,)))
-    reduce = ReduceScatter(ranks=(0, 1), kind="out", parts=((0,), (1,)))
+    gather = Gather(ranks=(0, 1), kind="q", keys=((0,), (1,)))
+    reduce = ReduceScatter(ranks=(0, 1), kind="out", keys=((0,), (1,)))
     computes = tuple(Compute(rank=rank, q=(0, 1), kv=(rank,)) for rank in range(2))
     # rank 0's product takes no time, and rank 1's two of 5 seconds each
     costs = dataclasses.replace(COSTS, product=5.0, weight=lambda q, kv: float(kv))
@@ -153,7 +153,7 @@ def test_a_collective_waits_for_its_last_member():
 
 def test_a_collective_waits_for_links_that_still_carry_something_else():
     move = Move(src=2, dst=0, kind="kv", key=(2,), within=2)
-    gather = Gather(ranks=(0, 1), kind="q", parts=((0,), (1,)))
+    gather = Gather(ranks=(0, 1), kind="q", keys=((0,), (1,)))
     timeline = simulate(by_hand(3, Step(moves=(move,)), Step(gathers=(gather,))), COSTS)
     assert _story(timeline, 0, "move") == [("move", 0, 2), ("move", 2, 3)]
     assert _story(timeline, 1, "move") == [("move", 2, 3)]

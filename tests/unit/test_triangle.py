@@ -105,7 +105,7 @@ def test_the_layouts_hold_every_position_once_in_order_of_the_plans_blocks():
             assert length == shards.tokens("kv", (block,)) == seq // (2 * ranks)
         for tokens in (1, 7, 40, 83):
             shards = shards_of(layout, (tokens,), ranks)
-            assert (shards.size, shards.parts) == (ranks, 2)
+            assert (shards.size, shards.blocks_per_rank) == (ranks, 2)
             lengths = [shards.tokens("q", (block,)) for block in range(2 * ranks)]
             assert sum(lengths) == tokens
             assert max(lengths) - min(lengths) <= 1
@@ -423,7 +423,7 @@ def _attended(shape=(3, 1), seq=12, **how):
     return attention(_config(shape), *tensors(1, seq, (4, 2), 8), **how)
 
 
-HALVES = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], parts=2)
+HALVES = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], blocks_per_rank=2)
 REFUSED = [
     *((lambda size=size: _resolved(size), rf"triangle.*CP ranks.*got {size}\b") for size in (2, 4, 5, 7, 8, 9)),
     (lambda: _resolved(7, (4, 4), ulysses="auto"), r"triangle.*CP ranks.*got 7\b"),
@@ -438,13 +438,19 @@ REFUSED = [
     (lambda: _attended((4, 1), 24, mask=Mask(causal=False)), r"triangle.*causal.*queries of chunk"),
     (lambda: _attended((3, 2), 24, mask=Mask(causal=False)), r"triangle.*causal.*queries of chunk"),
     (lambda: _attended((4, 1), 24, mask=Mask(causal=False, documents=(0, 11))), r"triangle.*causal.*queries of chunk"),
-    (lambda: _attended(shards=UnevenShards([[(4 * n, 1, 4)] for n in range(3)])), r"2 blocks.*got 1\b.*parts=2"),
+    (
+        lambda: _attended(shards=UnevenShards([[(4 * n, 1, 4)] for n in range(3)])),
+        r"2 blocks.*got 1\b.*blocks_per_rank=2",
+    ),
     (
         lambda: attention(SequenceParallelConfig(size=3, ulysses=1), *tensors(1, 12, (4, 2), 8), shards=HALVES),
-        r"1 block\b.*got 2\b.*parts=1",
+        r"1 block\b.*got 2\b.*blocks_per_rank=1",
     ),
-    (lambda: UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], parts=2), r"blocks.*got 3, parts 2"),
-    (lambda: UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], parts=2), r"runs of q.*in order"),
+    (
+        lambda: UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], blocks_per_rank=2),
+        r"blocks.*got 3, blocks_per_rank 2",
+    ),
+    (lambda: UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], blocks_per_rank=2), r"runs of q.*in order"),
 ]
 
 

@@ -147,8 +147,8 @@ def _others(action, plan):
         kinds = {"q", "kv", "out", "dq", "dkv"} - {action.kind}
         yield from (dataclasses.replace(action, kind=kind) for kind in kinds)
     if isinstance(action, Collective):  # parts in another order, a Ulysses rank less
-        yield dataclasses.replace(action, parts=(*action.parts[1:], action.parts[0]))
-        yield dataclasses.replace(action, ranks=action.ranks[1:], parts=action.parts[1:])
+        yield dataclasses.replace(action, keys=(*action.keys[1:], action.keys[0]))
+        yield dataclasses.replace(action, ranks=action.ranks[1:], keys=action.keys[1:])
 
 
 def test_another_rank_block_kind_or_order_in_an_action_is_noticed(good):
@@ -243,12 +243,12 @@ def test_a_result_that_stays_with_a_visitor_is_left_over_there():
     assert missing(sentence, "dkv(0)", "not home", "q(1)*kv(0)") == []
 
 
-def _own_products(size):
+def _local_products(size):
     return tuple(Compute(rank=rank, q=(rank,), kv=(rank,)) for rank in range(size))
 
 
 def test_an_accumulator_that_nobody_sends_home_is_noticed():
-    first = Step(moves=(Move(src=0, dst=1, kind="q", key=(0,)),), computes=_own_products(2))
+    first = Step(moves=(Move(src=0, dst=1, kind="q", key=(0,)),), computes=_local_products(2))
     helped = Compute(rank=1, q=(0,), kv=(1,))
     plan = by_hand(2, first, Step(computes=(helped,)))
     assert missing(_rejection(plan, {(0, 1)}), "rank 0, step 1: ", "out(0)", "not home", "q(0)*kv(1)") == []
@@ -256,7 +256,7 @@ def test_an_accumulator_that_nobody_sends_home_is_noticed():
     validate(by_hand(2, first, sent), {(0, 1)})
     # under the key of a group it is nobody's own
     gathered = Step(
-        gathers=(Gather(ranks=(0, 1), kind="q", parts=((0,), (1,))),),
+        gathers=(Gather(ranks=(0, 1), kind="q", keys=((0,), (1,))),),
         computes=(Compute(rank=0, q=(0, 1), kv=(0,)), Compute(rank=1, q=(1,), kv=(1,))),
     )
     assert missing(_rejection(by_hand(2, gathered), {(0, 0), (1, 1)}), "out(0)", "not home") == []
@@ -277,7 +277,7 @@ def test_an_operand_moves_among_the_moves_and_a_result_among_the_results():
 def test_a_rank_twice_in_one_action_is_noticed():
     within = Move(src=0, dst=0, kind="kv", key=(0,))
     assert missing(_rejection(by_hand(2, Step(moves=(within,))), ()), str(within), "rank twice") == []
-    gather = Gather(ranks=(0, 0), kind="kv", parts=((0,), (0,)))
+    gather = Gather(ranks=(0, 0), kind="kv", keys=((0,), (0,)))
     assert missing(_rejection(by_hand(2, Step(gathers=(gather,))), ()), str(gather), "rank twice") == []
 
 
@@ -289,12 +289,12 @@ def test_a_message_without_a_receiver_is_noticed():
 
 
 def test_collectives_and_messages_out_of_order_are_noticed():
-    gathers = tuple(Gather(ranks=(0, 1), kind=kind, parts=((0,), (1,))) for kind in ("q", "kv"))
+    gathers = tuple(Gather(ranks=(0, 1), kind=kind, keys=((0,), (1,))) for kind in ("q", "kv"))
     computes = tuple(Compute(rank=rank, q=(rank,), kv=(0, 1)) for rank in range(2))
     moves = tuple(Move(src=0, dst=1, kind=kind, key=(0,)) for kind in ("q", "kv"))
     for field, step, pairs in (
         ("gathers", Step(gathers=gathers, computes=computes), everything(2)),
-        ("moves", Step(moves=moves, computes=_own_products(2)), {(0, 0), (1, 1)}),
+        ("moves", Step(moves=moves, computes=_local_products(2)), {(0, 0), (1, 1)}),
     ):
         plan = by_hand(2, step)
         validate(plan, pairs)

@@ -128,7 +128,7 @@ def packs(draw, schedule, world, most):
     lengths = draw(documents(most))
     seq = sum(lengths)
     usual = not its.can_compute(0, 1)  # takes other masks and shards by chance only
-    layouts = (its.default_layout, *(("balanced",) if its.parts == 1 else ())) if usual else LAYOUTS
+    layouts = (its.default_layout, *(("balanced",) if its.blocks_per_rank == 1 else ())) if usual else LAYOUTS
     mask = Mask(
         causal=draw(st.sampled_from([True, True, usual])),
         window=draw(st.none() | st.integers(1, seq)),

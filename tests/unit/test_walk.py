@@ -123,8 +123,8 @@ def _mutated(dice, plan):
     if isinstance(action, Compute):
         options += [{"rank": rank}, {"q": dice.choice(keys)}, {"kv": dice.choice(keys)}]
     if isinstance(action, Collective):
-        options += [{"parts": action.parts[::-1]}, {"ranks": action.ranks[::-1]}]
-        options += [{"parts": action.parts[::-1], "ranks": action.ranks[::-1]}]
+        options += [{"keys": action.keys[::-1]}, {"ranks": action.ranks[::-1]}]
+        options += [{"keys": action.keys[::-1], "ranks": action.ranks[::-1]}]
     choice = dice.choice([*options, "elsewhere", "elsewhere", "last"])
     if choice == "elsewhere":
         return rejoined(plan, added(replaced(steps, place), dice.randrange(len(steps)), field, action))

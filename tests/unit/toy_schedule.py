@@ -17,7 +17,7 @@ def carousel(topology, block_mask, direction, moving_side="kv"):
         return tuple(range(rank // seats * seats, (rank // seats + 1) * seats))
 
     def together(cls, kind, rank):
-        return (cls(ranks=car(rank), kind=kind, parts=tuple((p,) for p in car(rank))),) if seats > 1 else ()
+        return (cls(ranks=car(rank), kind=kind, keys=tuple((p,) for p in car(rank))),) if seats > 1 else ()
 
     way = Round(
         size=ranks,
@@ -51,8 +51,8 @@ def resolve(ranks, given, heads):
     return {"seats": seats}
 
 
-def axes(ranks, own):
-    return (("seat", own["seats"]), ("car", ranks // own["seats"]))
+def axes(ranks, options):
+    return (("seat", options["seats"]), ("car", ranks // options["seats"]))
 
 
 def received(axes, direction, moving_side, units):
@@ -70,7 +70,7 @@ SCHEDULE = Schedule(
     settings=(count("seats", "ranks that k/v is gathered over"),),
     shapes=shapes,
     resolve=resolve,
-    own_layouts=(Layout(name="backwards", runs=backwards),),
+    extra_layouts=(Layout(name="backwards", runs=backwards),),
     layouts=("striped", "zigzag", "backwards"),
     default_layout="striped",
     collective_axes=("seat",),

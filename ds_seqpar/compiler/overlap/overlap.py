@@ -34,10 +34,10 @@ def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Pla
     if communication(plan, costs) == 0:
         return plan
     costs = costs.balanced(plan)
-    wanted = _foreign_operands(_products(plan, needed), plan.parts)
+    wanted = _foreign_operands(_products(plan, needed), plan.blocks_per_rank)
     routes = [_sources(plan, wanted)]
     if any(step.gathers for steps in plan.ranks for step in steps):
-        routes.append({unit: owner(unit[2], plan.parts) for unit in wanted})
+        routes.append({unit: owner(unit[2], plan.blocks_per_rank) for unit in wanted})
     candidates = [plan, *(_ListScheduler(plan, needed, costs, route).run() for route in routes)]
     return min(candidates, key=lambda candidate: simulate(programs_of(candidate), costs).seconds)
 
@@ -49,10 +49,10 @@ class _ListScheduler:
     source: for each operand that a rank needs from another, the rank that sends it."""
 
     def __init__(self, plan: Plan, needed: BlockMask, costs: Costs, source: dict[RankBlock, int]) -> None:
-        self.plan, self.costs, self.source, self.parts = plan, costs, source, plan.parts
+        self.plan, self.costs, self.source, self.blocks_per_rank = plan, costs, source, plan.blocks_per_rank
         self.remaining = _products(plan, needed)
         self.pending = set(self.source)  # operands that nobody has sent yet
-        own = [(r, b) for r in range(plan.size) for b in owned(r, plan.parts)]
+        own = [(r, b) for r in range(plan.size) for b in owned(r, plan.blocks_per_rank)]
         self.arrival: dict[RankBlock, float] = {(r, k, b): 0.0 for r, b in own for k in ("q", "kv")}
         self.first_use: dict[RankBlock, int] = {}
         # for each result that leaves its rank: how many products, and results of other ranks, it still lacks
@@ -61,7 +61,7 @@ class _ListScheduler:
         )
         self.next_rank = _next_ranks(plan, set(self.missing), source, costs.transfer)
         for (_, kind, block), rank in self.next_rank.items():
-            if rank != owner(block, self.parts):
+            if rank != owner(block, self.blocks_per_rank):
                 self.missing[rank, kind, block] += 1
         # tick -> the results to which another rank's is added in it, after its products
         self.arriving: dict[int, list[RankBlock]] = defaultdict(list)
@@ -74,7 +74,7 @@ class _ListScheduler:
     def leaving(self, rank: int, q: int, kv: int) -> list[RankBlock]:
         """The results of a product whose blocks another rank owns."""
         results = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
-        return [unit for unit in results if owner(unit[2], self.parts) != rank]
+        return [unit for unit in results if owner(unit[2], self.blocks_per_rank) != rank]
 
     def run(self) -> Plan:
         tick = 0
@@ -118,7 +118,7 @@ class _ListScheduler:
 
     def distance(self, rank: int, block: int) -> int:
         """How many ranks before this one the block's owner is, counted round."""
-        return (rank - owner(block, self.parts)) % self.plan.size
+        return (rank - owner(block, self.blocks_per_rank)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:
         """The tick from which the links of both ranks are free."""
@@ -165,7 +165,7 @@ class _ListScheduler:
                 ticks = math.ceil(self.occupy_links(move, tick + 1)) - tick
                 self.results.append((tick, dataclasses.replace(move, within=ticks)))
                 del self.missing[unit]
-                if dst != owner(block, self.parts):
+                if dst != owner(block, self.blocks_per_rank):
                     self.arriving[tick + ticks].append((dst, kind, block))
 
     def emit(self, ticks: int) -> Plan:
@@ -202,7 +202,7 @@ def _next_ranks(
 ) -> dict[RankBlock, int]:
     """For each result that leaves its rank, the rank that it is sent to: the owner of its block. Where that would bring
     some rank more bytes than the plan does, it is the next rank on the plan's way."""
-    target = {unit: owner(unit[2], plan.parts) for unit in results}
+    target = {unit: owner(unit[2], plan.blocks_per_rank) for unit in results}
     planned = {
         (move.src, move.kind, block): move.dst
         for rank, steps in enumerate(plan.ranks)
@@ -226,10 +226,10 @@ def _next_ranks(
     return target
 
 
-def _foreign_operands(products: list[set[tuple[int, int]]], parts: int) -> set[RankBlock]:
+def _foreign_operands(products: list[set[tuple[int, int]]], blocks_per_rank: int) -> set[RankBlock]:
     """The operands of each rank's products that other ranks own."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
-    return {unit for unit in units if unit[0] != owner(unit[2], parts)}
+    return {unit for unit in units if unit[0] != owner(unit[2], blocks_per_rank)}
 
 
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
@@ -239,14 +239,14 @@ def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
     for rank, steps in enumerate(plan.ranks):
         for step in steps:
             for gather in step.gathers:
-                for block in set(gather.blocks) - set(gather.part(rank)):
+                for block in set(gather.blocks) - set(gather.key_of(rank)):
                     source[rank, gather.kind, block] = gather.ranks[gather.ranks.index(rank) - 1]
             for move in (move for move in step.moves if move.dst == rank):
                 for block in move.key:
                     source.setdefault((rank, move.kind, block), move.src)
     reached: set[RankBlock] = set()
     for rank, kind, block in wanted:  # and for the ranks that pass it on
-        while rank != owner(block, plan.parts) and (rank, kind, block) not in reached:
+        while rank != owner(block, plan.blocks_per_rank) and (rank, kind, block) not in reached:
             reached.add((rank, kind, block))
             rank = source[rank, kind, block]
     return {unit: source[unit] for unit in reached}

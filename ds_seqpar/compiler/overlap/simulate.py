@@ -110,7 +110,7 @@ def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
     """All CP ranks' programs, for results that travel in the dtype of sums. They are those of one Ulysses member,
     since all members do the same at the same time; head chunks are alike."""
     inner = [
-        lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
+        lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.blocks_per_rank)
         for rank, steps in enumerate(plan.ranks)
     ]
     members, head_chunks, saved, overlap = head_split
@@ -274,5 +274,5 @@ def collective_blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int
     """How many blocks a member of a collective receives."""
     collective: Collective = start.collective
     if isinstance(start, op.GatherStart):
-        return len(collective.blocks) - len(collective.part(rank))
-    return len(collective.part(rank)) * (len(collective.ranks) - 1)
+        return len(collective.blocks) - len(collective.key_of(rank))
+    return len(collective.key_of(rank)) * (len(collective.ranks) - 1)

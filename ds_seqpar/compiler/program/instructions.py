@@ -15,18 +15,18 @@ from ..schedules.actions import Collective, Unit, name_of, unit_name
 from ..sharding.layout import Key
 
 STEP_CHARACTERS = 600  # of a step that `Program.where` shows: it may have a product for each of many blocks
-SlotNumber = Annotated[int, "slot"]  # or what `own_slot` gives
-OWN = -1  # in place of a slot number: the tensors that the head chunk was given, or those of its first block
+SlotNumber = Annotated[int, "slot"]  # or what `local_slot` gives
+LOCAL = -1  # in place of a slot number: the tensors that the head chunk was given, or those of its first block
 
 
-def own_slot(part: int) -> int:
+def local_slot(part: int) -> int:
     """In place of a slot number: block number `part` of the tensors that the head chunk was given."""
-    return OWN - part
+    return LOCAL - part
 
 
-def is_own(slot: int) -> bool:
+def is_local(slot: int) -> bool:
     """Whether a slot number stands for tensors that the head chunk was given."""
-    return slot <= OWN
+    return slot <= LOCAL
 
 
 class Transfer(NamedTuple):
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Own tensors of an operand are copied into the slot that they are sent from."""
+    """Local tensors of an operand are copied into the slot that they are sent from."""
 
     step: int
     unit: Unit
@@ -104,12 +104,13 @@ class Product(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A result that arrived and the running result (in slot `own`, if there is one) become one, in slot `into`."""
+    """A result that arrived and the running result (in slot `accumulator`, if there is one) become one, in slot
+    `into`."""
 
     step: int
     unit: Unit
     arrived: SlotNumber
-    own: SlotNumber
+    accumulator: SlotNumber
     into: SlotNumber
 
 
@@ -118,18 +119,18 @@ class Export(NamedTuple):
 
     step: int
     unit: Unit
-    own: SlotNumber
+    accumulator: SlotNumber
     into: SlotNumber
 
 
 class ScatterStart(NamedTuple):
-    """The other members' parts of a running result start on their way; the own part goes into slot `own_part`."""
+    """The other members' parts of a running result start on their way; the local part goes into slot `local_part`."""
 
     step: int
     ticket: int
     collective: Collective
-    own: SlotNumber
-    own_part: SlotNumber
+    accumulator: SlotNumber
+    local_part: SlotNumber
     sent: SlotNumber
     received: SlotNumber
 
@@ -148,19 +149,19 @@ class Fold(NamedTuple):
     step: int
     unit: Unit
     received: SlotNumber
-    own: SlotNumber
+    accumulator: SlotNumber
     parts: int
 
 
 class Finish(NamedTuple):
-    """The running results of the own blocks become those of the head chunk."""
+    """The running results of the local blocks become those of the head chunk."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a head chunk's heads that Ulysses ranks exchange in one all-to-all. inward: own tokens of all the
+    """Tensors of a head chunk's heads that Ulysses ranks exchange in one all-to-all. inward: local tokens of all the
     head chunk's heads become all the CP rank's tokens of a Ulysses rank's own heads; else the reverse. fields: the
     tensors' names, of `compiler.program.ulysses`."""
 
@@ -198,7 +199,7 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """A head chunk begins: from here on, own tensors are the head chunk's. arrived: the exchanges that brought them,
+    """A head chunk begins: from here on, local tensors are the head chunk's. arrived: the exchanges that brought them,
     with their slots."""
 
     step: int
@@ -265,10 +266,10 @@ def label_of(one: Instruction) -> str:
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
-    """The instruction with the slot number `name(slot)` in place of each slot; own tensors stay."""
+    """The instruction with the slot number `name(slot)` in place of each slot; local tensors stay."""
 
     def new_slot(slot: int) -> int:
-        return slot if is_own(slot) else name(slot)
+        return slot if is_local(slot) else name(slot)
 
     new: dict[str, Any] = {field: new_slot(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
     if isinstance(instruction, Post):
@@ -307,9 +308,9 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One rank's program, of a schedule (`name`) on `size` CP ranks. parts: blocks that each rank owns. code: the
-    instructions in order. slots: by number. frees[i]: slots that no instruction after number i names. words[s]: what
-    the rank does in step s, for people."""
+    """One rank's program, of a schedule (`name`) on `size` CP ranks. blocks_per_rank: blocks that each rank owns. code:
+    the instructions in order. slots: by number. frees[i]: slots that no instruction after number i names. words[s]:
+    what the rank does in step s, for people."""
 
     name: str
     direction: str
@@ -319,7 +320,7 @@ class Program:
     slots: tuple[Slot, ...]
     frees: tuple[tuple[int, ...], ...]
     words: tuple[str, ...]
-    parts: int = 1
+    blocks_per_rank: int = 1
 
     def where(self, at: int, around: int = 2) -> str:
         """Text that says where instruction number `at` stands: its step, `around` steps before and after it, and the

@@ -13,21 +13,21 @@ from collections import Counter, defaultdict
 from ..schedules.actions import ACCUMULATORS, OPERANDS, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
 from ..sharding.layout import Key, owned
 from . import instructions as op
-from .instructions import OWN, Instruction, Program, Slot, Transfer, is_own, own_slot, renamed, slots_of
+from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
 UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
 def lower(
-    name: str, direction: str, rank: int, size: int, steps: Steps, results_travel_wide: bool, parts: int = 1,
+    name: str, direction: str, rank: int, size: int, steps: Steps, results_travel_wide: bool, blocks_per_rank: int = 1,
     ahead: int = 0,
 ) -> Program:  # fmt: skip
     """The program of one rank.
 
     results_travel_wide: whether results travel in the dtype of sums; what arrives is then added to where it lies, and
-    sent on from there. parts: blocks that each rank owns. ahead: by how many steps receives are posted early, see
-    `receives_ahead`; 0 posts each in the step in which the message leaves."""
-    lowering = _Lowering(direction, rank, size, results_travel_wide, parts)
+    sent on from there. blocks_per_rank: blocks that each rank owns. ahead: by how many steps receives are posted early,
+    see `receives_ahead`; 0 posts each in the step in which the message leaves."""
+    lowering = _Lowering(direction, rank, size, results_travel_wide, blocks_per_rank)
     for index, step in enumerate(steps):
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
@@ -38,7 +38,7 @@ def lower(
         direction=direction,
         rank=rank,
         size=size,
-        parts=parts,
+        blocks_per_rank=blocks_per_rank,
         words=tuple(step.words(rank) for step in steps),
         **assign(code, buffers),
     )
@@ -47,14 +47,14 @@ def lower(
 class _Lowering:
     """Collects the instructions of one rank, step by step. Every unit gets a buffer of its own here."""
 
-    def __init__(self, direction: str, rank: int, size: int, results_travel_wide: bool, parts: int) -> None:
+    def __init__(self, direction: str, rank: int, size: int, results_travel_wide: bool, blocks_per_rank: int) -> None:
         self.direction, self.rank, self.results_travel_wide = direction, rank, results_travel_wide
-        self.blocks, self.own = size * parts, owned(rank, parts)
+        self.blocks, self.local = size * blocks_per_rank, owned(rank, blocks_per_rank)
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
         self.tickets = itertools.count()
         self.operands: dict[Unit, int] = {
-            (kind, (b,)): own_slot(n) for kind in OPERANDS for n, b in enumerate(self.own)
+            (kind, (b,)): local_slot(n) for kind in OPERANDS for n, b in enumerate(self.local)
         }
         self.messages: dict[Unit, int] = {}  # own operand -> the buffer that it is sent from
         self.results: dict[Unit, int] = {}  # running result -> its buffer
@@ -96,14 +96,14 @@ class _Lowering:
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
-        own = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.own]
+        local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
         # results to which nothing is added have slots too: those of an empty block, or of keys that no query sees
-        self.code.append(op.Finish(last, tuple((unit, self.running(unit)) for unit in own)))
+        self.code.append(op.Finish(last, tuple((unit, self.running(unit)) for unit in local)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
         """The buffer that an operand is sent from."""
-        if not is_own(self.operands[unit]):
+        if not is_local(self.operands[unit]):
             return self.operands[unit]
         if unit not in self.messages:
             self.messages[unit] = self.buffer(unit[0], "operand", unit[1])
@@ -144,20 +144,20 @@ class _Lowering:
         for ticket, arrived in self.merging.pop(due, []):
             self.code.append(op.Wait(index, ticket))
             for transfer in arrived:
-                own = self.results.get(transfer.unit, OWN)
+                accumulator = self.results.get(transfer.unit, LOCAL)
                 into = transfer.slot if self.results_travel_wide else self.running(transfer.unit)
                 self.results[transfer.unit] = into
-                self.code.append(op.Merge(index, transfer.unit, transfer.slot, own, into))
+                self.code.append(op.Merge(index, transfer.unit, transfer.slot, accumulator, into))
 
     def export(self, index: int, unit: Unit) -> int:
         """Ends a running result; returns the buffer that it is sent from."""
-        own = self.results.pop(unit)
-        into = own if self.results_travel_wide else self.buffer(unit[0], "travel", unit[1])
-        self.code.append(op.Export(index, unit, own, into))
+        accumulator = self.results.pop(unit)
+        into = accumulator if self.results_travel_wide else self.buffer(unit[0], "travel", unit[1])
+        self.code.append(op.Export(index, unit, accumulator, into))
         return into
 
     def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
-        ticket, part = next(self.tickets), gather.part(self.rank)
+        ticket, part = next(self.tickets), gather.key_of(self.rank)
         sent = self.message(index, (gather.kind, part))
         received = self.buffer(gather.kind, "operand", gather.blocks)
         start = op.GatherStart(index, ticket, gather, sent, received)
@@ -166,14 +166,14 @@ class _Lowering:
 
     def start_scatter(self, index: int, reduce: ReduceScatter) -> list[Instruction]:
         """Starts a reduce-scatter; returns the instructions that end it."""
-        ticket, part = next(self.tickets), reduce.part(self.rank)
+        ticket, part = next(self.tickets), reduce.key_of(self.rank)
         unit = reduce.kind, part
-        own, own_part = self.results.pop((reduce.kind, reduce.blocks)), self.running(unit)
+        accumulator, local_part = self.results.pop((reduce.kind, reduce.blocks)), self.running(unit)
         others = tuple(block for block in reduce.blocks if block not in part)
         sent = self.buffer(reduce.kind, "travel", others)
         received = self.buffer(reduce.kind, "travel", part * (len(reduce.ranks) - 1))
-        self.code.append(op.ScatterStart(index, ticket, reduce, own, own_part, sent, received))
-        return [op.Wait(index, ticket), op.Fold(index, unit, received, own_part, len(reduce.ranks) - 1)]
+        self.code.append(op.ScatterStart(index, ticket, reduce, accumulator, local_part, sent, received))
+        return [op.Wait(index, ticket), op.Fold(index, unit, received, local_part, len(reduce.ranks) - 1)]
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:

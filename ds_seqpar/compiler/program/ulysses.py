@@ -169,8 +169,8 @@ def call_program(
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
 ) -> Program:  # fmt: skip
     """The program of a call, head chunk by head chunk. inner: the inner program of each head chunk. together: whether
-    q, k and v can travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a head chunk
-    computes, the next head chunk's operands arrive and the previous head chunk's results leave; without it, each
+    q, k and v can travel in one exchange. lse: whether the lse of local tokens is asked for. overlap: while a head
+    chunk computes, the next head chunk's operands arrive and the previous head chunk's results leave; without it, each
     exchange is waited for at once."""
     building, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
     inward, outward = list(_inward(direction, together, saved)), list(_outward(direction, lse))

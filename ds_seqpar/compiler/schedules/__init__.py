@@ -31,14 +31,14 @@ def register(schedule: Schedule) -> None:
             f"a schedule's axes must be neither ulysses nor data, and hold those of its collectives and its ring; got "
             f"{', '.join(sorted(axes))}, and {', '.join(sorted(named)) or 'none'} for {schedule.name}"
         )
-    layout.register(*schedule.own_layouts)
+    layout.register(*schedule.extra_layouts)
     SCHEDULES[schedule.name] = schedule
 
 
 def remove(name: str) -> None:
     """Takes a schedule off again. Raises ConfigError where there is none of this name."""
     check_choice("a schedule that is removed", name, SCHEDULES)
-    layout.remove(*SCHEDULES.pop(name).own_layouts)
+    layout.remove(*SCHEDULES.pop(name).extra_layouts)
 
 
 def schedule(name: str) -> Schedule:

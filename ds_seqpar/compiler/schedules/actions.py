@@ -1,10 +1,10 @@
 """What ranks do, as data: products of blocks, and the moves of operands and results between ranks.
 
-Blocks are numbered by the CP rank that owns them. Where each owns one, block p is rank p's. Where each owns `parts`,
-rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
-blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a
-query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in
-backward.
+Blocks are numbered by the CP rank that owns them. Where each owns one, block p is rank p's. Where each owns
+`blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in the order of positions. A *key* is a sorted tuple of
+block numbers: one block, or blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan
+"q" stands for all that a query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward
+and "dq", "dkv" in backward.
 
 In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
 that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
@@ -69,22 +69,22 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `parts[i]`; `blocks` are those of all parts."""
+    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `keys[i]`; `blocks` are those of all keys."""
 
     ranks: tuple[int, ...]
     kind: str
-    parts: tuple[Key, ...]
+    keys: tuple[Key, ...]
 
     @property
     def blocks(self) -> Key:
-        return tuple(sorted(block for part in self.parts for block in part))
+        return tuple(sorted(block for key in self.keys for block in key))
 
     @property
     def unit(self) -> Unit:
         return self.kind, self.blocks
 
-    def part(self, rank: int) -> Key:
-        return self.parts[self.ranks.index(rank)]
+    def key_of(self, rank: int) -> Key:
+        return self.keys[self.ranks.index(rank)]
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.kind}{name_of(self.blocks)})"
@@ -97,7 +97,7 @@ class Gather(Collective):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Collective):
-    """The members' accumulators of all blocks are merged; member i ends with that of `parts[i]`."""
+    """The members' accumulators of all blocks are merged; member i ends with that of `keys[i]`."""
 
 
 Action = Compute | Move | Collective
@@ -115,8 +115,8 @@ class Step:
 
     @property
     def actions(self) -> Iterator[Action]:
-        parts: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
-        yield from itertools.chain.from_iterable(parts)
+        groups: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
+        yield from itertools.chain.from_iterable(groups)
 
     def words(self, rank: int) -> str:
         """The step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""

@@ -12,7 +12,7 @@ from ..sharding.layout import COMMON, LAYOUTS, Axes, Layout, Topology
 from .plan import BlockMask, StepsOf
 
 Value = int | tuple[int, ...]
-Own = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, none of them "auto"
+ScheduleOptions = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, none of them "auto"
 HeadCounts = tuple[int, int]  # query heads, key/value heads
 Builder = Callable[[Topology, BlockMask, str, str], StepsOf]
 MOVING_SIDES = ("kv", "q")
@@ -68,7 +68,7 @@ class Schedule:
     build(topology, block mask, direction, moving_side): the steps of any rank. Raises ConfigError where it has none.
         Where it returns a `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses the moving side by the block
         mask.
-    axes(ranks, own): names and sizes of the axes of its ranks, the one that is numbered fastest first.
+    axes(ranks, options): names and sizes of the axes of its ranks, the one that is numbered fastest first.
     received(axes, direction, moving_side, units): elements that each rank receives; units: those of one block of each
         kind, as `Plan.received` takes them. No plan is built. It is exact where every product is needed that
         `can_compute` allows: under full attention, and under causal attention on zigzag blocks. Elsewhere plans may
@@ -76,8 +76,8 @@ class Schedule:
     settings: the schedule's own. shapes(ranks): all values that they can have together, one mapping for each shape.
     resolve(ranks, given, heads): the settings of one shape, those that are given among them. It chooses the others, for
         these heads where they are known. Raises ConfigError for what does not fit.
-    by_shape(ranks, own): the fields of this class that have other values with this shape; see `at`.
-    own_layouts: layouts that are known as long as the schedule is registered.
+    by_shape(ranks, options): the fields of this class that have other values with this shape; see `at`.
+    extra_layouts: layouts that are known as long as the schedule is registered.
     layouts, default_layout: the names of the layouts that it works on, and which one "auto" is.
     moving_sides: the sides that it can let move; "auto" takes the one that sends fewer bytes.
     can_compute(q block, kv block): whether it can compute that product at all.
@@ -88,13 +88,13 @@ class Schedule:
     name: str
     summary: str
     build: Builder
-    axes: Callable[[int, Own], Axes]
+    axes: Callable[[int, ScheduleOptions], Axes]
     received: Callable[[Axes, str, str, Mapping[str, float]], list[float]]
     settings: tuple[Setting, ...] = ()
-    shapes: Callable[[int], Iterable[Own]] = lambda ranks: ({},)
-    resolve: Callable[[int, Own, HeadCounts | None], Own] = lambda ranks, given, heads: {}
-    by_shape: Callable[[int, Own], Mapping[str, Any]] = lambda ranks, own: {}
-    own_layouts: tuple[Layout, ...] = ()
+    shapes: Callable[[int], Iterable[ScheduleOptions]] = lambda ranks: ({},)
+    resolve: Callable[[int, ScheduleOptions, HeadCounts | None], ScheduleOptions] = lambda ranks, given, heads: {}
+    by_shape: Callable[[int, ScheduleOptions], Mapping[str, Any]] = lambda ranks, options: {}
+    extra_layouts: tuple[Layout, ...] = ()
     layouts: tuple[str, ...] = tuple(layout.name for layout in COMMON)
     default_layout: str = "balanced"
     moving_sides: tuple[str, ...] = MOVING_SIDES
@@ -102,23 +102,23 @@ class Schedule:
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
 
-    def at(self, ranks: int, own: Own) -> Schedule:
+    def at(self, ranks: int, options: ScheduleOptions) -> Schedule:
         """The schedule as it is with this shape."""
-        return dataclasses.replace(self, **self.by_shape(ranks, own))
+        return dataclasses.replace(self, **self.by_shape(ranks, options))
 
-    def shaped(self, ranks: int, given: Own, heads: HeadCounts | None, layout: str) -> Own:
+    def shaped(self, ranks: int, given: ScheduleOptions, heads: HeadCounts | None, layout: str) -> ScheduleOptions:
         """The settings that `resolve` gives; for a layout that goes with other shapes only, those of the first of
         these."""
-        own = self.resolve(ranks, given, heads)
-        if layout in ("auto", *self.at(ranks, own).layouts):
-            return own
+        options = self.resolve(ranks, given, heads)
+        if layout in ("auto", *self.at(ranks, options).layouts):
+            return options
         fitting = (shape for shape in self.shapes(ranks) if layout in self.at(ranks, shape).layouts)
-        return next((shape for shape in fitting if given.items() <= shape.items()), own)
+        return next((shape for shape in fitting if given.items() <= shape.items()), options)
 
     @property
-    def parts(self) -> int:
+    def blocks_per_rank(self) -> int:
         """Blocks that each CP rank owns, as its layouts deal them."""
-        return LAYOUTS[self.default_layout].parts
+        return LAYOUTS[self.default_layout].blocks_per_rank
 
     @property
     def rank_orders(self) -> dict[str, tuple[str, ...]]:

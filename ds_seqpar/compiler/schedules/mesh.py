@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...errors import SECTION, ConfigError
 from ..sharding.layout import Axes, Key, Topology, divisors
 from .actions import OPERANDS, Collective, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
-from .base import HeadCounts, Own, Schedule, blocks_received, count, three_counts
+from .base import HeadCounts, Schedule, ScheduleOptions, blocks_received, count, three_counts
 from .plan import BlockMask, Counted, bits
 from .ring import Rotation, Round
 
@@ -71,7 +71,7 @@ def _results(direction: str, row: Key, column: Key) -> list[tuple[str, Key]]:
 
 def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tuple:
     return tuple(
-        cls(ranks=ranks, kind=kind, parts=tuple((rank,) for rank in ranks)) for kind, ranks in groups if len(ranks) > 1
+        cls(ranks=ranks, kind=kind, keys=tuple((rank,) for rank in ranks)) for kind, ranks in groups if len(ranks) > 1
     )
 
 
@@ -129,11 +129,11 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
     return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
 
 
-def shapes(ranks: int) -> list[Own]:
+def shapes(ranks: int) -> list[ScheduleOptions]:
     return [{"mesh": (a, b, ranks // (a * b))} for a in divisors(ranks) for b in divisors(ranks // a)]
 
 
-def resolve(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
+def resolve(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """The shape that is given, or that of attention2d but with k/v in a ring: the same elements, less memory."""
     cols, rows = sides(ranks, heads)
     shape = a, b, turns = given.get("mesh") or (cols, 1, rows)
@@ -149,7 +149,7 @@ MESH = Schedule(
     name="mesh",
     summary="a ranks gather q, b ranks k/v, R go round: holds the rings, attention2d and wallfacer",
     build=mesh,
-    axes=lambda ranks, own: mesh_axes(*own["mesh"]),
+    axes=lambda ranks, options: mesh_axes(*options["mesh"]),
     received=received,
     settings=(three_counts("mesh", ("a", "b", "R"), "q is gathered over a ranks, k/v over b, R go round"),),
     shapes=shapes,
@@ -162,11 +162,11 @@ MESH = Schedule(
 # ---- Attention2D
 
 
-def grids(ranks: int) -> list[Own]:
+def grids(ranks: int) -> list[ScheduleOptions]:
     return [{"rows": ranks // cols, "cols": cols} for cols in divisors(ranks)]
 
 
-def grid(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
+def grid(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """A side that is not given follows from the other. Where neither is given, the sides are those that receive the
     fewest elements for these heads."""
     rows, cols = given.get("rows"), given.get("cols")
@@ -187,7 +187,7 @@ ATTENTION2D = Schedule(
     name="attention2d",
     summary="Attention2D: q is gathered along the rows of a grid, k/v along its columns",
     build=mesh,
-    axes=lambda ranks, own: mesh_axes(own["cols"], own["rows"], 1),
+    axes=lambda ranks, options: mesh_axes(options["cols"], options["rows"], 1),
     received=received,
     settings=(
         count("rows", "ranks that k/v is gathered over"),
@@ -203,11 +203,11 @@ ATTENTION2D = Schedule(
 # ---- WallFacer
 
 
-def teams(ranks: int) -> list[Own]:
+def teams(ranks: int) -> list[ScheduleOptions]:
     return [{"team": team} for team in divisors(ranks) if ranks % (team * team) == 0]
 
 
-def team_of(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
+def team_of(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """The team that is given, or the largest that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
     team = given.get("team") or fitting[-1]
@@ -223,7 +223,7 @@ WALLFACER = Schedule(
     name="wallfacer",
     summary="WallFacer: q and k/v are gathered over teams of C, and A / C^2 teams go round",
     build=mesh,
-    axes=lambda ranks, own: mesh_axes(own["team"], own["team"], ranks // own["team"] ** 2),
+    axes=lambda ranks, options: mesh_axes(options["team"], options["team"], ranks // options["team"] ** 2),
     received=received,
     settings=(count("team", "the size C of a team"),),
     shapes=teams,

@@ -62,16 +62,21 @@ class BlockMask:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a schedule (`name`) makes of one block mask, in one direction ("forward" or "backward"). ranks[p]: the steps
-    of rank p, as many on each. parts: blocks that each rank owns."""
+    of rank p, as many on each. blocks_per_rank: blocks that each rank owns."""
 
     name: str
     direction: str
     ranks: tuple[Steps, ...]
-    parts: int = 1
+    blocks_per_rank: int = 1
 
     @classmethod
-    def of(cls, name: str, direction: str, size: int, steps: StepsOf, parts: int = 1) -> Plan:
-        return cls(name=name, direction=direction, ranks=tuple(steps(rank) for rank in range(size)), parts=parts)
+    def of(cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1) -> Plan:
+        return cls(
+            name=name,
+            direction=direction,
+            ranks=tuple(steps(rank) for rank in range(size)),
+            blocks_per_rank=blocks_per_rank,
+        )
 
     @property
     def size(self) -> int:
@@ -79,7 +84,7 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        return self.size * self.parts
+        return self.size * self.blocks_per_rank
 
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Elements that each rank receives. units: elements of one block of each kind ("q", "kv", "out", ...)."""
@@ -109,9 +114,9 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
             if move.dst == rank:
                 total[move.kind] += len(move.key)
         for gather in step.gathers:
-            total[gather.kind] += len(gather.blocks) - len(gather.part(rank))
+            total[gather.kind] += len(gather.blocks) - len(gather.key_of(rank))
         for reduce in step.reduces:
-            total[reduce.kind] += len(reduce.part(rank)) * (len(reduce.ranks) - 1)
+            total[reduce.kind] += len(reduce.key_of(rank)) * (len(reduce.ranks) - 1)
     return sum(units[kind] * blocks for kind, blocks in total.items())
 
 

@@ -15,7 +15,7 @@ from ...errors import SECTION, ConfigError
 from ..sharding.layout import Axes, Key, Topology, divisors
 from . import plan
 from .actions import Compute, Gather, Move, ReduceScatter, Step, Steps
-from .base import HeadCounts, Own, Schedule, blocks_received, count
+from .base import HeadCounts, Schedule, ScheduleOptions, blocks_received, count
 from .plan import BlockMask, Counted
 
 # (moving side, direction) -> the accumulator that travels with it, one hop behind
@@ -166,7 +166,7 @@ RING = Schedule(
     name="ring",
     summary="Ring Attention; with travelling q, BurstAttention's backward",
     build=ring,
-    axes=lambda ranks, own: (("ring", ranks),),
+    axes=lambda ranks, options: (("ring", ranks),),
     received=received,
     ring_axes=("ring",),
 )
@@ -175,11 +175,11 @@ RING = Schedule(
 # ---- the shape of a double ring
 
 
-def ring_sizes_of(ranks: int) -> list[Own]:
+def ring_sizes_of(ranks: int) -> list[ScheduleOptions]:
     return [{"ring_size": size} for size in divisors(ranks)]
 
 
-def ring_size_of(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
+def ring_size_of(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """The size that is given, or the divisor of `ranks` nearest to its square root."""
     fitting = divisors(ranks)
     size = given.get("ring_size") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
@@ -194,7 +194,7 @@ DOUBLE_RING = Schedule(
     name="double_ring",
     summary="BurstAttention's: most hops of a ring stay inside an inner ring, a node",
     build=ring,
-    axes=lambda ranks, own: (("inner_ring", own["ring_size"]), ("outer_ring", ranks // own["ring_size"])),
+    axes=lambda ranks, options: (("inner_ring", options["ring_size"]), ("outer_ring", ranks // options["ring_size"])),
     received=received,
     settings=(count("ring_size", "ranks of the inner ring, a node's"),),
     shapes=ring_sizes_of,

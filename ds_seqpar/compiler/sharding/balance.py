@@ -232,5 +232,7 @@ def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
     held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]
-    parts = LAYOUTS[layout].parts
-    return UnevenShards(held if parts == 1 else [(run,) for runs in held for run in runs], parts=parts)
+    blocks_per_rank = LAYOUTS[layout].blocks_per_rank
+    return UnevenShards(
+        held if blocks_per_rank == 1 else [(run,) for runs in held for run in runs], blocks_per_rank=blocks_per_rank
+    )

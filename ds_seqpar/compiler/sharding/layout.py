@@ -165,15 +165,15 @@ class Layout:
     """How a sequence is dealt to ranks.
 
     name: as in settings. runs(tokens, ranks, rank): the runs of a sequence of any length that a rank holds; ranks'
-    shares differ by one token at most. chunks: parts that a rank's tokens are cut into, equal where the length is a
-    multiple of ranks * chunks. parts: blocks that a rank holds; with several each is a run of its own, even an empty
-    one, with 1 all runs are one block.
+    shares differ by one token at most. chunks: how many runs a rank's tokens are cut into, equal where the length is a
+    multiple of ranks * chunks. blocks_per_rank: blocks that a rank holds; with several each is a run of its own, even
+    an empty one, with 1 all runs are one block.
     """
 
     name: str
     runs: RunsOf
     chunks: int = 1
-    parts: int = 1
+    blocks_per_rank: int = 1
 
 
 # layouts for any number of ranks. "balanced" is zigzag where a sequence is one document; it deals several documents as
@@ -209,11 +209,11 @@ def join(groups: Iterable[Runs]) -> Runs:
     return tuple(sorted(run for runs in groups for run in runs))
 
 
-def owned(rank: int, parts: int) -> Key:
-    """The blocks of a rank, where each rank owns `parts`."""
-    return tuple(range(rank * parts, (rank + 1) * parts))
+def owned(rank: int, blocks_per_rank: int) -> Key:
+    """The blocks of a rank, where each rank owns `blocks_per_rank`."""
+    return tuple(range(rank * blocks_per_rank, (rank + 1) * blocks_per_rank))
 
 
-def owner(block: int, parts: int) -> int:
+def owner(block: int, blocks_per_rank: int) -> int:
     """The rank that owns a block."""
-    return block // parts
+    return block // blocks_per_rank

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from ...errors import InputError, whole_number
+from ...renamed import Renamed, argument
 from .handles import handle_of
 from .layout import LAYOUTS, Key, Run, Runs, join, owned
 
@@ -21,9 +23,9 @@ class EvenShards:
     size: int
 
     @property
-    def parts(self) -> int:
+    def blocks_per_rank(self) -> int:
         """Blocks of each CP rank."""
-        return LAYOUTS[self.layout].parts
+        return LAYOUTS[self.layout].blocks_per_rank
 
     @property
     def even(self) -> bool:
@@ -35,44 +37,59 @@ class EvenShards:
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
-        rank, part = divmod(block, self.parts)
+        rank, part = divmod(block, self.blocks_per_rank)
         held = LAYOUTS[self.layout].runs(self.seq, self.size, rank)
-        return held if self.parts == 1 else held[part : part + 1]
+        return held if self.blocks_per_rank == 1 else held[part : part + 1]
 
     def tokens(self, side: str, key: Key) -> int:
-        return self.seq // (self.size * self.parts) * len(key)
+        return self.seq // (self.size * self.blocks_per_rank) * len(key)
 
 
 class UnevenShards:
-    """Blocks of any runs: q[p] and kv[p] are the runs of CP rank p. With `parts` blocks a rank they are the runs of
-    block p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
+    """Say which tokens each rank holds, where the configured layout does not: runs (start, step, length) of positions.
 
-    Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
-    InputError. Hashable by value; the hash is made once.
+    Together the runs of q, and those of kv, must hold every position of their sequence once. Hashable by value.
+
+    Args:
+        q: The runs of each CP rank's queries; with several `blocks_per_rank`, the runs of each block, rank r's from
+            block r * blocks_per_rank on.
+        kv: The same for keys and values; default: as `q`.
+        blocks_per_rank: Blocks that each rank holds: 2 for the `pairs` layouts, else 1.
+
+    Raises:
+        InputError: The runs do not hold every position once, or are not as many for each rank.
     """
 
-    def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, parts: int = 1) -> None:
+    parts = Renamed("blocks_per_rank")
+
+    def __init__(
+        self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, blocks_per_rank: int = 1, **old: Any
+    ) -> None:
+        blocks_per_rank = argument("UnevenShards", "parts", "blocks_per_rank", old, blocks_per_rank, default=1)
         self.q = _blocks(q)
         self.kv = self.q if kv is None else _blocks(kv)
         if len(self.q) != len(self.kv):
             raise InputError(f"shards need runs of q and of kv for every rank; got {len(self.q)} and {len(self.kv)}")
-        if type(parts) is not int or parts < 1 or len(self.q) % parts:
+        if type(blocks_per_rank) is not int or blocks_per_rank < 1 or len(self.q) % blocks_per_rank:
             raise InputError(
-                f"shards need as many blocks for each rank, a whole number from 1; got {len(self.q)}, parts {parts!r}"
+                f"shards need as many blocks for each rank, a whole number from 1; got {len(self.q)}, "
+                f"blocks_per_rank {blocks_per_rank!r}"
             )
-        self.size, self.parts = len(self.q) // parts, parts
+        self.size, self.blocks_per_rank = len(self.q) // blocks_per_rank, blocks_per_rank
         self._lengths = {side: tuple(length(runs) for runs in blocks) for side, blocks in self._sides()}
         for side, blocks in self._sides():
-            _check_cover(side, [sum(blocks[at : at + parts], ()) for at in range(0, len(blocks), parts)])
+            _check_cover(
+                side, [sum(blocks[at : at + blocks_per_rank], ()) for at in range(0, len(blocks), blocks_per_rank)]
+            )
         self.even = all(len(set(lengths)) == 1 for lengths in self._lengths.values())
-        self._hash = hash((self.q, self.kv, parts) if parts > 1 else (self.q, self.kv))
+        self._hash = hash((self.q, self.kv, blocks_per_rank) if blocks_per_rank > 1 else (self.q, self.kv))
         self.handle = handle_of(self)
 
     def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
         return ("q", self.q), ("kv", self.kv)
 
     def __reduce__(self) -> tuple:
-        return UnevenShards, (self.q, self.kv, self.parts)
+        return UnevenShards, (self.q, self.kv, self.blocks_per_rank)
 
     def __hash__(self) -> int:
         return self._hash
@@ -81,7 +98,8 @@ class UnevenShards:
         return isinstance(other, UnevenShards) and self.__reduce__() == other.__reduce__()
 
     def __repr__(self) -> str:
-        return f"UnevenShards(q={self.q!r}, kv={self.kv!r}{f', parts={self.parts}' if self.parts > 1 else ''})"
+        blocks = f", blocks_per_rank={self.blocks_per_rank}" if self.blocks_per_rank > 1 else ""
+        return f"UnevenShards(q={self.q!r}, kv={self.kv!r}{blocks})"
 
     def runs(self, side: str, key: Key) -> Runs:
         blocks = self.q if side == "q" else self.kv
@@ -106,19 +124,19 @@ def _blocks(given: Sequence[Runs]) -> tuple[Runs, ...]:
 def positions_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[list[int]]:
     """The global positions of the tokens of each Ulysses rank of a CP rank. They are the rank's tokens in order,
     in parts that differ by one token at most. So after the all-to-all the CP rank holds its runs again."""
-    positions = [p for run in shards.runs(side, owned(cp_rank, shards.parts)) for p in run.positions]
+    positions = [p for run in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)) for p in run.positions]
     cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
     return [positions[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
     """How many tokens a CP rank holds."""
-    return shards.tokens(side, owned(cp_rank, shards.parts))
+    return shards.tokens(side, owned(cp_rank, shards.blocks_per_rank))
 
 
 def rows_in(shards: Shards, side: str, block: int) -> slice:
     """Where the tokens of a block stand among those of its owner."""
-    before = shards.tokens(side, tuple(range(block - block % shards.parts, block)))
+    before = shards.tokens(side, tuple(range(block - block % shards.blocks_per_rank, block)))
     return slice(before, before + shards.tokens(side, (block,)))
 
 
@@ -136,12 +154,12 @@ def length(runs: Runs) -> int:
     return sum(run.length for run in runs)
 
 
-def check_parts(shards: Shards, layout: str) -> None:
+def check_blocks_per_rank(shards: Shards, layout: str) -> None:
     """Raises InputError for shards that have not as many blocks a rank as the layout."""
-    if shards.parts != (parts := LAYOUTS[layout].parts):
+    if shards.blocks_per_rank != (blocks_per_rank := LAYOUTS[layout].blocks_per_rank):
         raise InputError(
-            f"attention needs shards of {parts} block{'s' * (parts > 1)} a rank, as the {layout} layout has; got "
-            f"{shards.parts}, give UnevenShards(..., parts={parts})"
+            f"attention needs shards of {blocks_per_rank} block{'s' * (blocks_per_rank > 1)} a rank, as the {layout} "
+            f"layout has; got {shards.blocks_per_rank}, give UnevenShards(..., blocks_per_rank={blocks_per_rank})"
         )
 
 

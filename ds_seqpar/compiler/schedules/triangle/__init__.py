@@ -14,7 +14,7 @@ from typing import Any
 from ....errors import SECTION, ConfigError
 from ...sharding.layout import Axes, Layout, Run, Runs, Topology
 from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ..base import HeadCounts, Own, Schedule, count
+from ..base import HeadCounts, Schedule, ScheduleOptions, count
 from ..plan import BlockMask, Counted, bits
 from .tiling import Stop, Tiling, pair_of, tiling
 
@@ -233,10 +233,10 @@ def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
 
 
 def _layout(strips: int, name: str) -> Layout:
-    return Layout(name=name, runs=functools.partial(pairs, strips=strips), chunks=2, parts=2)
+    return Layout(name=name, runs=functools.partial(pairs, strips=strips), chunks=2, blocks_per_rank=2)
 
 
-def shapes(ranks: int) -> list[Own]:
+def shapes(ranks: int) -> list[ScheduleOptions]:
     return [{"strips": strips} for strips in STRIPS if _fits(ranks, strips)]
 
 
@@ -245,10 +245,10 @@ def _fits(ranks: int, strips: int) -> bool:
     return not ranks % strips and not more and (blocks > 2 or strips == 1)
 
 
-def resolve(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
+def resolve(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """Where no number of strips is given, the one with which the busiest rank receives the fewest elements for these
     heads, forward and backward together."""
-    legal = [own["strips"] for own in shapes(ranks)]
+    legal = [options["strips"] for options in shapes(ranks)]
     if not legal:
         near = [next(n for n in numbers if shapes(n)) for numbers in (range(ranks, 0, -1), itertools.count(ranks))]
         raise ConfigError(
@@ -268,17 +268,17 @@ def _elements(ranks: int, strips: int, heads: HeadCounts) -> float:
     return sum(max(received(axes(ranks, {"strips": strips}), way, "kv", units[way])) for way in units)
 
 
-def axes(ranks: int, own: Own) -> Axes:
-    return (("strip", own["strips"]), ("pair", ranks // own["strips"]))
+def axes(ranks: int, options: ScheduleOptions) -> Axes:
+    return (("strip", options["strips"]), ("pair", ranks // options["strips"]))
 
 
-def by_shape(ranks: int, own: Own) -> Mapping[str, Any]:
+def by_shape(ranks: int, options: ScheduleOptions) -> Mapping[str, Any]:
     """Each number of strips has a layout of its own, and its own order of chunks."""
-    layout = STRIPS[own["strips"]]
+    layout = STRIPS[options["strips"]]
     return {
         "layouts": (layout,),
         "default_layout": layout,
-        "can_compute": lambda q, kv: _is_causal(_of(dict(axes(ranks, own))), q, kv),
+        "can_compute": lambda q, kv: _is_causal(_of(dict(axes(ranks, options))), q, kv),
     }
 
 
@@ -292,7 +292,7 @@ SCHEDULE = Schedule(
     shapes=shapes,
     resolve=resolve,
     by_shape=by_shape,
-    own_layouts=tuple(_layout(*one) for one in STRIPS.items()),
+    extra_layouts=tuple(_layout(*one) for one in STRIPS.items()),
     layouts=("pairs",),
     default_layout="pairs",
     moving_sides=("kv",),
