@@ -31,7 +31,7 @@ from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
 from .errors import ConfigError, SeqParError, as_seqpar_error, did_you_mean
-from .files import Given
+from .files import JsonField
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
@@ -198,7 +198,7 @@ class _PartsOfSequences:
 
 def _count(content: Mapping[str, Any], name: str) -> int | None:
     value = content.get(name)
-    return None if value is None else Given(KIND, value, name).count()
+    return None if value is None else JsonField(KIND, value, name).count()
 
 
 def _read_config(

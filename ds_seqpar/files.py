@@ -166,7 +166,7 @@ def _cut(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class JsonField:
     """A value that a user gave, with its place for errors. place: the file, as "machine ours"; key: with dots, "" for
     the whole file. Each method returns the value if it has the type that is asked for, and else raises ConfigError."""
 
@@ -177,10 +177,10 @@ class Given:
     def wrong(self, wanted: str) -> ConfigError:
         return ConfigError(f"{self.place}: {self.key or 'the file'} must be {wanted}; got {shown(self.value)}")
 
-    def inner(self, key: str, value: Any) -> Given:
-        return Given(self.place, value, f"{self.key}.{key}" if self.key else key)
+    def inner(self, key: str, value: Any) -> JsonField:
+        return JsonField(self.place, value, f"{self.key}.{key}" if self.key else key)
 
-    def object(self, fields: Sequence[str] = ()) -> dict[str, Given]:
+    def object(self, fields: Sequence[str] = ()) -> dict[str, JsonField]:
         """The values of an object. fields: exactly the keys that it must have; (): any keys, but at least one."""
         where = f"{self.place}: {self.key or 'the file'}"
         if not isinstance(self.value, Mapping) or not self.value:

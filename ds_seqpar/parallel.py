@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
+from . import renamed
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
@@ -189,20 +190,37 @@ class SequenceParallel(Sharding):
 
     def shard_batches(
         self,
-        window: Sequence[Mapping[str, Any]],
+        microbatches: Sequence[Mapping[str, Any]] = (),
         *,
         causal: bool = True,
         training: bool = True,
         device: torch.device | str | None = None,
+        **old: Any,
     ) -> list[dict[str, Any]]:
-        """This rank's part of every micro-batch of one accumulation window: see `data.batches.shard_window` for
-        what goes in and comes out, packed documents too. Without DeepSpeed call `(loss / len(window)).backward()`.
-        training=False: a window of any length, whose `mean_loss` is the evaluation loss. device: where to put it
-        (`engine.device`); default: where the window is. Whole sequences are best left on the CPU."""
-        steps = self.accumulation_steps if training else None
-        from .data.batches import shard_window  # attention alone does without
+        """Shard the micro-batches of an optimizer step: give this rank its tokens of every sequence.
 
-        return shard_window(self, window, causal, steps, device)
+        Without DeepSpeed call `(loss / len(microbatches)).backward()`. `data.batches.shard_microbatches` says what
+        comes out. Collective over the world.
+
+        Args:
+            microbatches: All micro-batches of the step, the same on all ranks of a sequence. Each has labels, int64
+                (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as input_ids; packed documents
+                are told by position_ids. Whole sequences are best left on the CPU.
+            causal: False for bidirectional attention, whose labels are not shifted.
+            training: False takes any number of micro-batches, whose `mean_loss` is the evaluation loss.
+            device: Where to put the result, such as `engine.device`; default: where the micro-batches are.
+
+        Returns:
+            The same number of batches, with this rank's tokens.
+
+        Raises:
+            InputError, DisagreementError: A batch is wrong, or differs between ranks; on all ranks.
+        """
+        microbatches = renamed.argument("shard_batches", "window", "microbatches", old, microbatches, default=())
+        steps = self.accumulation_steps if training else None
+        from .data.batches import shard_microbatches  # attention alone does without
+
+        return shard_microbatches(self, microbatches, causal, steps, device)
 
     def shard_batch(
         self,
@@ -212,7 +230,7 @@ class SequenceParallel(Sharding):
         training: bool = True,
         device: torch.device | str | None = None,
     ) -> dict[str, Any]:
-        """`shard_batches` for a window of one micro-batch."""
+        """`shard_batches` for one micro-batch."""
         return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
@@ -257,7 +275,7 @@ class SequenceParallel(Sharding):
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[True]) -> Tensor: ...
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
-        """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's
+        """The loss of an optimiser step: the mean, over all ranks and the step's micro-batches, of what each rank's
         model returned for batches from `shard_batches`. A single rank's loss is only its local part of it.
 
         losses: one or several, each a floating point tensor of one element. differentiable: returns a 0-dim tensor of

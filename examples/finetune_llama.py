@@ -100,13 +100,13 @@ def windows(tokens: torch.Tensor, sp: ds_seqpar.SequenceParallel, micro: int, st
     """Accumulation windows of this rank's data group, for ever. tokens: (sequences, seq_len)."""
     number = 0
     while True:
-        window = []
+        microbatches = []
         for _ in range(steps):
             first = (number * sp.data_size + sp.data_rank) * micro
             ids = tokens[[(first + i) % len(tokens) for i in range(micro)]]
-            window.append({"input_ids": ids, "labels": ids.clone()})
+            microbatches.append({"input_ids": ids, "labels": ids.clone()})
             number += 1
-        yield window
+        yield microbatches
 
 
 def evaluate(engine: deepspeed.DeepSpeedEngine, sp: ds_seqpar.SequenceParallel, tokens: torch.Tensor) -> float:
@@ -133,8 +133,8 @@ def train(
     with open(file if first else os.devnull, "w", encoding="utf-8") as log:
         for step in bar:
             began, parts, tokens = time.perf_counter(), [], 0
-            window = next(data)
-            for batch in sp.shard_batches(window, device=engine.device):
+            microbatches = next(data)
+            for batch in sp.shard_batches(microbatches, device=engine.device):
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()

@@ -26,7 +26,7 @@ def listing(bound: BoundProgram) -> str:
     for number, (kind, role, keys, _, exchange) in enumerate(program.slots):
         units = dict.fromkeys(unit_name((kind, key)) for key in keys)
         held = f"{role} {exchange.words}" if exchange else ", ".join(units)
-        held += " in the dtype of sums" * (role == "wide")
+        held += " in the dtype of sums" * (role == "accum")
         slots.append([_slot(number), held, str(bound.slot_bytes(number))])
     head = f"{program.name} {program.direction}, the program of CP rank {program.rank} of {program.size}"
     peak = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"

@@ -101,7 +101,7 @@ def _found(measured: Calibration) -> dict[str, Any]:
         "host_rate": measured.host_rate(),
         "nvme_rate": None,
         "memory": measured.memory(),
-        "spare": 0.1,
+        "reserve_fraction": 0.1,
         "zero": zero_costs(measured),
         "kernels": orders,
     }
@@ -112,7 +112,7 @@ def _found(measured: Calibration) -> dict[str, Any]:
         "memory": "what the device has; of a CPU, a share of the host",
         "host_memory": "what the host has",
         "nvme_rate": "not measured: say what the drives have",
-        "spare": "supposed",
+        "reserve_fraction": "supposed",
     }
     found["sources"]["host"] += "; ahead: what the kind of device does"
     for name, measured_link in (("inside", inside), ("between", between)):

@@ -29,7 +29,7 @@ from ..planner.footprint import (
 )
 from ..planner.machine import presets
 from ..planner.plan import PlanResult
-from ..planner.request import Room, TrainingStep
+from ..planner.request import MemoryBudget, TrainingStep
 from .assumed import Answer
 from .options import GIB, Told, add_options
 
@@ -52,31 +52,37 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     told = Told.of(args)
-    room = machine_room(told)
+    budget = machine_budget(told)
     config, planned = config_of(told)
     step, answer = step_of(told, config), Answer(told, config)
     found, slope = footprint(step), bytes_a_token(step)
-    most = longest(step, room) if room else None
+    most = longest(step, budget) if budget else None
     if args.json:
         numbers = {**as_json(found, slope), **answer.for_json()}
-        if room and most:
-            numbers["room"] = {**room._asdict(), "longest": most._asdict()}
+        if budget and most:
+            numbers["room"] = {
+                "limit": budget.limit,
+                "host": budget.host,
+                "together": budget.ranks_per_node,
+                "apart": budget.apart,
+                "longest": most._asdict(),
+            }
         print(json.dumps(numbers))
     else:
         head, *rest = table(found, slope, step)
         chosen = [line_of(planned)] if planned else unplanned_lines(told)
-        fitting = fit_lines(found, room, most) if room and most else []
+        fitting = fit_lines(found, budget, most) if budget and most else []
         print("\n".join([head, *answer.lines(), *chosen, *rest, *fitting, "", *answer.json_lines()]))
     if args.png is not None:
-        draw(found, args.png, room, told)
+        draw(found, args.png, budget, told)
         if not args.json:
             print(f"wrote {args.png}")
 
 
-def machine_room(told: Told) -> Room | None:
+def machine_budget(told: Told) -> MemoryBudget | None:
     """The memory of the machine; None where no machine is named."""
     if told.machine is not None:
-        return Room.of(told.machine, told.world, told.memory)
+        return MemoryBudget.of(told.machine, told.world, told.memory)
     if told.memory is not None:
         raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
     return None
@@ -88,7 +94,7 @@ def config_of(told: Told) -> tuple[SequenceParallelConfig, PlanResult | None]:
     config, machine, heads = told.config, told.machine, (told.model.heads, told.model.kv_heads)
     if machine is not None and config.asks_for_plan:
         if told.memory is not None:
-            machine = dataclasses.replace(machine, memory=float(told.memory), spare=0.0)
+            machine = dataclasses.replace(machine, memory=float(told.memory), reserve_fraction=0.0)
         asked = dataclasses.replace(config, machine="auto", seq_len=told.seq)
         return resolve_with_plan(asked, told.job, heads, told.world, lambda dtype: machine)
     if config.auto_fields:
@@ -141,13 +147,13 @@ def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:
     return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {words[name]}" for name, size in parts]
 
 
-def fit_lines(found: Footprint, room: Room, most: Longest) -> list[str]:
+def fit_lines(found: Footprint, budget: MemoryBudget, most: Longest) -> list[str]:
     """Lines for the user: what a rank and its node need and have, and the longest sequence that fits."""
-    lines = [f"a rank needs {rank_bytes(found, room) / GIB:.1f} GiB of {room.limit / GIB:.1f}"]
-    if room.apart:
-        node = found.host.total * room.together / GIB
-        lines += [f"the host of a node's {room.together} ranks needs {node:.1f} GiB of {room.host / GIB:.1f}"]
-    verdict = "this fits" if fits(found, room) else "this does not fit"
+    lines = [f"a rank needs {rank_bytes(found, budget) / GIB:.1f} GiB of {budget.limit / GIB:.1f}"]
+    if budget.apart:
+        node = found.host.total * budget.ranks_per_node / GIB
+        lines += [f"the host of a node's {budget.ranks_per_node} ranks needs {node:.1f} GiB of {budget.host / GIB:.1f}"]
+    verdict = "this fits" if fits(found, budget) else "this does not fit"
     beyond = {"rank": ", then a rank is full", "host": ", then the host is full", "": ""}[most.full]
     return ["", *lines, f"{verdict}; the longest sequence that does has {most.tokens:,} tokens{beyond}"]
 
@@ -163,7 +169,7 @@ def as_json(found: Footprint, slope: float) -> dict[str, Any]:
             "host": numbers(found.host), "drives": found.drives, "bytes_a_token": slope}  # fmt: skip
 
 
-def draw(found: Footprint, file: str | Path, room: Room | None, told: Told) -> None:
+def draw(found: Footprint, file: str | Path, budget: MemoryBudget | None, told: Told) -> None:
     """Draws the moments of a step as stacked bars, with what the device has. Raises ConfigError without matplotlib, and
     for a file that cannot be written."""
     moments = (found.resting, *found.moments)
@@ -176,8 +182,8 @@ def draw(found: Footprint, file: str | Path, room: Room | None, told: Told) -> N
             axes.barh(range(len(moments)), sizes, left=starts, label=name, color=SHADES[index])
             starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     title, most = f"peak {found.peak.total / GIB:.2f} GiB: {found.peak.name}", max(starts)
-    if room is not None and told.machine is not None:
-        limit = room.limit / GIB
+    if budget is not None and told.machine is not None:
+        limit = budget.limit / GIB
         title += f"; {told.machine.name} has {limit:.1f} GiB for tensors"
         if limit < FAR * most:  # else nothing could be seen of the bars
             axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=2.5, label="what the rank has")

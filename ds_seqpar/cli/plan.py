@@ -212,7 +212,7 @@ def _part_lines(result: PlanResult) -> list[str]:
     sizes = sorted(peak.bytes_by_item.items(), key=lambda item: -item[1])
     lines += [f"  {size / GIB:10.3f} GiB  {name}: {FOOTPRINT_ITEMS[name]}" for name, size in sizes]
     if (host := best.memory.host).total:
-        node = host.total * result.request.room.together
+        node = host.total * result.request.budget.ranks_per_node
         lines += [f"and {host.total / GIB:.2f} GiB of host memory, {node / GIB:.1f} GiB a node"]
         lines += [f"  {size / GIB:10.3f} GiB  {name}: {HOST_ITEMS[name]}" for name, size in host.bytes_by_item.items()]
     if best.memory.drives:

@@ -166,7 +166,7 @@ class BoundProgram:
         """The tensors of a unit in this slot, which is no slot of an exchange."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
-        dtype = shape.wide if role == "wide" else None  # None: results have the dtype in which they travel
+        dtype = shape.accum_dtype if role == "accum" else None  # None: results have the dtype in which they travel
         return shape.fields(self.program.direction, kind, dtype)
 
     def slot_bytes(self, slot: int) -> int:
@@ -238,7 +238,7 @@ class Compiler:
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
         """The program of one head chunk. Raises as `bound_inner` does."""
         block_mask = self.block_mask(mask, shards)
-        results_travel_wide = shape.travel == shape.wide
+        comm_in_accum_dtype = shape.comm_dtype == shape.accum_dtype
         # the cache key has of the shape only what the steps depend on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
         moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
@@ -248,10 +248,10 @@ class Compiler:
             steps = self.recipe.steps(direction, block_mask, shape, self.rank)
             ahead = self.receive_ahead if self.recipe.overlap else 0
             return lower(
-                name, direction, self.rank, self.recipe.size, steps, results_travel_wide, blocks_per_rank, ahead
+                name, direction, self.rank, self.recipe.size, steps, comm_in_accum_dtype, blocks_per_rank, ahead
             )
 
-        return _cached(self._inner, (direction, block_mask, moving_side, results_travel_wide, sizes), make)
+        return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)
 
     def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
         """What gives the tiles of these shards by their length alone; None where more than the length decides."""

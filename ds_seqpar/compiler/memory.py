@@ -1,4 +1,4 @@
-"""How much memory a call takes beyond the tensors that it is given: slots, running results and kernels' results.
+"""How much memory a call takes beyond the tensors that it is given: slots, accumulators and kernels' results.
 
 A tracker follows the program from instruction to instruction and counts bytes as the walker makes and frees tensors; it
 needs no tensor. What a kernel allocates for itself and frees before it returns is not counted.
@@ -52,18 +52,18 @@ def peak(bound: BoundProgram) -> int:
 
 @dataclasses.dataclass
 class _Result:
-    """A running result. loose: its bytes outside of slots. all_rows: it has all rows. wide: it is in the dtype of sums.
-    placed: it is in the slot that it is sent from. end: the rows from there on are blank."""
+    """An accumulator. loose: its bytes outside of slots. all_rows: it has all rows. in_accum_dtype: it is in the dtype
+    of sums. in_slot: it is in the slot that it is sent from. end: the rows from there on are blank."""
 
     loose: int = 0
     all_rows: bool = False
-    wide: bool = False
-    placed: bool = False
+    in_accum_dtype: bool = False
+    in_slot: bool = False
     end: float = 0
 
     @property
     def settled(self) -> bool:
-        return self.all_rows and self.wide
+        return self.all_rows and self.in_accum_dtype
 
 
 class _Rows(NamedTuple):
@@ -149,22 +149,23 @@ class _Tracker:
 
     def export(self, one: op.Export) -> None:
         result = self.results.pop(one.unit, _Result())
-        self.settle(result, one.accumulator, placed=one.into == one.accumulator, more=result.loose)
+        self.settle(result, one.accumulator, in_slot=one.into == one.accumulator, more=result.loose)
         self.make(one.into)
 
     def fold(self, one: op.Fold) -> None:
-        self.note(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
+        self.note(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.comm_dtype != self.shape.accum_dtype))
 
-    def settle(self, result: _Result, slot: int, placed: bool = False, more: int = 0) -> None:
-        """The result becomes wide and gets all rows, in the slot. placed: whether it has to be in the slot."""
-        if result.settled and (result.placed or not placed):
+    def settle(self, result: _Result, slot: int, in_slot: bool = False, more: int = 0) -> None:
+        """The result is widened to accum_dtype and gets all rows, in the slot. in_slot: whether it has to be in the
+        slot."""
+        if result.settled and (result.in_slot or not in_slot):
             return
         self.make(slot, more=more)
-        result.loose, result.all_rows, result.wide, result.placed = 0, True, True, True
+        result.loose, result.all_rows, result.in_accum_dtype, result.in_slot = 0, True, True, True
 
     def merging(self, tokens: int, narrow: bool) -> int:
         """Bytes for a moment while a result is merged into another. Sums take none. A softmax takes some for each row,
-        and a wide copy of a narrow result, piece by piece."""
+        and a copy in accum_dtype of a narrow result, piece by piece."""
         if not self.forward:
             return 0
         shape = self.shape
@@ -172,7 +173,7 @@ class _Tracker:
         limit = max(MERGED_AT_ONCE, piece // 16)
         while piece > limit:
             piece -= piece // 2
-        return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
+        return ITEMSIZE[shape.accum_dtype] * (piece * narrow + 4 * (piece // shape.head_dim))
 
     def product(self, one: op.Product) -> None:
         if not self.forward and one.q_slot not in self.outs and (self.delta or not is_local(one.q_slot)):
@@ -196,7 +197,7 @@ class _Tracker:
         ]
         for (unit, slot), (first, *_) in zip(one.results, sides, strict=True):
             result = self.results.get(unit)
-            if result and first < result.end:  # becomes wide before there is more
+            if result and first < result.end:  # is widened to accum_dtype before there is more
                 self.settle(result, slot)
         units = zip(one.results, sides, strict=True)
         sizes = [self.rows(unit[0], launch.groups * side[1]) for (unit, _), side in units]
@@ -206,21 +207,21 @@ class _Tracker:
                 sizes[index] = 0
 
     def add(self, unit: Unit, slot: int, rows: _Rows, new: int) -> bool:
-        """Follows `Running.add`; returns whether the new tensors stay as they are. new: bytes of all results of the
+        """Follows `Accumulator.add`; returns whether the new tensors stay as they are. new: bytes of all results of the
         launch."""
         result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
-        all_rows, narrow = rows.are_all(tokens), self.shape.dtype != self.shape.wide
-        adopted = not result.loose and not result.placed and (all_rows or rows.groups == 1)
+        all_rows, narrow = rows.are_all(tokens), self.shape.dtype != self.shape.accum_dtype
+        adopted = not result.loose and not result.in_slot and (all_rows or rows.groups == 1)
         if adopted:
             result.loose = self.rows(unit[0], rows.size * rows.groups)
-            result.all_rows, result.wide = all_rows, not narrow
+            result.all_rows, result.in_accum_dtype = all_rows, not narrow
         elif rows.first < result.end:
             self.settle(result, slot, more=new)
             self.note(new + self.merging(rows.groups * min(rows.size, rows.step or rows.size), narrow))
         elif not result.all_rows:
             size = self.rows(unit[0], tokens)
             self.note(new + size)
-            result.loose, result.all_rows, result.wide = size, True, not narrow
+            result.loose, result.all_rows, result.in_accum_dtype = size, True, not narrow
         if not adopted and rows.groups > 1 and rows.step < rows.size:  # rows that groups share are added
             self.settle(result, slot, more=new)
             self.note(new + self.merging(rows.groups * rows.step, narrow))
@@ -246,8 +247,10 @@ class _Tracker:
     def merge(self, one: op.Merge) -> None:
         result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
         if one.into == one.arrived:
-            self.note(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.all_rows else 0)
-            self.results[one.unit] = _Result(all_rows=True, wide=True, placed=True, end=INF)
+            self.note(
+                self.merging(tokens, narrow=bool(result.loose) and not result.in_accum_dtype) if result.all_rows else 0
+            )
+            self.results[one.unit] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)
         else:
             self.settle(result, one.into)
             result.end = INF
@@ -255,13 +258,13 @@ class _Tracker:
 
     def scatter_start(self, one: op.ScatterStart) -> None:
         reduce = one.collective
-        self.settle(self.results.pop((reduce.kind, reduce.blocks)), one.accumulator, placed=True)
+        self.settle(self.results.pop((reduce.kind, reduce.blocks)), one.accumulator, in_slot=True)
         self.make(one.accumulator, one.sent)
         part = reduce.key_of(self.program.rank)
-        fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.wide)
+        fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.accum_dtype)
         tokens = self.shape.batch * self.bound.tokens(reduce.kind, part)
         local = tokens * token_bytes(fields)
-        self.results[reduce.kind, part] = _Result(loose=local, all_rows=True, wide=True)
+        self.results[reduce.kind, part] = _Result(loose=local, all_rows=True, in_accum_dtype=True)
         self.make(one.received)
 
     def finish(self, one: op.Finish) -> None:
@@ -275,8 +278,8 @@ class _Tracker:
             return
         for unit, slot in one.results:
             result = self.results.setdefault(unit, _Result())
-            if (result.loose and result.all_rows and not result.wide) or (
-                result.settled and not result.placed and (self.shape.dtype == self.shape.wide)
+            if (result.loose and result.all_rows and not result.in_accum_dtype) or (
+                result.settled and not result.in_slot and (self.shape.dtype == self.shape.accum_dtype)
             ):
                 continue
             self.settle(result, slot)
@@ -290,7 +293,7 @@ class _Tracker:
         heads, shape = self.bound.heads, self.shape
         tokens = tokens_by_ulysses_rank(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field)
-        width = ITEMSIZE[shape.wide] if field in PER_ROW else shape.head_dim * shape.itemsize
+        width = ITEMSIZE[shape.accum_dtype] if field in PER_ROW else shape.head_dim * shape.itemsize
         return shape.batch * tokens[heads.ulysses.rank] * (of_head_chunk.stop - of_head_chunk.start) * width
 
     def pack_heads(self, one: op.PackHeads) -> None:
@@ -345,14 +348,16 @@ class _Tracker:
 TRACK = methods_of(_Tracker)
 
 
-def fewest_head_chunks(recipe: Recipe, ulysses_size: int, travel: str, local: Shape, mask: Mask, shards: Shards) -> int:
+def fewest_head_chunks(
+    recipe: Recipe, ulysses_size: int, comm_dtype: str, local: Shape, mask: Mask, shards: Shards
+) -> int:
     """The fewest head chunks with which attention takes no more memory than its q, k, v and out. local: a rank's own
-    tensors. All ranks look at the program of the first CP rank, so that they agree. ulysses_size: of Ulysses; travel:
-    the setting of `shape_of`."""
+    tensors. All ranks look at the program of the first CP rank, so that they agree. ulysses_size: of Ulysses;
+    comm_dtype: the setting of `shape_of`."""
     compiler, free = Compiler(recipe, 0), free_head_chunk_counts(local.q_heads, local.kv_heads, ulysses_size)
     for count in free:
         heads = (*largest_share(local.q_heads // count, local.kv_heads // count, ulysses_size), local.head_dim)
-        shape = shape_of(travel, local.dtype, local.batch, heads)
+        shape = shape_of(comm_dtype, local.dtype, local.batch, heads)
         taken = max(peak(compiler.bound_inner(way, mask, shards, shape)) for way in ("forward", "backward"))
         per_token = 2 * sum(heads[:2]) * count * local.head_dim * local.batch * local.itemsize
         if taken <= per_token * tokens_of(shards, "q", 0):

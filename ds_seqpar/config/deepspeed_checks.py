@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import Given, call_library
+from ..files import JsonField, call_library
 from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, Zero, section_of
 
 # keys that other functions check, as "zero_optimization.zenflow": DeepSpeed's class does not get them here
@@ -24,14 +24,14 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
     place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
     # flag() and count() raise ConfigError for a value of another type
     for key in SECTIONS:
-        section = Given(place, content.get(key, {}), key)
+        section = JsonField(place, content.get(key, {}), key)
         if not isinstance(section.value, Mapping):
             raise section.wrong("an object")
         if section.value.get("enabled", "auto") != "auto":
             section.inner("enabled", section.value["enabled"]).flag()
     for key in BATCH_SIZES:
         if content.get(key, "auto") not in (None, "auto"):
-            Given(place, content[key], key).count()
+            JsonField(place, content[key], key).count()
     try:
         Zero.of(content.get("zero_optimization", {}))
     except ConfigError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SECTION, ConfigError
-from ..files import Given, read_json
+from ..files import JsonField, read_json
 
 KIND = "the DeepSpeed configuration"
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -133,7 +133,7 @@ class Offload:
     buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000
 
-    def read(self, given: Given) -> Offload:
+    def read(self, given: JsonField) -> Offload:
         """These settings with the values of the JSON. Raises ConfigError for a value of a wrong type."""
         if not given.value:
             return self
@@ -166,7 +166,7 @@ class Zero:
         for name, value in section.items():
             if value == "auto" or (field := name.removeprefix("stage3_")) not in names:
                 continue
-            given, default = Given("zero_optimization", value, name), getattr(cls, field)
+            given, default = JsonField("zero_optimization", value, name), getattr(cls, field)
             if isinstance(default, Offload):
                 known[field] = default.read(given)
             elif field == "overlap_comm":

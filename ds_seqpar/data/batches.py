@@ -30,23 +30,23 @@ from .sharding import Sharding
 TOKENS = ("input_ids", "inputs_embeds")
 
 
-def shard_window(
+def shard_microbatches(
     sp: Sharding,
-    window: Sequence[Mapping[str, Any]],
+    microbatches: Sequence[Mapping[str, Any]],
     causal: bool,
     steps: int | None,
     device: torch.device | str | None = None,
 ) -> list[dict[str, Any]]:
-    """This rank's part of every micro-batch of one accumulation window.
+    """This rank's part of every micro-batch of an optimizer step.
 
-    All ranks that share sequences must be given the same window. Collective over the world. Raises InputError or
+    All ranks that share sequences must be given the same micro-batches. Collective over the world. Raises InputError or
     DisagreementError on every rank, before training.
 
-    window: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as
-    input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them. Documents
-    are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, `seq_idx`.
-    Values that are not tensors, tensors (B,) and tensors of no dimension pass through. causal: whether attention is.
-    steps: G, where it is known. device: where this rank's tensors go; None leaves each where it is.
+    microbatches: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...)
+    such as input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them.
+    Documents are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths,
+    `seq_idx`. Values that are not tensors, tensors (B,) and tensors of no dimension pass through. causal: whether
+    attention is. steps: G, where it is known. device: where this rank's tensors go; None leaves each where it is.
 
     Returns for each batch a dict:
     - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
@@ -64,10 +64,10 @@ def shard_window(
     sharded: list[dict[str, Any]] = []
     counts, fingerprints, error = [0, 0], None, None
     try:
-        window = list(window) if isinstance(window, Iterable) else [window]
-        sharded, counts, fingerprints = _prepare(sp, window, causal, steps, device)
+        microbatches = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
+        sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
-        error = as_seqpar_error("making the batches of a window failed", reason)
+        error = as_seqpar_error("making the micro-batches of a step failed", reason)
     peers = Part(sp.data_rank, sp.groups.control)
     how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": mismatch_hints.of_batches}
     most = assert_ranks_agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
@@ -75,17 +75,19 @@ def shard_window(
     total, from_padding, batches = all_reduce_sum(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:
         lengths = rank_values(sp.control_world, len(sharded), "shard_batches")
-        raise InputError(f"all ranks must be given as many micro-batches; got {lengths}, give every rank whole windows")
+        raise InputError(
+            f"all ranks must be given as many micro-batches; got {lengths}, give every rank those of whole steps"
+        )
     if from_padding and dist.get_rank() == 0:
         warn_of_left_padding()
     for batch in sharded:
-        batch["num_items_in_batch"] = max(total, 1) / (world * len(window))
+        batch["num_items_in_batch"] = max(total, 1) / (world * len(microbatches))
     return sharded
 
 
 def _prepare(
     sp: Sharding,
-    window: list[Mapping[str, Any]],
+    microbatches: list[Mapping[str, Any]],
     causal: bool,
     steps: int | None,
     device: torch.device | str | None,
@@ -93,24 +95,24 @@ def _prepare(
     """(this rank's shard of each batch; [labels that count in these parts, labels that only left padding could
     predict]; a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
     fingerprints."""
-    checked = [check_batch(sp, batch, causal) for batch in window]
+    checked = [check_batch(sp, batch, causal) for batch in microbatches]
     sharded = [_shard(sp, batch) for batch in checked]
-    if not window or (steps is not None and len(window) != steps):
+    if not microbatches or (steps is not None and len(microbatches) != steps):
         raise InputError(
-            f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
-            f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
+            f"shard_batches needs the {steps or 'at least 1'} micro-batches of an optimizer step "
+            f"(gradient_accumulation_steps); got {len(microbatches)}, give it all micro-batches of an optimiser step"
         )
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
     from_padding = sum(predicted_from_padding(batch.tensors["labels"], batch.mask) for batch in checked)
     on_device = [_on_device(batch, device) for batch in sharded]
-    return on_device, [count, from_padding], [fingerprint(batch) for batch in window]
+    return on_device, [count, from_padding], [fingerprint(batch) for batch in microbatches]
 
 
 def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """(this rank's shard of a whole batch that a model is called with; how many labels count in the whole batch).
 
-    The batch is as in `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The part has
-    no `num_items_in_batch`. Communicates nothing. Raises InputError where the batch cannot be sharded."""
+    The batch is as in `shard_microbatches`, but labels may be missing, and inputs_embeds may replace input_ids. The
+    part has no `num_items_in_batch`. Communicates nothing. Raises InputError where the batch cannot be sharded."""
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
     batch = dict(given)
     if batch.get("labels") is None:

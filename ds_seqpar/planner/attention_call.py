@@ -148,7 +148,7 @@ def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
         )
     else:
         steps_of_ranks = [call.steps(direction)(rank) for rank in range(size)]
-    exact = shape.travel == shape.wide
+    exact = shape.comm_dtype == shape.accum_dtype
     return [
         lower(schedule.name, direction, rank, size, tuple(steps), exact, schedule.blocks_per_rank)
         for rank, steps in enumerate(steps_of_ranks)

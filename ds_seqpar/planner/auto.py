@@ -150,7 +150,7 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
 def line_of(result: PlanResult) -> str:
     """One line for the user: what was chosen, its predicted time and memory, and the next best."""
     request, best = result.request, result.best
-    machine, needed = request.machine, rank_bytes(best.memory, request.room)
+    machine, needed = request.machine, rank_bytes(best.memory, request.budget)
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     line = (
         f'{SECTION}: "auto" for {what} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '

@@ -129,7 +129,7 @@ class MachineCosts:
         size = self.unit_bytes(ulysses_rank, unit)
         if wide:
             shape = self.call.shapes[ulysses_rank]
-            fields = shape.fields(self.direction, unit[0], shape.wide)
+            fields = shape.fields(self.direction, unit[0], shape.accum_dtype)
             per_token = shape.batch * sum(field.elements * field.itemsize for field in fields)
             size = per_token * self.call.shards.tokens(side_of(unit[0]), unit[1])
         return times * size / self.machine.memory_rate
@@ -172,7 +172,7 @@ class MachineCosts:
         shape = self.call.shapes[dst if exchange.inward else src]
         heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
         tokens = tokens_of(self.call.shards, "q", inner) / self.call.ulysses_size
-        each = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+        each = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
         return tokens * heads * shape.batch * each
 
     def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:

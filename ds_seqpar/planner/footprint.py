@@ -20,7 +20,7 @@ from ..compiler.sharding.layout import multiple
 from ..config.settings import HOST_PIECE, most_logits
 from . import limits
 from .attention_memory import attention_figures, is_offloaded, projecting_head_chunks, tokens_on_rank
-from .request import Room, TrainingStep
+from .request import MemoryBudget, TrainingStep
 from .states import States, pinned_bytes, states
 
 FOOTPRINT_ITEMS = {
@@ -83,19 +83,19 @@ def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint
     return memory.footprint()
 
 
-def rank_bytes(memory: Footprint, room: Room) -> int:
+def rank_bytes(memory: Footprint, budget: MemoryBudget) -> int:
     """Bytes of a rank's memory at the peak; without device memory, those in host memory are among them."""
-    host = 0 if room.apart else memory.host.total - memory.host.bytes_by_item.get("rounding", 0)
+    host = 0 if budget.apart else memory.host.total - memory.host.bytes_by_item.get("rounding", 0)
     return memory.peak.total + host
 
 
-def fits_host(memory: Footprint, room: Room) -> bool:
+def fits_host(memory: Footprint, budget: MemoryBudget) -> bool:
     """Whether a node's host has room for what its ranks keep there."""
-    return not room.apart or memory.host.total * room.together <= room.host
+    return not budget.apart or memory.host.total * budget.ranks_per_node <= budget.host
 
 
-def fits(memory: Footprint, room: Room) -> bool:
-    return rank_bytes(memory, room) <= room.limit and fits_host(memory, room)
+def fits(memory: Footprint, budget: MemoryBudget) -> bool:
+    return rank_bytes(memory, budget) <= budget.limit and fits_host(memory, budget)
 
 
 class Longest(NamedTuple):
@@ -106,7 +106,7 @@ class Longest(NamedTuple):
     full: str
 
 
-def longest(step: TrainingStep, room: Room) -> Longest:
+def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
     """The longest sequence with which a step fits, to 0.1 %, by bisection."""
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
 
@@ -114,17 +114,17 @@ def longest(step: TrainingStep, room: Room) -> Longest:
         return footprint(dataclasses.replace(step, seq=units * unit))
 
     fitting, too_long = 0, math.ceil(step.seq / unit)
-    while too_long * unit <= limits.MAX_TOKENS and fits(memory_of(too_long), room):
+    while too_long * unit <= limits.MAX_TOKENS and fits(memory_of(too_long), budget):
         fitting, too_long = too_long, 2 * too_long
-    while fitting == 0 and too_long > 1 and not fits(memory_of(too_long // 2), room):
+    while fitting == 0 and too_long > 1 and not fits(memory_of(too_long // 2), budget):
         too_long //= 2
     fitting = fitting or too_long // 2
     while too_long - fitting > max(1, fitting // 1000):
         middle = (fitting + too_long) // 2
-        fitting, too_long = (middle, too_long) if fits(memory_of(middle), room) else (fitting, middle)
+        fitting, too_long = (middle, too_long) if fits(memory_of(middle), budget) else (fitting, middle)
     if too_long * unit > limits.MAX_TOKENS:
         return Longest(fitting * unit, "")
-    return Longest(fitting * unit, "rank" if rank_bytes(memory_of(too_long), room) > room.limit else "host")
+    return Longest(fitting * unit, "rank" if rank_bytes(memory_of(too_long), budget) > budget.limit else "host")
 
 
 def bytes_a_token(step: TrainingStep) -> float:
@@ -152,15 +152,17 @@ class _StepMemory:
         self.q = self.rows * m.heads * m.head_dim * self.size
         self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
         self.mlp = self.rows * m.intermediate * self.size
-        self.wide = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
+        self.accum_dtype = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
         tiled = self.mlp_tiles() > 1  # with them norms have tiles too
-        self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # saved by a norm beside its input
+        self.norm = self.hidden if tiled else self.accum_dtype + 2 * self.hidden  # saved by a norm beside its input
         self.before_mlp = 0 if tiled else self.norm  # saved by the norm before the MLP: tiles compute the norm again
         self.before_attention = 0 if tiled and self.head_chunks > 1 else self.norm
         self.normed = (
             0 if tiled and self.head_chunks > 1 else self.hidden
         )  # attention's input, unless its tiles make it
-        self.residual = 0 if self.wide and not tiled else self.hidden  # a norm's input, unless it saves an fp32 copy
+        self.residual = (
+            0 if self.accum_dtype and not tiled else self.hidden
+        )  # a norm's input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and not step.config.recompute_attention
 
@@ -271,9 +273,9 @@ class _StepMemory:
                 self.moment(
                     f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **parts, **held
                 ),
-                self.moment("backward: head", grads=sums + (head if self.wide else 0), **parts, **held),
+                self.moment("backward: head", grads=sums + (head if self.accum_dtype else 0), **parts, **held),
             ]
-        cast = self.size if self.wide else 0  # logits in their own dtype, beside the fp32 ones
+        cast = self.size if self.accum_dtype else 0  # logits in their own dtype, beside the fp32 ones
         return [
             self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
             self.moment("backward: loss", gathered=gathered, layer=end, loss=12 * logits, **held),

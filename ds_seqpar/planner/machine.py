@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import renamed
 from ..compiler.tiles.launches import KERNELS
 from ..compiler.tiles.tiles import Tile
 from ..errors import ConfigError, did_you_mean
-from ..files import Given, read_json
+from ..files import JsonField, read_json
 
 DEFAULT = "modest"  # the preset where no machine is named
 CORE = "cpu"  # the preset whose rates are those of one CPU core
@@ -64,9 +65,9 @@ class Machine:
     "bfloat16 128 causal" -> the kernels that take it, the fastest first. zero: None: not measured, so collectives cost
     what links cost, and hooks nothing.
 
-    Memory: memory: bytes of a rank; spare: the share of them that is not for tensors. host_memory: bytes of a node's
-    host; host_rate: its bytes/s, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too; None: not
-    known.
+    Memory: memory: bytes of a rank; reserve_fraction: the share of them that is not for tensors. host_memory: bytes of
+    a node's host; host_rate: its bytes/s, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too;
+    None: not known.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Machine:
     host_memory: float
     host_rate: float
     memory: float
-    spare: float
+    reserve_fraction: float
     sources: Mapping[str, str]
     nvme_rate: float | None = None
     peak: float | None = None
@@ -152,7 +153,7 @@ class Machine:
     @property
     def usable(self) -> int:
         """Bytes of a rank that tensors may take."""
-        return int(self.memory * (1 - self.spare))
+        return int(self.memory * (1 - self.reserve_fraction))
 
     @property
     def apart(self) -> bool:
@@ -209,44 +210,44 @@ def presets() -> dict[str, Any]:
 
 
 # the largest figures of a file: above those of any machine, and small enough for products of several
-MOST_RATE, MOST_SECONDS, MOST_SPARE = 1e24, 1e6, 0.99
+MOST_RATE, MOST_SECONDS, MOST_RESERVED = 1e24, 1e6, 0.99
 NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "host_rate", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", "peak", *NUMBERS,
-          "nvme_rate", "host", "spare", "zero", "kernels", "sources")  # fmt: skip
+          "nvme_rate", "host", "reserve_fraction", "zero", "kernels", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
     """The machine of a file's content. place: what errors call it; default: "machine NAME". Raises ConfigError, which
     names the wrong field."""
     optional = {"kernels": None, "peak": None}  # presets have no kernels, and nobody measures a peak
-    content = {**optional, **content} if isinstance(content, Mapping) else content
-    given = Given(place or f"machine {name}", content).object(FIELDS)
-    host = given["host"].object(("instruction", "ahead"))
+    content = {**optional, **renamed.machine_file(content)} if isinstance(content, Mapping) else content
+    fields = JsonField(place or f"machine {name}", content).object(FIELDS)
+    host = fields["host"].object(("instruction", "ahead"))
     return Machine(
         name=name,
-        about=given["about"].text(),
-        per_node=given["per_node"].count(),
-        inside=_wire(given["inside"]),
-        between=_wire(given["between"]),
-        uplink=None if given["uplink"].value is None else _rate(given["uplink"]),
-        duplex=given["duplex"].flag(),
-        stolen=_seconds(given["stolen"]),
-        attention=_attention(given["attention"]),
-        gemm={dtype: _rate(rate) for dtype, rate in given["gemm"].object().items()},
+        about=fields["about"].text(),
+        per_node=fields["per_node"].count(),
+        inside=_wire(fields["inside"]),
+        between=_wire(fields["between"]),
+        uplink=None if fields["uplink"].value is None else _rate(fields["uplink"]),
+        duplex=fields["duplex"].flag(),
+        stolen=_seconds(fields["stolen"]),
+        attention=_attention(fields["attention"]),
+        gemm={dtype: _rate(rate) for dtype, rate in fields["gemm"].object().items()},
         instruction=_seconds(host["instruction"]),
         ahead=host["ahead"].flag(),
-        nvme_rate=None if given["nvme_rate"].value is None else _rate(given["nvme_rate"]),
-        peak=None if given["peak"].value is None else _rate(given["peak"]),
-        spare=given["spare"].number(least=0, most=MOST_SPARE),
-        zero=None if given["zero"].value is None else _zero(given["zero"]),
-        kernels={} if given["kernels"].value is None else _kernels(given["kernels"]),
-        sources={field: source.text() for field, source in given["sources"].object().items()},
-        **{field: _rate(given[field]) for field in NUMBERS},
+        nvme_rate=None if fields["nvme_rate"].value is None else _rate(fields["nvme_rate"]),
+        peak=None if fields["peak"].value is None else _rate(fields["peak"]),
+        reserve_fraction=fields["reserve_fraction"].number(least=0, most=MOST_RESERVED),
+        zero=None if fields["zero"].value is None else _zero(fields["zero"]),
+        kernels={} if fields["kernels"].value is None else _kernels(fields["kernels"]),
+        sources={name: source.text() for name, source in fields["sources"].object().items()},
+        **{name: _rate(fields[name]) for name in NUMBERS},
     )
 
 
-def _zero(given: Given) -> ZeroCosts:
-    fields = given.object(tuple(field.name for field in dataclasses.fields(ZeroCosts)))
+def _zero(field: JsonField) -> ZeroCosts:
+    fields = field.object(tuple(field.name for field in dataclasses.fields(ZeroCosts)))
     return ZeroCosts(
         ranks=fields["ranks"].count(least=2),
         gather=_wire(fields["gather"]),
@@ -257,51 +258,51 @@ def _zero(given: Given) -> ZeroCosts:
     )
 
 
-def _kernels(given: Given) -> dict[str, dict[str, tuple[str, ...]]]:
+def _kernels(field: JsonField) -> dict[str, dict[str, tuple[str, ...]]]:
     return {
         device: {case: _order(order) for case, order in cases.object().items()}
-        for device, cases in given.object().items()
+        for device, cases in field.object().items()
     }
 
 
-def _order(given: Given) -> tuple[str, ...]:
+def _order(field: JsonField) -> tuple[str, ...]:
     names = KERNELS[1:]
-    if not isinstance(given.value, list) or not all(name in names for name in given.value):
-        raise given.wrong(f"a list of kernels, of {', '.join(names)}")
-    return tuple(given.value)
+    if not isinstance(field.value, list) or not all(name in names for name in field.value):
+        raise field.wrong(f"a list of kernels, of {', '.join(names)}")
+    return tuple(field.value)
 
 
-def _attention(given: Given) -> dict[str, dict[str, dict[str, Table]]]:
+def _attention(field: JsonField) -> dict[str, dict[str, dict[str, Table]]]:
     return {
         dtype: {
             way: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
             for way, kinds in ways.object(tuple(FLOPS_PER_PAIR)).items()
         }
-        for dtype, ways in given.object().items()
+        for dtype, ways in field.object().items()
     }
 
 
-def _table(given: Given) -> Table:
-    wrong = given.wrong("a list of [tokens, flops/s], tokens ascending")
-    rows = given.value
+def _table(field: JsonField) -> Table:
+    wrong = field.wrong("a list of [tokens, flops/s], tokens ascending")
+    rows = field.value
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and len(row) == 2 for row in rows):
         raise wrong
-    inner = [[given.inner(f"{index}", value) for value in row] for index, row in enumerate(rows)]
+    inner = [[field.inner(f"{index}", value) for value in row] for index, row in enumerate(rows)]
     table = tuple((_rate(tokens), _rate(rate)) for tokens, rate in inner)
     if any(after[0] <= before[0] for before, after in itertools.pairwise(table)):
         raise wrong
     return table
 
 
-def _wire(given: Given) -> Wire:
-    fields = given.object(("latency", "rate"))
+def _wire(field: JsonField) -> Wire:
+    fields = field.object(("latency", "rate"))
     return Wire(latency=_seconds(fields["latency"]), rate=_rate(fields["rate"]))
 
 
-def _rate(given: Given) -> float:
+def _rate(field: JsonField) -> float:
     """A number of tokens, of bytes, of bytes/s or of flops/s."""
-    return given.number(least=1, most=MOST_RATE)
+    return field.number(least=1, most=MOST_RATE)
 
 
-def _seconds(given: Given) -> float:
-    return given.number(least=0, most=MOST_SECONDS)
+def _seconds(field: JsonField) -> float:
+    return field.number(least=0, most=MOST_SECONDS)

@@ -64,7 +64,7 @@ def fitting_length(request: Request) -> int:
     wanted = {"schedule": schedules.DEFAULT} | {name: x for name, x in request.given.items() if x != "auto"}
     found = [one for one in ulysses_sizes(request.world, request.heads, wanted) if one[0] in (request.sizes or one)]
     size = max((size for size, _ in found), default=0)
-    if not size or rank_bytes(least_memory(request, size), request.room) > request.limit:
+    if not size or rank_bytes(least_memory(request, size), request.budget) > request.limit:
         return 0
     members = [ulysses for one, ulysses in found if one == size]
     even = [ulysses for ulysses in members if ulysses in even_ulysses(size, *request.heads)] or members

@@ -153,7 +153,7 @@ class _Search:
         for candidate in self.distinct_candidates():
             if candidate.size not in of_size:
                 of_size[candidate.size] = least_memory(self.request, candidate.size)
-            needed = rank_bytes(of_size[candidate.size], self.request.room)
+            needed = rank_bytes(of_size[candidate.size], self.request.budget)
             if needed > self.request.limit:
                 self.refuse(candidate, self.request.memory_shortage(needed))
             else:

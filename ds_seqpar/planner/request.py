@@ -75,17 +75,17 @@ def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     return pairs
 
 
-class Room(NamedTuple):
-    """The memory that there is. limit: bytes of a rank for tensors. host: bytes of a node's host, which `together`
-    ranks share. apart: whether ranks have memory beside their host's, as GPUs do."""
+class MemoryBudget(NamedTuple):
+    """The memory that there is. limit: bytes of a rank for tensors. host: bytes of a node's host, which
+    `ranks_per_node` ranks share. apart: whether ranks have memory beside their host's, as GPUs do."""
 
     limit: int
     host: float
-    together: int
+    ranks_per_node: int
     apart: bool = True
 
     @classmethod
-    def of(cls, machine: Machine, world: int, memory: int | None = None) -> Room:
+    def of(cls, machine: Machine, world: int, memory: int | None = None) -> MemoryBudget:
         """The memory of a machine. memory: bytes of a rank in place of the machine's."""
         limit = machine.usable if memory is None else memory
         return cls(limit, machine.host_memory, min(world, machine.per_node), machine.apart)
@@ -162,12 +162,12 @@ class Request:
 
     @property
     def limit(self) -> int:
-        return self.room.limit
+        return self.budget.limit
 
     @property
-    def room(self) -> Room:
-        room = Room.of(self.machine, self.world, self.memory)
-        return room._replace(limit=2**62, host=math.inf) if self.ignores_memory else room
+    def budget(self) -> MemoryBudget:
+        budget = MemoryBudget.of(self.machine, self.world, self.memory)
+        return budget._replace(limit=2**62, host=math.inf) if self.ignores_memory else budget
 
     def memory_shortage(self, needed: float) -> str:
         """The sentence for a configuration that needs `needed` bytes of a rank."""
@@ -192,9 +192,9 @@ class Request:
             zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
         )  # fmt: skip
 
-    def seconds_a_sequence(self, seconds: float, together: int) -> float:
+    def seconds_a_sequence(self, seconds: float, sequences: int) -> float:
         """Seconds of an optimiser step divided by its sequences. seconds: of a micro-batch on all ranks, which trains
-        `together` sequences."""
+        `sequences` sequences."""
         if self.sequences is None:
-            return seconds / together
-        return math.ceil(self.sequences / together) * seconds / self.sequences
+            return seconds / sequences
+        return math.ceil(self.sequences / sequences) * seconds / self.sequences

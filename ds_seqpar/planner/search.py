@@ -206,14 +206,14 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
                 break
             config = dataclasses.replace(without_saving, **spared)
             step = request.step(config, Mask())
-            at_least = rank_bytes(footprint(step, least_attention(step)), request.room)
+            at_least = rank_bytes(footprint(step, least_attention(step)), request.budget)
             if at_least > request.limit:  # attention's exact memory takes a hundred times the work
                 least = min(least, at_least)
                 continue
             figures = attention_figures(step)
             memory = footprint(step, figures)
-            least = min(least, rank_bytes(memory, request.room))
-            if fits(memory, request.room):
+            least = min(least, rank_bytes(memory, request.budget))
+            if fits(memory, request.budget):
                 prediction = _prediction(request, candidate, config, spared, figures, memory, bounds)
                 best = prediction if best is None or prediction.seconds < best.seconds else best
     except ConfigError as error:

@@ -20,7 +20,7 @@ from ..compiler.sharding.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
 from .comm import Comm, Handle, Message
-from .kernels.accumulate import Running
+from .kernels.accumulate import Accumulator
 from .work import ALL, Work
 
 
@@ -38,7 +38,7 @@ class Walk:
     """One rank's part of one attention call. Each method that takes an instruction, `one`, executes it.
 
     at: the number of the next instruction, or of the one that failed. work: of the head chunk that was entered; result:
-    what it returned. tickets: transfers that were started, until they are waited for. results: running results of
+    what it returned. tickets: transfers that were started, until they are waited for. results: accumulators of
     units. recorder: records when each instruction is executed."""
 
     work: Work
@@ -48,7 +48,7 @@ class Walk:
         self.bound, self.program, self.call, self.comm = bound, bound.program, call, comm
         self.buffers = Buffers(bound, call.device)
         self.tickets: dict[int, Handle] = {}
-        self.results: dict[Unit, Running] = {}
+        self.results: dict[Unit, Accumulator] = {}
         self.at, self.recorder, self.entered = 0, recorder, False
 
     def run(self) -> list[Tensor]:
@@ -165,35 +165,35 @@ class Walk:
     def product(self, one: op.Product) -> None:
         launches = self.bound.launches(one.q, one.kv)
         q, kv = self.operand(("q", one.q), one.q_slot), self.operand(("kv", one.kv), one.kv_slot)
-        self.work.product(q, kv, one.q_slot, launches, [self.running(unit, slot) for unit, slot in one.results])
+        self.work.product(q, kv, one.q_slot, launches, [self.accumulator(unit, slot) for unit, slot in one.results])
 
-    def running(self, unit: Unit, slot: int) -> Running:
-        """The running result of a unit, which goes into the slot once it must be wide."""
+    def accumulator(self, unit: Unit, slot: int) -> Accumulator:
+        """The accumulator of a unit, which goes into the slot once it must be in accum_dtype."""
         if unit not in self.results:
             buffers = self.buffers
-            self.results[unit] = self.work.running(unit[0], lambda: buffers.tensors(slot, unit))
+            self.results[unit] = self.work.accumulator(unit[0], lambda: buffers.tensors(slot, unit))
         return self.results[unit]
 
     def merge(self, one: op.Merge) -> None:
-        arrived, running = self.buffers.tensors(one.arrived, one.unit), self.running(one.unit, one.into)
+        arrived, accumulator = self.buffers.tensors(one.arrived, one.unit), self.accumulator(one.unit, one.into)
         if one.into == one.arrived:
-            running.absorb(*arrived)
+            accumulator.add_(*arrived)
         else:
-            running.merge(*arrived)
+            accumulator.merge(*arrived)
 
     def export(self, one: op.Export) -> None:
-        running = self.running(one.unit, one.accumulator)
+        accumulator = self.accumulator(one.unit, one.accumulator)
         del self.results[one.unit]
         if one.into == one.accumulator:
-            running.placed()
+            accumulator.materialize()
         else:
-            running.copy_into(self.buffers.tensors(one.into, one.unit))
+            accumulator.copy_into(self.buffers.tensors(one.into, one.unit))
 
     def scatter_start(self, one: op.ScatterStart) -> None:
         """An all-to-all of partial results, which are merged where they arrive: the bytes of a reduce-scatter, with a
         reduction of ours. The local part does not travel, so it is not rounded to the dtype that travels."""
         reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
-        whole, local = self.results.pop((kind, reduce.blocks)).placed(), reduce.key_of(rank)
+        whole, local = self.results.pop((kind, reduce.blocks)).materialize(), reduce.key_of(rank)
         order = [reduce.key_of(peer) for peer in self.comm.order(reduce.ranks)]
         others = [key for key in order if key != local]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
@@ -201,7 +201,7 @@ class Walk:
                 for rows, piece in _rows_and_pieces(tensor, target, self.rows(kind, reduce.blocks, key)):
                     piece.copy_(rows)
         local_rows = self.rows(kind, reduce.blocks, local)
-        self.running((kind, local), one.local_part).absorb(
+        self.accumulator((kind, local), one.local_part).add_(
             *(torch.cat([x[:, rows] for rows in local_rows], 1) for x in whole)
         )
         outgoing = [0 if key == local else self.bound.unit_bytes(one.sent, kind, key) for key in order]
@@ -217,18 +217,18 @@ class Walk:
 
     def fold(self, one: op.Fold) -> None:
         kind, key = one.unit
-        running = self.running(one.unit, one.accumulator)
+        accumulator = self.accumulator(one.unit, one.accumulator)
         for part in self.buffers.parts(one.received, kind, [key] * one.parts):
-            running.merge(*part)
+            accumulator.merge(*part)
 
     def finish(self, one: op.Finish) -> None:
         if self.program.blocks_per_rank == 1:
-            self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
+            self.result = self.work.finish([self.accumulator(unit, slot) for unit, slot in one.results])
         else:
             whole = self.work.empty_results()
             for unit, slot in one.results:
                 rows = self.local_rows(*unit)
-                self.running(unit, slot).copy_into(tuple(x[:, rows] for x in whole[unit[0]]))
+                self.accumulator(unit, slot).copy_into(tuple(x[:, rows] for x in whole[unit[0]]))
             self.result = tuple(itertools.chain.from_iterable(whole.values()))
         self.results.clear()
 

@@ -13,7 +13,7 @@ from ..compiler.sharding.shards import Shards, UnevenShards
 from ..compiler.tiles.tiles import Tile
 from .buffers import Tensors, sum_dtype
 from .kernels import Kernel
-from .kernels.accumulate import Running, Softmax, Sum, backward, forward
+from .kernels.accumulate import Accumulator, Softmax, Sum, backward, forward
 
 ALL = slice(None)  # rows
 PIECE = 1024  # tokens of a head that are computed at once
@@ -33,15 +33,15 @@ class Work(abc.ABC):
         that `compiler.shape` lists."""
 
     @abc.abstractmethod
-    def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
-        """An empty running result. make: gives the tensors that it has once it must be wide."""
+    def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
+        """An empty accumulator. make: gives the tensors that it has once it must be in accum_dtype."""
 
     @abc.abstractmethod
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
-        """Adds a product to the running results. q_slot: the slot of q. calls: the kernel calls of the product."""
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Accumulator]) -> None:
+        """Adds a product to the accumulators. q_slot: the slot of q. calls: the kernel calls of the product."""
 
     @abc.abstractmethod
-    def finish(self, results: list[Running]) -> Tensors:
+    def finish(self, results: list[Accumulator]) -> Tensors:
         """The results in the dtype of q."""
 
     @abc.abstractmethod
@@ -53,7 +53,8 @@ class Work(abc.ABC):
 
 
 class Forward(Work):
-    """Forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). The result is out as q, and lse (B, n, Hq), wide."""
+    """Forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). The result is out as q, and lse (B, n, Hq), in
+    accum_dtype."""
 
     def __init__(self, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().__init__(kernel, scale, q)
@@ -62,13 +63,13 @@ class Forward(Work):
     def local(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
         return _take_rows(self.operands[kind], rows)
 
-    def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
+    def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
         return Softmax(make)
 
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Accumulator]) -> None:
         forward(self.kernel, q[0], kv[0], kv[1], calls, self.scale, results[0])
 
-    def finish(self, results: list[Running]) -> Tensors:
+    def finish(self, results: list[Accumulator]) -> Tensors:
         return results[0].finish(self.dtype, None)
 
     def empty_results(self) -> dict[str, Tensors]:
@@ -97,10 +98,10 @@ class Backward(Work):
         q, do, lse, out = _take_rows((self.q, self.do, self.lse, self.out), rows)
         return q, do, lse, rowsum(do, out, lse.dtype) if travels and out.dim() == q.dim() else out
 
-    def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
+    def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
         return Sum(make)
 
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Accumulator]) -> None:
         if q_slot not in self.out_of_slot:
             self.out_of_slot[q_slot] = q[3] if q[3].dim() == q[1].dim() else out_with_rowsum(q[1], q[3])
         dq, dkv = results
@@ -109,7 +110,7 @@ class Backward(Work):
     def forget(self, slot: int) -> None:
         self.out_of_slot.pop(slot, None)
 
-    def finish(self, results: list[Running]) -> Tensors:
+    def finish(self, results: list[Accumulator]) -> Tensors:
         dq, dkv = results
         return *dq.finish(self.dtype), *dkv.finish(self.dtype, self.dtype)
 
@@ -136,7 +137,7 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     """A tensor whose rowsum with do is delta, to stand for out: do * delta / |do|^2, and 0 where do is 0.
 
     That rowsum is all that a backward kernel computes from out. do is divided by its row's maximum first, since |do|^2
-    underflows in fp32. do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
+    underflows in fp32. do (B, n, H, D), delta (B, n, H) in accum_dtype; returns do's dtype.
     """
     if do[0].numel() <= PIECE * do.shape[3]:
         return _out_with_rowsum(do, delta).to(do.dtype)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ds_seqpar.errors import ConfigError, did_you_mean
-from ds_seqpar.files import Given, call_library, read_json
+from ds_seqpar.files import JsonField, call_library, read_json
 from ds_seqpar.planner.limits import check_model
 
 from ..families import FAMILIES, windows
@@ -116,7 +116,7 @@ def numbers_of(place: str) -> Model:
     file = os.path.join(place, "config.json") if os.path.isdir(place) else place
     content = read_json(file, "--model must be the folder of a model, or its config.json; that")
     where = f"the model's configuration {file}"
-    kind = Given(where, content.get("model_type"), "model_type")
+    kind = JsonField(where, content.get("model_type"), "model_type")
     if kind.text() not in CONFIG_MAPPING:
         raise kind.wrong(f"one that transformers knows{did_you_mean(kind.value, CONFIG_MAPPING)}")
     return call_library("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
@@ -126,7 +126,7 @@ def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
     config = AutoConfig.for_model(**content)
     for name in WHOLE_NUMBERS:
         if (value := getattr(config, name, None)) is not None:
-            Given(place, value, name).count()
+            JsonField(place, value, name).count()
     return config_sizes(config)
 
 

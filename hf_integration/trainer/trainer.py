@@ -140,16 +140,16 @@ class SequenceParallelMixin(Behind):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """(the batches of an accumulation window, the number of label tokens in it over all groups).
+        """(the micro-batches of an optimizer step, the number of label tokens in it over all groups).
 
         Raises on every rank where one rank's data set or collator fails, or gives other batches than its group's.
         """
         self._throughput.start()
-        window = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
-        for batch in window:
+        microbatches = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
+        for batch in microbatches:
             self._throughput.count(batch)
-        window, items = super().get_batch_samples(iter(window), len(window), device)
-        return window, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
+        microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
+        return microbatches, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
     def _agreed(self, what: str, batches: Callable[[], Iterator[Any]]) -> list[Any]:
         """The batches, after all ranks have agreed that they have equally many, and that ranks of a sequence have the

@@ -77,23 +77,23 @@ ONE_GROUP = {
     # the tutorials' padding="max_length" with labels = input_ids.copy(): a loss of 4.1969 for 4.1614
     "padding that carries labels": (given(**PADDED), everywhere("labels", "got 2", "-100", "attention_mask")),
     "such padding on one rank": (one_given(**PADDED), only_one("labels", "got 2", "-100", "attention_mask")),
-    "a generator that fails": (one_window(failing_generator), only_one("window", "OSError: the disk is gone")),
+    "a generator that fails": (one_window(failing_generator), only_one("micro-batches", "OSError: the disk is gone")),
     "a batch that cannot be read": (
         one_window(lambda: [Failing(batch())]),
-        only_one("window", "RuntimeError: no such sample"),
+        only_one("micro-batches", "RuntimeError: no such sample"),
     ),
-    "a sparse tensor": (one_given(weights=torch.ones(2, 16).to_sparse()), only_one("window", "RuntimeError: ")),
+    "a sparse tensor": (one_given(weights=torch.ones(2, 16).to_sparse()), only_one("micro-batches", "RuntimeError: ")),
     "a nested tensor": (
         one_window(lambda: [batch(weights=torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]))]),
-        only_one("window", "RuntimeError: "),
+        only_one("micro-batches", "RuntimeError: "),
     ),
     "a tensor without content": (
         one_given(weights=torch.ones(2, 16, device="meta")),
-        only_one("window", "NotImplementedError: "),
+        only_one("micro-batches", "NotImplementedError: "),
     ),
     "names that cannot be sorted": (
         one_window(lambda: [{**batch(), 3: torch.ones(2, 16)}]),
-        only_one("window", "TypeError: "),
+        only_one("micro-batches", "TypeError: "),
     ),
     "complex labels": (one_given(labels=COMPLEX), only_one("labels", "int64", "complex64 (2, 16)")),
     "labels in fp32": (given(labels=torch.ones(2, 16)), everywhere("labels", "int64", "float32 (2, 16)")),

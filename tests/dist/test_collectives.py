@@ -88,7 +88,7 @@ WRONG_INPUTS = {
     "another call": (collected_alone, differ("calls", "records to gather", "tensor to gather")),
     "a device that is none": (
         lambda sp, rank: sp.shard_batch(BATCH, device="nope" if rank == WRONG else None),
-        only_one("making the batches of a window failed"),
+        only_one("making the micro-batches of a step failed"),
     ),
     "nothing to shard": (lambda sp, rank: sp.shard(None, 0), everywhere("shard needs a tensor", "NoneType")),
     "a dim that is none": (lambda sp, rank: sp.shard(torch.ones(8), 3), everywhere("shard", "(8,) and dim 3")),

@@ -1,4 +1,4 @@
-"""Tiles of all kinds run by kernels that know one block, into running results that are copied and widened only where
+"""Tiles of all kinds run by kernels that know one block, into accumulators that are copied and widened only where
 they must be."""
 
 import pytest

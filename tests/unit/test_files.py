@@ -8,7 +8,7 @@ import pytest
 from ds_seqpar.__main__ import main
 from ds_seqpar.config.deepspeed_checks import check_deepspeed
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.files import LARGEST, LARGEST_FILE, Given, parse_json, read_json
+from ds_seqpar.files import LARGEST, LARGEST_FILE, JsonField, parse_json, read_json
 from ds_seqpar.planner.machine import presets
 from tests.unit.commands import LLAMA
 
@@ -48,15 +48,15 @@ def test_numbers_of_64_bits_are_whole():
 
 
 def test_values_have_a_type_and_a_range():
-    given = Given("machine x", {"a": {"b": 10**400}}).object(["a"])["a"].object()["b"]
+    given = JsonField("machine x", {"a": {"b": 10**400}}).object(["a"])["a"].object()["b"]
     for wrong in (given.number, given.flag, given.text, given.object, lambda: given.count(most=5)):
         with pytest.raises(ConfigError, match=r"machine x: a\.b must be .*; got 1000"):
             wrong()
-    assert Given("x", 2, "a").number(least=2, most=2) == 2.0
-    assert Given("x", 2, "a").count(least=2, most=2) == 2
+    assert JsonField("x", 2, "a").number(least=2, most=2) == 2.0
+    assert JsonField("x", 2, "a").count(least=2, most=2) == 2
     for nothing in (True, float("nan"), float("inf"), "2", None):
         with pytest.raises(ConfigError, match="a number from 0; got"):
-            Given("x", nothing, "a").number(least=0)
+            JsonField("x", nothing, "a").number(least=0)
 
 
 # a file, what is exchanged in it, and what the sentence of the command names

@@ -8,7 +8,7 @@ from ds_seqpar.config.deepspeed_json import Offload, Zero
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.footprint import bytes_a_token, fits, footprint, longest
-from ds_seqpar.planner.request import Model, Room, TrainingStep
+from ds_seqpar.planner.request import MemoryBudget, Model, TrainingStep
 
 # hidden 8, 4 query heads of 2, 2 of k and v
 MODEL = Model(
@@ -189,7 +189,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two():
 
 def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
     step, roomy = _step({"offload_checkpoints": True}, dtype="bfloat16"), 2**40
-    rank, host = Room(limit=2**20, host=roomy, together=4), Room(limit=roomy, host=2**20, together=4)
+    rank, host = MemoryBudget(limit=2**20, host=roomy, together=4), MemoryBudget(limit=roomy, host=2**20, together=4)
     for room, full in ((rank, "rank"), (host, "host")):
         found = longest(step, room)
         assert found.full == full
@@ -198,8 +198,8 @@ def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
     for seq in (16, 2**20):  # wherever it is looked for from
         near = longest(dataclasses.replace(step, seq=seq), rank).tokens
         assert abs(near / longest(step, rank).tokens - 1) < 2e-3
-    assert longest(step, Room(limit=1, host=roomy, together=4)).tokens == 0
-    shared = Room(limit=2**20, host=roomy, together=4, apart=False)  # host memory is the rank's own
+    assert longest(step, MemoryBudget(limit=1, host=roomy, together=4)).tokens == 0
+    shared = MemoryBudget(limit=2**20, host=roomy, together=4, apart=False)  # host memory is the rank's own
     assert longest(step, shared).tokens < longest(step, rank).tokens
 
 

@@ -28,7 +28,7 @@ def _bound(schedule, direction, travel):
     return Compiler(recipe, 1).bound_inner(direction, CAUSAL, EvenShards(its.default_layout, 4 * ranks, ranks), shape)
 
 
-@pytest.mark.parametrize("travel", ["float32", "bfloat16"])
+@pytest.mark.parametrize("comm", ["float32", "bfloat16"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_instruction_is_a_line_with_its_step_and_slots(schedule, direction, travel):

@@ -80,7 +80,7 @@ WRONG = [
     (("between",), 3, ("between", "got 3")),
     (("uplink",), "fast", ("uplink", 'got "fast"')),
     (("duplex",), 1, ("duplex", "got 1")),
-    (("spare",), 1, ("spare", "got 1")),
+    (("reserve_fraction",), 1, ("reserve_fraction", "got 1")),
     (("attention", "bfloat16", "forward", "full"), [], ("bfloat16.forward.full", "got []")),
     (("attention", "bfloat16", "forward", "full"), [[2, 1], [1, 1]], ("bfloat16.forward.full", "[[2, 1], [1, 1]]")),
     (("attention", "bfloat16", "forward"), {"full": [[1, 1]]}, ("bfloat16.forward", "no causal")),

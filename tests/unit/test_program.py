@@ -99,7 +99,7 @@ class Model:
             self.read(slot, "operand", unit)
 
     def running(self, slot, unit):
-        """A slot that is the running result's, or from now on is."""
+        """A slot that is the accumulator's, or from now on is."""
         if self.slots.get(slot) != ("running", unit):
             assert ("running", unit) not in self.slots.values(), f"{unit} is in two slots"
             self.write(slot, "running", unit)

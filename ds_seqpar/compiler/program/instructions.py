@@ -92,7 +92,7 @@ class Assemble(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Attention of q and kv, added to the running results. results: each with the slot that it takes once it must be in
+    """Attention of q and kv, added to the accumulators. results: each with the slot that it takes once it must be in
     the dtype of sums."""
 
     step: int
@@ -104,7 +104,7 @@ class Product(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A result that arrived and the running result (in slot `accumulator`, if there is one) become one, in slot
+    """A result that arrived and the accumulator (in slot `accumulator`, if there is one) become one, in slot
     `into`."""
 
     step: int
@@ -115,7 +115,7 @@ class Merge(NamedTuple):
 
 
 class Export(NamedTuple):
-    """A running result becomes the message that takes it to another rank."""
+    """An accumulator becomes the message that takes it to another rank."""
 
     step: int
     unit: Unit
@@ -124,7 +124,7 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """The other members' parts of a running result start on their way; the local part goes into slot `local_part`."""
+    """The other members' parts of an accumulator start on their way; the local part goes into slot `local_part`."""
 
     step: int
     ticket: int
@@ -144,7 +144,7 @@ class ScatterStart(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """The parts that the other members sent are merged into the running result of `unit`."""
+    """The parts that the other members sent are merged into the accumulator of `unit`."""
 
     step: int
     unit: Unit
@@ -154,7 +154,7 @@ class Fold(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The running results of the local blocks become those of the head chunk."""
+    """The accumulators of the local blocks become those of the head chunk."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
@@ -295,8 +295,8 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 
 class Slot(NamedTuple):
-    """A buffer. kind: of the units that it holds. role: "operand"; "wide", a running result in the dtype of sums;
-    "travel", a result in the dtype that it travels in; "sent" or "received", of an exchange of heads, `exchange`. keys:
+    """A buffer. kind: of the units that it holds. role: "operand"; "accum", an accumulator in the dtype of sums;
+    "comm", a result in the dtype that it travels in; "sent" or "received", of an exchange of heads, `exchange`. keys:
     the units' blocks, as many in each. head_chunk: whose heads it has."""
 
     kind: str

@@ -19,15 +19,15 @@ UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
 def lower(
-    name: str, direction: str, rank: int, size: int, steps: Steps, results_travel_wide: bool, blocks_per_rank: int = 1,
+    name: str, direction: str, rank: int, size: int, steps: Steps, comm_in_accum_dtype: bool, blocks_per_rank: int = 1,
     ahead: int = 0,
 ) -> Program:  # fmt: skip
     """The program of one rank.
 
-    results_travel_wide: whether results travel in the dtype of sums; what arrives is then added to where it lies, and
+    comm_in_accum_dtype: whether results travel in the dtype of sums; what arrives is then added to where it lies, and
     sent on from there. blocks_per_rank: blocks that each rank owns. ahead: by how many steps receives are posted early,
     see `receives_ahead`; 0 posts each in the step in which the message leaves."""
-    lowering = _Lowering(direction, rank, size, results_travel_wide, blocks_per_rank)
+    lowering = _Lowering(direction, rank, size, comm_in_accum_dtype, blocks_per_rank)
     for index, step in enumerate(steps):
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
@@ -47,8 +47,8 @@ def lower(
 class _Lowering:
     """Collects the instructions of one rank, step by step. Every unit gets a buffer of its own here."""
 
-    def __init__(self, direction: str, rank: int, size: int, results_travel_wide: bool, blocks_per_rank: int) -> None:
-        self.direction, self.rank, self.results_travel_wide = direction, rank, results_travel_wide
+    def __init__(self, direction: str, rank: int, size: int, comm_in_accum_dtype: bool, blocks_per_rank: int) -> None:
+        self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
         self.blocks, self.local = size * blocks_per_rank, owned(rank, blocks_per_rank)
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
@@ -57,7 +57,7 @@ class _Lowering:
             (kind, (b,)): local_slot(n) for kind in OPERANDS for n, b in enumerate(self.local)
         }
         self.messages: dict[Unit, int] = {}  # own operand -> the buffer that it is sent from
-        self.results: dict[Unit, int] = {}  # running result -> its buffer
+        self.results: dict[Unit, int] = {}  # accumulator -> its buffer
         self.arriving: dict[int, list[int]] = defaultdict(list)  # step -> tickets of operands that are due at its end
         # step -> (ticket, transfers) of results that are merged after its products
         self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)
@@ -83,7 +83,7 @@ class _Lowering:
         self.merge(index, index)  # before results leave: what arrived may have to leave with them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
-            role = "wide" if self.results_travel_wide else "travel"
+            role = "accum" if self.comm_in_accum_dtype else "comm"
             receives = [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
             if sends or receives:
                 self.merging[index + within].append(self.post(index, sends, receives))
@@ -98,7 +98,7 @@ class _Lowering:
             self.merge(last, due)
         local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
         # results to which nothing is added have slots too: those of an empty block, or of keys that no query sees
-        self.code.append(op.Finish(last, tuple((unit, self.running(unit)) for unit in local)))
+        self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
@@ -129,14 +129,14 @@ class _Lowering:
         results = []
         for kind in ACCUMULATORS[self.direction]:
             unit = kind, compute.kv if kind == "dkv" else compute.q
-            results.append((unit, self.running(unit)))
+            results.append((unit, self.accumulator(unit)))
         slots = self.operands["q", compute.q], self.operands["kv", compute.kv]
         self.code.append(op.Product(index, compute.q, compute.kv, *slots, tuple(results)))
 
-    def running(self, unit: Unit) -> int:
-        """The buffer of a running result."""
+    def accumulator(self, unit: Unit) -> int:
+        """The buffer of an accumulator."""
         if unit not in self.results:
-            self.results[unit] = self.buffer(unit[0], "wide", unit[1])
+            self.results[unit] = self.buffer(unit[0], "accum", unit[1])
         return self.results[unit]
 
     def merge(self, index: int, due: int) -> None:
@@ -145,14 +145,14 @@ class _Lowering:
             self.code.append(op.Wait(index, ticket))
             for transfer in arrived:
                 accumulator = self.results.get(transfer.unit, LOCAL)
-                into = transfer.slot if self.results_travel_wide else self.running(transfer.unit)
+                into = transfer.slot if self.comm_in_accum_dtype else self.accumulator(transfer.unit)
                 self.results[transfer.unit] = into
                 self.code.append(op.Merge(index, transfer.unit, transfer.slot, accumulator, into))
 
     def export(self, index: int, unit: Unit) -> int:
-        """Ends a running result; returns the buffer that it is sent from."""
+        """Ends an accumulator; returns the buffer that it is sent from."""
         accumulator = self.results.pop(unit)
-        into = accumulator if self.results_travel_wide else self.buffer(unit[0], "travel", unit[1])
+        into = accumulator if self.comm_in_accum_dtype else self.buffer(unit[0], "comm", unit[1])
         self.code.append(op.Export(index, unit, accumulator, into))
         return into
 
@@ -168,10 +168,10 @@ class _Lowering:
         """Starts a reduce-scatter; returns the instructions that end it."""
         ticket, part = next(self.tickets), reduce.key_of(self.rank)
         unit = reduce.kind, part
-        accumulator, local_part = self.results.pop((reduce.kind, reduce.blocks)), self.running(unit)
+        accumulator, local_part = self.results.pop((reduce.kind, reduce.blocks)), self.accumulator(unit)
         others = tuple(block for block in reduce.blocks if block not in part)
-        sent = self.buffer(reduce.kind, "travel", others)
-        received = self.buffer(reduce.kind, "travel", part * (len(reduce.ranks) - 1))
+        sent = self.buffer(reduce.kind, "comm", others)
+        received = self.buffer(reduce.kind, "comm", part * (len(reduce.ranks) - 1))
         self.code.append(op.ScatterStart(index, ticket, reduce, accumulator, local_part, sent, received))
         return [op.Wait(index, ticket), op.Fold(index, unit, received, local_part, len(reduce.ranks) - 1)]
 

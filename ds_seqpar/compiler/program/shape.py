@@ -33,18 +33,18 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The batch and the heads that one rank works on. dtype: of q, k and v, by its name in torch; travel: the dtype of
-    partial outputs and gradients between ranks."""
+    """The batch and the heads that one rank works on. dtype: of q, k and v, by its name in torch; comm_dtype: the dtype
+    of partial outputs and gradients between ranks."""
 
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
     dtype: str
-    travel: str
+    comm_dtype: str
 
     @property
-    def wide(self) -> str:
+    def accum_dtype(self) -> str:
         """The dtype that results are accumulated in."""
         return "float64" if self.dtype == "float64" else "float32"
 
@@ -57,20 +57,20 @@ class Shape:
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
-        """The tensors of a unit of this kind. dtype: that of a result, `travel` by default."""
+        """The tensors of a unit of this kind. dtype: that of a result, `comm_dtype` by default."""
         q, row = (self.q_heads, self.head_dim), (self.q_heads, 0)
         pair = (self.kv_heads, self.head_dim)
-        dtype = dtype or self.travel
+        dtype = dtype or self.comm_dtype
         return {
             ("forward", "q"): (Field("q", *q, self.dtype),),
             ("backward", "q"): (
                 Field("q", *q, self.dtype),
                 Field("do", *q, self.dtype),
-                Field("lse", *row, self.wide),
-                Field("delta", *row, self.wide),
+                Field("lse", *row, self.accum_dtype),
+                Field("delta", *row, self.accum_dtype),
             ),
             (direction, "kv"): (Field("k", *pair, self.dtype), Field("v", *pair, self.dtype)),
-            ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row, self.wide)),
+            ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row, self.accum_dtype)),
             ("backward", "dq"): (Field("dq", *q, dtype),),
             ("backward", "dkv"): (Field("dk", *pair, dtype), Field("dv", *pair, dtype)),
         }[direction, kind]
@@ -122,10 +122,10 @@ def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
-def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
-    """heads: (query heads, key/value heads, head_dim) of one rank. travel: the setting, where "fp32" means fp32 or
+def shape_of(comm_dtype: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
+    """heads: (query heads, key/value heads, head_dim) of one rank. comm_dtype: the setting, where "fp32" means fp32 or
     wider."""
-    wide = "float64" if dtype == "float64" else "float32"
+    accum_dtype = "float64" if dtype == "float64" else "float32"
     q_heads, kv_heads, dim = heads
-    comm_dtype = {"fp32": wide, "bf16": "bfloat16"}[travel]
-    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=comm_dtype)
+    comm_dtype = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype]
+    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype)

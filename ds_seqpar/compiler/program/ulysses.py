@@ -144,7 +144,7 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
     tokens, width = tokens_by_ulysses_rank(shards, side, inner, heads.ulysses.size), 1 if per_row else shape.head_dim
     counts = rules.element_counts(heads.shares(exchange), tokens, heads.ulysses.rank, shape.batch * width)
     outgoing, incoming = counts if exchange.inward else counts[::-1]
-    dtype = shape.wide if per_row else shape.dtype
+    dtype = shape.accum_dtype if per_row else shape.dtype
     return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
 
 
@@ -152,7 +152,7 @@ def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExch
     """Bytes that an exchange brings to a Ulysses rank from the others, for each of the CP rank's tokens, where all
     Ulysses ranks have equal shares. shape: of the Ulysses rank's inner tensors."""
     heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
-    head_bytes = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+    head_bytes = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
     return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size
 
 

@@ -23,7 +23,7 @@ class KernelSupport(NamedTuple):
     alignment for any shape.
     band: the widest band, 0 for none. rows: how many rows a block of a band may have, because the kernel makes a mask
     of rows by columns for it; 0 for any number, without a mask.
-    tiles: all tiles of a product at once, of every kind; the kernel adds to the running results itself.
+    tiles: all tiles of a product at once, of every kind; the kernel adds to the accumulators itself.
     windows: 0 none, 1 a window that ends with a causal edge, 2 a window with any two edges. Such launches have
     `Segments`.
     segments: many blocks of different sizes in one launch; False: one launch for each.

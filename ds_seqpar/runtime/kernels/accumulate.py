@@ -1,7 +1,7 @@
-"""Adds the results of kernel calls to running results.
+"""Adds the results of kernel calls to accumulators.
 
-A running result is empty at first. Then it is narrow: the tensors that the kernel returned. Once a second result is
-added it is wide: fp32, or fp64 for fp64. Every tensor has its tokens on dim 1.
+An accumulator is empty at first. Then it is narrow: the tensors that the kernel returned. Once a second result is
+added it is in accum_dtype: fp32, or fp64 for fp64. Every tensor has its tokens on dim 1.
 
 Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score a head, of
 value 0. It is merged into (out, lse) once, after all partial results, and backward reads the merged ones.
@@ -59,11 +59,11 @@ class Rows(NamedTuple):
             yield slice(first, last), Rows(self.start + first, last - first, self.groups, self.step)
 
 
-class Running:
-    """The running result of one block: tensors whose rows are `blank` until something is added.
+class Accumulator:
+    """The accumulator of one block: tensors whose rows are `blank` until something is added.
 
-    make: returns uninitialised wide tensors, in the memory that the result is sent from. It is called once at most, and
-    only if they are needed.
+    make: returns uninitialised tensors in accum_dtype, in the memory that the result is sent from. It is called once at
+    most, and only if they are needed.
     """
 
     blank: tuple[float, float] = (0.0, 0.0)
@@ -73,7 +73,7 @@ class Running:
         self._held: Tensors | None = None
         self._rows: Rows | None = None  # the only rows that the held tensors have; None: all
         self._end = 0  # the first of the rows at the end that are blank, and not yet written in the held tensors
-        self._placed = False  # whether the held tensors are in memory of `make` or of a message
+        self._materialized = False  # whether the held tensors are in memory of `make` or of a message
 
     @property
     def held(self) -> Tensors | None:
@@ -82,7 +82,7 @@ class Running:
 
     def expect(self, rows: Rows) -> None:
         """Prepares for an `add` to those rows, before the kernel is called. Rows that will be added to become wide now,
-        so that narrow and wide ones are never in memory together with the kernel's result."""
+        so that those in the inputs' dtype and in accum_dtype are never in memory together with the kernel's result."""
         if self._held is not None and rows.start < self._end:
             self._widen()
 
@@ -114,15 +114,15 @@ class Running:
             self._combine(into, new)
         self._end = max(self._end, rows.end)
 
-    def absorb(self, *arrived: Tensor) -> None:
-        """Adds another rank's part, of all rows. Its tensors may be changed: if they are wide, the held tensors are
-        added to them, and they are held from then on."""
+    def add_(self, *arrived: Tensor) -> None:
+        """Adds another rank's part, of all rows. Its tensors may be changed: if they are in accum_dtype, the held
+        tensors are added to them, and they are held from then on."""
         if self._held is None:
-            self._held, self._placed = arrived, True
+            self._held, self._materialized = arrived, True
         elif self._is_wide(arrived):
             rows = self._rows or Rows(0, self._end)
             self._combine(tuple(map(rows.of, arrived)), self._held if self._rows else tuple(map(rows.of, self._held)))
-            self._held, self._rows, self._placed = arrived, None, True
+            self._held, self._rows, self._materialized = arrived, None, True
         else:
             self._combine(self._settled(), arrived)
         self._end = arrived[0].shape[1]
@@ -131,11 +131,11 @@ class Running:
         """Adds another rank's part, of all rows, and does not change its tensors."""
         self._combine(self._settled(), arrived)
 
-    def placed(self) -> Tensors:
-        """The wide tensors, in the memory that they are sent from."""
+    def materialize(self) -> Tensors:
+        """The tensors in accum_dtype, in the memory that they are sent from."""
         held = self._settled()
-        if not self._placed:
-            self._move(self._make(), placed=True)
+        if not self._materialized:
+            self._move(self._make(), materialized=True)
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
@@ -151,23 +151,23 @@ class Running:
         self._write_blank()
         held = list(self._held or ())
         self._held = None
-        return tuple(_owned(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
+        return tuple(_owned(held.pop(0), dtype, self._materialized) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
-        """The held tensors, after they have become wide and have all rows."""
+        """The held tensors, after they are in accum_dtype and have all rows."""
         self._widen()
         self._write_blank()
         return self._held or ()
 
     def _widen(self) -> None:
-        """Makes the held tensors wide, with all rows."""
+        """Casts the held tensors to accum_dtype, with all rows."""
         if self._held is None or self._rows is not None or not self._is_wide(self._held):
-            self._move(self._make(), placed=True)
+            self._move(self._make(), materialized=True)
 
-    def _move(self, into: Tensors, placed: bool = False) -> None:
+    def _move(self, into: Tensors, materialized: bool = False) -> None:
         """Copies the held tensors into these, which are held from then on."""
         rows, held = self._rows or Rows(0, self._end), self._held
-        self._held, self._rows, self._placed = into, None, placed
+        self._held, self._rows, self._materialized = into, None, materialized
         if held is None:
             return
         self._end = 0
@@ -194,8 +194,8 @@ class Running:
         raise NotImplementedError
 
 
-class Softmax(Running):
-    """The running (out, lse) of one block of queries: out (B, n, H, D) in any dtype, lse (B, n, H) always wide."""
+class Softmax(Accumulator):
+    """The accumulator (out, lse) of one block of queries: out (B, n, H, D) in any dtype, always in accum_dtype."""
 
     blank = (0.0, -INF)
 
@@ -203,8 +203,8 @@ class Softmax(Running):
         merge_(*into, *new)
 
 
-class Sum(Running):
-    """The running gradients of one block: (dq,), or (dk, dv)."""
+class Sum(Accumulator):
+    """The accumulated gradients of one block: (dq,), or (dk, dv)."""
 
     def _combine(self, into: Tensors, new: Tensors) -> None:
         for x, part in zip(into, new, strict=True):
@@ -246,16 +246,16 @@ def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 class Accumulating(Kernel, Protocol):
-    """A kernel that takes all tiles of a product, and adds to running results itself: `KernelSupport.tiles`. Its
+    """A kernel that takes all tiles of a product, and adds to accumulators itself: `KernelSupport.tiles`. Its
     methods are called in place of `forward` and `backward` below, with their arguments."""
 
     def forward_tiles(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Accumulator
     ) -> None: ...
 
     def backward_tiles(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        tiles: Sequence[Tile], scale: float, dq: Running, dkv: Running,
+        tiles: Sequence[Tile], scale: float, dq: Accumulator, dkv: Accumulator,
     ) -> None: ...  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def _keywords(call: Tile) -> dict[str, Any]:
 
 
 def forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile], scale: float, into: Running
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile], scale: float, into: Accumulator
 ) -> None:
     """Adds attention over the calls' tiles to `into`, a `Softmax`. q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D), of any
     strides but 1 in the last dimension. calls: those of `compiler.cuts.launches` for what this kernel takes."""
@@ -291,10 +291,10 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Tile, scale: 
 
 def backward(
     kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    calls: Sequence[Tile], scale: float, dq: Running, dkv: Running,
+    calls: Sequence[Tile], scale: float, dq: Accumulator, dkv: Accumulator,
 ) -> None:  # fmt: skip
     """Adds the gradients of the calls' tiles to the `Sum`s dq, of (dq,), and dkv, of (dk, dv). do and out as q, lse (B,
-    Sq, Hq) wide. out and lse are those of whole rows, not only of these calls."""
+    Sq, Hq) in accum_dtype. out and lse are those of whole rows, not only of these calls."""
     if _accumulates(kernel):
         kernel.backward_tiles(do, q, k, v, out, lse, calls, scale, dq, dkv)
         return
@@ -302,7 +302,9 @@ def backward(
         _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
 
 
-def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, dq: Running, dkv: Running) -> None:
+def _add_gradients(
+    kernel: Kernel, operands: Tensors, call: Tile, scale: float, dq: Accumulator, dkv: Accumulator
+) -> None:
     (rows, columns), upper = _sides(call), call.kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
     dq.expect(rows)
@@ -360,9 +362,9 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 
 
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Merges sinks (H,) into out (B, S, H, D), of any dtype, and lse (B, S, H), wide, in place. The out of a row that
-    saw no key stays 0. sinks may also be (B, S, H), one for each row. A sink of -inf changes nothing, and one of inf
-    takes all weight."""
+    """Merges sinks (H,) into out (B, S, H, D), of any dtype, and lse (B, S, H), in accum_dtype, in place. The out of a
+    row that saw no key stays 0. sinks may also be (B, S, H), one for each row. A sink of -inf changes nothing, and one
+    of inf takes all weight."""
     sinks = sinks.to(lse.dtype)
     out.mul_(torch.sigmoid(_difference(lse, sinks)).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, sinks))

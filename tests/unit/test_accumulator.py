@@ -1,4 +1,4 @@
-"""Running results: adopted as they come, widened only where they must be, and placed where they are sent from."""
+"""Accumulators: adopted as they come, widened only where they must be, and placed where they are sent from."""
 
 import pytest
 import torch
@@ -100,11 +100,11 @@ def test_what_nothing_has_touched_is_zero():
     assert not any(x.any() for x in total.finish(BF16, BF16))
 
 
-STATES = ["empty", "narrow", "wide"]
+STATES = ["empty", "narrow", "accum"]
 
 
 def _in_state(state):
-    """(running result that so many parts have been added to, its buffers, those parts)."""
+    """(accumulator that so many parts have been added to, its buffers, those parts)."""
     into, made = _softmax()
     parts = [_partial(seed) for seed in range(STATES.index(state))]
     for part in parts:
@@ -120,15 +120,15 @@ def _assert_is(found, wanted, tolerance=1e-6):
 @pytest.mark.parametrize("arriving", [BF16, F32])
 @pytest.mark.parametrize("state", STATES)
 def test_absorb_and_merge_in_every_state(state, arriving):
-    """What is absorbed may become the running result; what is merged stays as it was."""
+    """What is absorbed may become the accumulator; what is merged stays as it was."""
     into, made, parts = _in_state(state)
     arrived = _partial(7, arriving)
     wanted = _merged(*parts, arrived)
-    into.absorb(*arrived)
+    into.add_(*arrived)
     home = into.held[0]
     # what is held is merged into what arrived where that is wide, and else widened
     assert home is (arrived[0] if state == "empty" or arriving == F32 else made[0][0])
-    assert len(made) == (state == "wide" or home is not arrived[0])
+    assert len(made) == (state == "accum" or home is not arrived[0])
     _assert_is(into.finish(home.dtype, None), wanted)
     into, made, _ = _in_state(state)
     arrived = _partial(7, arriving)
@@ -154,10 +154,10 @@ def test_gradients_absorb_in_every_state(state, arriving):
     wanted = [sum(x.double() for x in column) for column in zip(*parts, arrived, strict=True)]
     for part in parts:
         total.add(part, ALL, 6)
-    total.absorb(*arrived)
+    total.add_(*arrived)
     adopted = state == "empty" or arriving == F32
     assert (total.held[0] is arrived[0]) == adopted
-    assert len(made) == (state == "wide" or not adopted)
+    assert len(made) == (state == "accum" or not adopted)
     _assert_is(total.finish(F32, F32), wanted)
 
 
@@ -170,7 +170,7 @@ def test_a_result_that_is_sent_stands_where_it_is_sent_from(state):
     for part in parts:
         placed.add(tuple(x.clone() for x in part), ALL, 6)
         copied.add(tuple(x.clone() for x in part), ALL, 6)
-    assert placed.placed() is made[0]
+    assert placed.materialize() is made[0]
     copied.copy_into(narrow)
     _assert_is(made[0], wanted)
     _assert_is(narrow, wanted, 2**-8)
@@ -179,8 +179,8 @@ def test_a_result_that_is_sent_stands_where_it_is_sent_from(state):
 def test_what_arrived_wide_is_sent_from_where_it_arrived():
     into, made = _softmax()
     arrived = _partial(7, F32)
-    into.absorb(*arrived)
-    assert into.placed()[0] is arrived[0]
+    into.add_(*arrived)
+    assert into.materialize()[0] is arrived[0]
     assert not made
 
 
@@ -198,7 +198,7 @@ def test_a_first_result_of_part_of_the_rows_is_kept_narrow_until_there_is_more(r
     for x, y in zip(untouched, part, strict=True):
         rows.of(x).copy_(y)
     wanted = _merged(untouched, arrived)
-    into.absorb(*arrived)
+    into.add_(*arrived)
     assert (into.held[0] is arrived[0]) == (arriving == F32)
     assert len(made) == (arriving == BF16)
     _assert_is(into.finish(F32, None), wanted)
@@ -225,10 +225,10 @@ def test_adding_needs_little_memory_beside_the_results(shape):
     part = torch.ones(shape, dtype=BF16), torch.zeros(shape[:3])
     into, total = Softmax(lambda: whole), Sum(lambda: whole[:1])
     rows, of = Rows(0, shape[1]), shape[1]
-    into.absorb(*whole)
+    into.add_(*whole)
     with _Largest(*whole, *part) as largest:
         into.add(part, rows, of)
-        total.absorb(whole[0])
+        total.add_(whole[0])
         total.add(part[:1], rows, of)
     assert 0 < largest.elements <= whole[0].numel() // 16
     assert into.held[0] is whole[0]
