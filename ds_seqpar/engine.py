@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .auto import job_of
 from .config.deepspeed_checks import check_deepspeed
 from .config.deepspeed_json import (
     BATCH_SIZES,
@@ -43,7 +44,7 @@ from .runtime.process_exit import printed_once, wait_at_exit
 if TYPE_CHECKING:
     import argparse
 
-    from .planner.auto import Job
+    from .auto import Job
 
 # arguments of deepspeed.initialize that change neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
@@ -92,7 +93,7 @@ def initialize(
     import deepspeed  # takes seconds: only those who train wait for it
 
     section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
-    sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
+    sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: job_of(content))
     if (patcher := patcher_of_class(model)) is not None:
         patcher.trust_loss(model)  # it is tried here, or another is meant
     patcher = patcher if check_loss else None
@@ -114,13 +115,6 @@ def initialize(
         own = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp, own)
     return returned[0], returned[1], engine.training_dataloader, returned[3]
-
-
-def _job_of(content: Mapping[str, Any]) -> Job:
-    """The planner's job of a DeepSpeed JSON."""
-    from .planner.auto import Job
-
-    return Job.of(content)
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:

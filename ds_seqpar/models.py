@@ -10,8 +10,7 @@ from torch import nn
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from .planner.auto import Job
-    from .planner.request import Model
+    from .auto import Job, Model
 
 # a class that all of a library's models have among their bases -> the package that patches them
 PACKAGES = {"PreTrainedModel": "hf_integration"}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -15,27 +12,25 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from . import renamed
+from . import auto, renamed
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
 from .runtime import checkpoints, devices, groups, input_checks, kernels, ops, runtime
-from .runtime.agreement import Fields, all_gather_objects, assert_ranks_agree
+from .runtime.agreement import Fields, assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.process_exit import printed_once
 
 if TYPE_CHECKING:
+    from .auto import Job
     from .data.loader import Loader
-    from .planner.auto import Job
-    from .planner.machine import Machine
     from .runtime.offload import Store
     from .runtime.recording import Record
 
 
 MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
-Orders: TypeAlias = Mapping[str, tuple[str, ...]]  # of kernels, by case: see `planner.machine.Machine`
 
 
 class SequenceParallel(Sharding):
@@ -302,89 +297,32 @@ def _agreed(
     job: Job | None,
     device: torch.device,
     error: SeqParError | None,
-) -> tuple[SequenceParallelConfig, Orders]:
+) -> tuple[SequenceParallelConfig, auto.Orders]:
     """(the configuration with every "auto" but the kernel's replaced; the measured orders by which kernel "auto" is
     chosen). error: of this rank, which all ranks then raise. Raises on every rank where one rank's settings do not fit.
     Where the settings ask for a plan, each rank plans for itself, and rank 0 prints the result."""
     settings: dict[str, Any] = {}
-    measured: Orders = {}
+    measured: auto.Orders = {}
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved = config.resolve(ranks, heads)
         settings = {**config.settings(), "heads": heads}
         if config.kernel == "auto":
-            measured = _measured_orders(config.machine, device)
+            measured = auto.measured_orders(config.machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
     if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
-        _warn_of_unmeasured_device(config.machine, device)
-    return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved, measured
+        auto.warn_of_unmeasured_device(config.machine, device)
+    return auto.planned_by_all(world, config, heads, job, MAKING) if config.asks_for_plan else resolved, measured
 
 
 def _advice(given: Mapping[int, Fields]) -> str:
     from .runtime.mismatch_hints import of_kernels  # only runs whose ranks differ need it
 
     return of_kernels(given)
-
-
-def _measured_orders(machine: str, device: torch.device) -> Orders:
-    """The orders of kernels that the machine's file has for this kind of device; {} where it has none."""
-    if machine == "auto":
-        return {}
-    from .planner.machine import Machine
-
-    return Machine.load(machine).kernels.get(devices.device_name(device), {})
-
-
-def _warn_of_unmeasured_device(machine: str, device: torch.device) -> None:
-    from .planner.machine import Machine
-
-    if measured := Machine.load(machine).kernels:
-        line = f"sequence_parallel: {machine} has the order of kernels of {', '.join(measured)}, none of this device"
-        print(f"{line}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
-
-
-def _planned_by_all(
-    world: dist.ProcessGroup, config: SequenceParallelConfig, heads: tuple[int, int] | None, job: Job | None
-) -> SequenceParallelConfig:
-    """The configuration that the planner makes. Every rank plans for the hosts of all ranks, and then they compare."""
-    from .planner.auto import line_of, resolve_with_plan
-
-    hosts: list[devices.Host] = [
-        host for _, host in all_gather_objects(world, ("SequenceParallel", devices.this_host()))
-    ]
-    error, compared, plan = None, {}, None
-    try:
-        detect = functools.partial(detected_machine, hosts=hosts)
-        resolved, plan = resolve_with_plan(config, job, heads, len(hosts), detect)
-        compared = {f"planned {name}": value for name, value in resolved.settings().items()}
-        if plan:  # each rank has read the length for itself
-            compared |= {"tokens": plan.request.seq}
-    except Exception as reason:
-        error = as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=MAKING)
-    if plan and dist.get_rank() == 0:
-        print(line_of(plan), file=sys.stderr, flush=True)
-    return resolved
-
-
-def detected_machine(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
-    """The machine that the planner assumes where the section names none, the same on all ranks.
-
-    dtype: it must have rates of it. hosts: of every rank. With accelerators the name of rank 0's and the memory that
-    all have say which machine; without, the smallest host's cores and memory."""
-    from .planner.machine import Machine
-
-    per_node, device = devices.ranks_per_host(hosts), hosts[0].device
-    if device:
-        machine = Machine.guessed(device, dtype)
-        memory = min(host.device_memory for host in hosts) or machine.memory
-        return dataclasses.replace(machine, per_node=per_node, memory=memory, host_memory=min(h.memory for h in hosts))
-    cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}
-    return Machine.of_cores(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
 
 
 def _config(given: object) -> SequenceParallelConfig:

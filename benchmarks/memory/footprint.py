@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks import contenders, tables
 from benchmarks.memory import peers
+from ds_seqpar.auto import detected_machine
 from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.parallel import detected_machine
 from ds_seqpar.planner.auto import Job, resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep

@@ -157,7 +157,7 @@ def test_a_step_of_a_ring_is_one_kernel_call(layout, square):
 
 # 16 ranks of 6 tokens
 PATTERN = block_mask_of(CAUSAL, EvenShards("zigzag", 96, 16))
-SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
+SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="float32")
 MESHES = {
     "attention2d": [{"rows": rows} for rows in (1, 2, 4, 8)],
     "wallfacer": [{"team": team} for team in (1, 2, 4)],

@@ -58,7 +58,7 @@ def test_a_schedule_of_ones_own_that_rotates_is_counted_too(direction):
 
 
 def _shape(heads):
-    return Shape(batch=1, q_heads=heads[0], kv_heads=heads[1], head_dim=128, dtype="bfloat16", travel="float32")
+    return Shape(batch=1, q_heads=heads[0], kv_heads=heads[1], head_dim=128, dtype="bfloat16", comm_dtype="float32")
 
 
 def _lengths(dice, tokens):

@@ -17,7 +17,7 @@ from ds_seqpar.compiler.tiles.tiles import tiles
 from ds_seqpar.config.settings import LAYOUTS as COMMON
 from tests.unit.plans import DIRECTIONS, SINGLE, topologies
 
-SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
+SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="float32")
 ORDER = (CAUSAL, FULL)  # masks that know no distance
 
 
@@ -46,10 +46,10 @@ def test_a_program_hangs_on_what_travels_and_how():
     compiler = Compiler(_recipe("ring", topologies("ring", 4)[0]), 0)
     shards = EvenShards("zigzag", 48, 4)
     wide = compiler.inner_program("backward", CAUSAL, shards, SHAPE)
-    narrow = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="bfloat16")
+    narrow = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="bfloat16")
     assert compiler.inner_program("backward", CAUSAL, shards, narrow) is not wide
     assert compiler.inner_program("forward", CAUSAL, shards, SHAPE) is not wide
-    other = Shape(batch=7, q_heads=8, kv_heads=4, head_dim=64, dtype="bfloat16", travel="float32")
+    other = Shape(batch=7, q_heads=8, kv_heads=4, head_dim=64, dtype="bfloat16", comm_dtype="float32")
     assert compiler.inner_program("backward", CAUSAL, shards, other) is wide
 
 

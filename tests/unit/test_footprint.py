@@ -189,7 +189,10 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two():
 
 def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
     step, roomy = _step({"offload_checkpoints": True}, dtype="bfloat16"), 2**40
-    rank, host = MemoryBudget(limit=2**20, host=roomy, together=4), MemoryBudget(limit=roomy, host=2**20, together=4)
+    rank, host = (
+        MemoryBudget(limit=2**20, host=roomy, ranks_per_node=4),
+        MemoryBudget(limit=roomy, host=2**20, ranks_per_node=4),
+    )
     for room, full in ((rank, "rank"), (host, "host")):
         found = longest(step, room)
         assert found.full == full
@@ -198,8 +201,8 @@ def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
     for seq in (16, 2**20):  # wherever it is looked for from
         near = longest(dataclasses.replace(step, seq=seq), rank).tokens
         assert abs(near / longest(step, rank).tokens - 1) < 2e-3
-    assert longest(step, MemoryBudget(limit=1, host=roomy, together=4)).tokens == 0
-    shared = MemoryBudget(limit=2**20, host=roomy, together=4, apart=False)  # host memory is the rank's own
+    assert longest(step, MemoryBudget(limit=1, host=roomy, ranks_per_node=4)).tokens == 0
+    shared = MemoryBudget(limit=2**20, host=roomy, ranks_per_node=4, apart=False)  # host memory is the rank's own
     assert longest(step, shared).tokens < longest(step, rank).tokens
 
 

@@ -41,10 +41,11 @@ ENGINE = (
 BELOW = ("analysis", "planner", "cli")
 HUGGING_FACE = ("hf", "hf.memory", "hf.model", "hf.trainer", "hf.names")
 ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
-# modules of the engine that ask the planner, in functions or for type checkers: "auto" settings, and machines' files
-DOOR = {"ds_seqpar.engine", "ds_seqpar.models", "ds_seqpar.parallel"}
+# the module of the engine that asks the planner, in functions: for "auto" settings, and machines' files
+DOOR = "ds_seqpar.auto"
 # what attention does without, imported in functions by whoever needs it. So do commands, torch above all
 LATER = {
+    "auto": "types alone, in models",
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
     "runtime.recording": "sp.record, with time lines and traces",
@@ -147,7 +148,7 @@ def ours(names):
 def test_a_module_imports_rooms_above_its_own(name):
     room = room_of(name)
     above = {*ORDER[: ORDER.index(room) + 1]} - ({"analysis", "cli"} if room in HUGGING_FACE else set())
-    lazy = {"planner"} if name in DOOR else set()
+    lazy = {"planner"} if name == DOOR else set()
     assert [x for x in ours(loaded()[name]) if room_of(x) not in above] == []
     assert [x for x in ours(graph()[name]) if room_of(x) not in {*above, *lazy}] == []
 
@@ -158,7 +159,7 @@ def test_the_engine_imports_nothing_below_the_line_but_by_one_door():
         for name in MODULES
         if room_of(name) in ENGINE and (found := [x for x in ours(graph()[name]) if room_of(x) in BELOW])
     }
-    assert crossing.keys() == DOOR
+    assert crossing.keys() == {DOOR}
     assert {room_of(x) for found in crossing.values() for x in found} == {"planner"}
 
 

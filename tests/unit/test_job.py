@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ds_seqpar import parallel
+from ds_seqpar import auto
 from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
@@ -218,7 +218,7 @@ def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
 def test_the_memory_that_ranks_see_is_the_machines():
     """A host of 2**34 bytes beside a smaller accelerator than the preset's."""
     hosts = [Host("a", "NVIDIA H100", (0,), 2**34, 2**33)] * 8
-    machine = parallel.detected_machine("bfloat16", hosts)
+    machine = auto.detected_machine("bfloat16", hosts)
     assert (machine.name, machine.memory, machine.host_memory) == ("h100-ib", 2**33, 2**34)
 
 
@@ -247,20 +247,18 @@ def test_ranks_a_node_are_those_that_share_a_host():
 
 def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as accelerate sets it on CPUs
-    assert parallel.detected_machine("float32", [this_host()] * 4).per_node == 4
+    assert auto.detected_machine("float32", [this_host()] * 4).per_node == 4
 
 
 def test_processors_are_taken_as_they_are():
-    two = parallel.detected_machine(
-        "float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)]
-    )
+    two = auto.detected_machine("float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
     assert (two.per_node, two.memory, two.host_memory) == (2, 2**32, 2**33)
-    alone = parallel.detected_machine("float32", [_host("a", cores=tuple(range(8)))])
+    alone = auto.detected_machine("float32", [_host("a", cores=tuple(range(8)))])
     for way in ("forward", "backward"):
         assert alone.best_rate("float32", way) == 8 * two.best_rate("float32", way)
-    apart = parallel.detected_machine(
+    apart = auto.detected_machine(
         "float32", [_host("a", cores=(n,)) for n in range(4)]
     )  # each bound to a core of its own
     assert apart.gemm == two.gemm
     assert "H100" not in two.about + two.name
-    assert parallel.detected_machine("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"
+    assert auto.detected_machine("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"

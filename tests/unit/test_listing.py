@@ -24,11 +24,11 @@ def _bound(schedule, direction, travel):
     its = SCHEDULES[schedule]
     ranks = 4 if list(its.shapes(4)) else 6
     recipe = Recipe(schedule=its, topology=shaped(schedule, ranks))
-    shape = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel=travel)
+    shape = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype=travel)
     return Compiler(recipe, 1).bound_inner(direction, CAUSAL, EvenShards(its.default_layout, 4 * ranks, ranks), shape)
 
 
-@pytest.mark.parametrize("comm", ["float32", "bfloat16"])
+@pytest.mark.parametrize("travel", ["float32", "bfloat16"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_instruction_is_a_line_with_its_step_and_slots(schedule, direction, travel):
@@ -48,7 +48,7 @@ def test_each_instruction_is_a_line_with_its_step_and_slots(schedule, direction,
 def test_a_rank_that_computes_nothing_has_a_program_and_a_figure():
     recipe = Recipe(schedule=SCHEDULES["ring"], topology=shaped("ring", 2))
     shards = UnevenShards([[(0, 1, 4)], [(4, 1, 4)]], [[(0, 1, 4)], []])
-    shape = Shape(batch=1, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", travel="float32")
+    shape = Shape(batch=1, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", comm_dtype="float32")
     bound = Compiler(recipe, 1).bound_inner("forward", Mask(documents=(0, 4)), shards, shape)
     assert "finish out(1) [0]" in listing(bound)
     assert memory.peak(bound) == 64 + 16 + 128 + 16

@@ -48,7 +48,7 @@ GRID = {
     "mask": tuple(MASKS),
     "overlap": (False, True),
     "kept": tuple(SAVED),
-    "comm": ("kv", "q", "auto"),
+    "rotate": ("kv", "q", "auto"),
 }
 
 
@@ -58,7 +58,7 @@ def _legal(case):
         return False
     if case["mask"] == "full" and case["schedule"] in ("distflash", "triangle"):
         return False
-    if case["comm"] not in ("auto", *schedule.moving_sides):
+    if case["rotate"] not in ("auto", *schedule.moving_sides):
         return False
     if case["heads"] == (5, 5) and (case["ulysses"], case["head_chunks"]) != (2, 1):
         return False
@@ -68,8 +68,8 @@ def _legal(case):
 def _calls(case, own, early=0):
     """What all ranks do, forward and backward. own: settings of the schedule's."""
     names = {name: case[name] for name in ("schedule", "ulysses", "overlap")}
-    travel = {"rotate_forward": case["comm"], "rotate_backward": case["comm"]}
-    config = SequenceParallelConfig(size=case["inner"] * case["ulysses"], **names, **travel, **own)
+    rotate = {"rotate_forward": case["rotate"], "rotate_backward": case["rotate"]}
+    config = SequenceParallelConfig(size=case["inner"] * case["ulysses"], **names, **rotate, **own)
     config = config.resolve(config.size, heads=case["heads"])
     recipe, ulysses_size = config.recipe(config.topology(config.size)), config.ulysses
     seq = 8 * multiple(config.layout, config.size, ulysses_size)
@@ -117,7 +117,7 @@ def test_programs_of_every_schedule_end(schedule, cases):
 
 def _ring(**changes):
     case = {"schedule": "ring", "inner": 4, "ulysses": 1, "head_chunks": 1, "heads": (4, 4), "mask": "full"}
-    return _calls({**case, "overlap": False, "kept": "kept", "comm": "kv", **changes}, {})
+    return _calls({**case, "overlap": False, "kept": "kept", "rotate": "kv", **changes}, {})
 
 
 def _with(programs, rank, code):

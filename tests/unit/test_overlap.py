@@ -37,7 +37,7 @@ _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 
 def _sizes(direction, q_heads=8, kv_heads=8, travel="bfloat16"):
     """Bytes a token of bf16 attention whose partial results travel in bf16, or in what is said."""
-    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=128, dtype="bfloat16", travel=travel)
+    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=128, dtype="bfloat16", comm_dtype=travel)
     return shape.bytes_per_token(direction)
 
 

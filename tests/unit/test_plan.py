@@ -93,7 +93,7 @@ def test_a_plan_says_in_all_steps_of_all_ranks_what_its_ranks_do():
                 assert sorted(map(str, a.actions)) == sorted(map(str, b.actions))
 
 
-SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
+SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="float32")
 
 
 @pytest.mark.parametrize("schedule", SINGLE)

@@ -113,7 +113,7 @@ def test_distflash_moves_one_operand_for_each_foreign_product():
 
 def _bytes(direction, q_heads, kv_heads, travel, head_dim=128):
     """Bytes a token of bf16 attention."""
-    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16", travel=travel)
+    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16", comm_dtype=travel)
     return shape.bytes_per_token(direction)
 
 
@@ -194,7 +194,7 @@ def _chosen(topology, direction, sizes, schedule="mesh"):
 def test_auto_lets_the_side_travel_that_the_inequality_says(q_heads, kv_heads, direction):
     dim = 16
     # all of one dtype, lse too: elements
-    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype="float64", travel="float64")
+    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype="float64", comm_dtype="float64")
     sizes = shape.bytes_per_token(direction)
     for a, b, r in ((1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (2, 4, 2), (4, 2, 2), (2, 2, 3), (1, 6, 2)):
         if direction == "backward":

@@ -195,7 +195,7 @@ def test_the_grid_has_every_schedule_on_every_number_of_ranks():
 def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, overlap, ranks):
     shapes = [shape for shape in GRID["shape"] if shape.size <= ranks and not shape.goes_round]
     assert len(shapes) > 10
-    sizes = PlanShape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
+    sizes = PlanShape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="float32")
     for shape in shapes:
         sides = []
         for side in ("kv", "q", "auto"):
