@@ -90,7 +90,7 @@ def check_one_name(prefix: str, given: Iterable[str], names: Mapping[str, str]) 
 
 
 def argument(call: str, old: str, new: str, given: dict[str, Any], value: Any, default: Any = None) -> Any:
-    """Return an argument that may be among keyword arguments by its old name; take it out of `given`.
+    """Return an argument of a call, which may be among the keyword arguments without a parameter by its old name.
 
     Args:
         call: What the argument is of, for the sentence, such as "shard_batches".
@@ -102,13 +102,23 @@ def argument(call: str, old: str, new: str, given: dict[str, Any], value: Any, d
         ConfigError: Both names are given.
         TypeError: Another argument is given, which the call does not have.
     """
-    if unknown := [name for name in given if name != old]:
-        raise TypeError(f"{call}() got an unexpected keyword argument {unknown[0]!r}")
+    value = keyword(old, new, given, value, default, f"argument of {call}")
+    for name in given:
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    return value
+
+
+def keyword(old: str, new: str, given: dict[str, Any], value: Any, default: Any, kind: str = "argument") -> Any:
+    """Return `value`, or what is in `given` by the old name, which is taken out.
+
+    Raises:
+        ConfigError: Both names are given.
+    """
     if old not in given:
         return value
     if value is not default:
-        raise ConfigError(f"{call} takes {new}, once called {old}; got both, leave out {old}")
-    warn(f"argument of {call}", old, repr(new))
+        raise ConfigError(f"{new} is the new name of {old}; got both, leave out {old}")
+    warn(kind, old, repr(new))
     return given.pop(old)
 
 

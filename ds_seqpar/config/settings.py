@@ -125,6 +125,8 @@ class SequenceParallelConfig:
         auto_fields: tuple[str, ...] | None = None,
         **settings: Any,
     ) -> None:
+        schedule_options = renamed.keyword("own", "schedule_options", settings, schedule_options, ())
+        auto_fields = renamed.keyword("unsaid", "auto_fields", settings, auto_fields, None)
         settings = renamed.settings({**dict(schedule_options), **settings})
         check_names(settings)
         if auto_fields is None:
