@@ -1,6 +1,6 @@
-"""`initialize` prepares a model for sequence parallel training, and returns a DeepSpeed engine.
+"""Prepare a model for sequence parallel training, and return a DeepSpeed engine.
 
-DeepSpeed is given no mpu. For ZeRO every rank is a data parallel rank: it shards states over all ranks, and averages
+DeepSpeed is given no mpu. To ZeRO every rank is a data parallel rank: it shards states over all ranks, and averages
 gradients over all ranks, at every stage. `ds_seqpar.data.batches` divides the loss so that this average is right.
 """
 
@@ -68,21 +68,37 @@ def initialize(
     check_loss: bool = True,
     **kwargs: Any,
 ) -> tuple:
-    """What `deepspeed.initialize` returns (engine, optimizer, dataloader, scheduler), for sequence parallel training.
+    """Prepare a model for sequence parallel training under DeepSpeed, as `deepspeed.initialize` does.
 
-    config: a DeepSpeed JSON's path or its dict, with a "sequence_parallel" section; default `args.deepspeed_config`.
-    model: a transformers model, also inside a peft model or torch.compile: its attention is patched. Or a model that
-    calls `sp.attention` itself: then pass that SequenceParallel as `sequence_parallel`. `engine.sequence_parallel` is
-    the one in use. `train_batch_size` counts sequences.
-    check_loss: tries a forward of the shortest sequence. A causal language model of transformers must give the sum of
-    token losses on shift_labels over num_items_in_batch. False is for a loss that is meant to be another.
-    training_data: a data set with an index. The dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does;
-    collate_fn makes its batches, and `sp.shard_batches` takes them.
-    optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and dist_init_required
-    (False: torch.distributed is up) do as there. A single process without a launcher, as in a notebook, becomes a world
-    of one rank.
-    Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
-    pipeline modules, the JSON keys in `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
+    Collective over the world. A single process without a launcher, as in a notebook, becomes a world of one rank.
+
+    Args:
+        model: A transformers model, also inside a peft model or torch.compile: its attention is patched. Or a model
+            that calls `sp.attention` itself: then pass that SequenceParallel as `sequence_parallel`.
+        config: A DeepSpeed JSON's path or its dict, with a `"sequence_parallel"` section; default:
+            `args.deepspeed_config`. `train_batch_size` counts sequences.
+        args: The arguments of a script that DeepSpeed's launcher started.
+        sequence_parallel: The SequenceParallel to train with; default: one of the section, or the model's own.
+        check_loss: Try a forward of the shortest sequence. A causal language model of transformers must give the sum of
+            token losses on shift_labels over num_items_in_batch. False is for a loss that is meant to be another.
+        **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
+            dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
+            whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
+            which `sp.shard_batches` takes.
+
+    Returns:
+        (engine, optimizer, dataloader, scheduler), as deepspeed.initialize does. `engine.sequence_parallel` is the
+        SequenceParallel in use.
+
+    Raises:
+        ConfigError: Whatever would break the gradient contract: other arguments, pipeline modules, the JSON keys in
+            `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
+
+    Example:
+        >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
+        >>> for batch in engine.sequence_parallel.shard_batches(microbatches, device=engine.device):
+        ...     engine.backward(engine(**batch).loss)
+        ...     engine.step()
     """
     content, source = _read_config(config, args, kwargs)
     check_arguments(model, kwargs)
@@ -118,10 +134,13 @@ def initialize(
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
-    """The JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init, HfDeepSpeedConfig).
+    """Return the JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init,
+    HfDeepSpeedConfig).
 
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
-    Raises ConfigError where the three batch settings do not fit together, or are left to the HuggingFace Trainer.
+
+    Raises:
+        ConfigError: The three batch settings do not fit together, or are left to the HuggingFace Trainer.
     """
     content = read_deepspeed(config)
     section_of(content)
@@ -130,7 +149,6 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
 
 
 def _counted_by_rank(content: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
-    """`deepspeed_config` of a JSON that was checked."""
     unwanted = left_out(content)
     content = {key: value for key, value in content.items() if key not in unwanted}
     sequences, micro, steps = (_count(content, name) for name in BATCH_SIZES)
@@ -140,8 +158,8 @@ def _counted_by_rank(content: Mapping[str, Any], sp: SequenceParallel) -> dict[s
 
 
 def _by_rank(sequences: int, micro: int | None, steps: int | None, sp: SequenceParallel) -> int:
-    """A `train_batch_size` that counts sequences, as DeepSpeed counts them: once per rank. Raises ConfigError where it
-    does not fit."""
+    """Return a `train_batch_size` of sequences as DeepSpeed counts it, once per rank. Raises ConfigError where it does
+    not fit."""
     known = sp.data_size * (micro or 1) * (steps or 1)
     if sequences % known or (micro and steps and sequences != known):
         raise ConfigError(
@@ -153,7 +171,7 @@ def _by_rank(sequences: int, micro: int | None, steps: int | None, sp: SequenceP
 
 
 def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
-    """Makes `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
+    """Let `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
     sizes. It may do so already. Raises ConfigError where it fits neither way."""
     sequences, micro, steps = (content.get(name) for name in BATCH_SIZES)
     if (
@@ -166,7 +184,7 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
-    """Makes DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
+    """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
     monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
     if hasattr(engine, "counts_sequences"):
         return
@@ -178,7 +196,7 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
 
 
 class _PartsOfSequences:
-    """A DeepSpeed engine for its flops profiler: a device has `1 / size` of each sequence of its micro-batch."""
+    """Wrap a DeepSpeed engine for its flops profiler: a device has `1 / size` of each sequence of its micro-batch."""
 
     def __init__(self, engine: Any, size: int) -> None:
         self.engine, self.size = engine, size
@@ -198,7 +216,8 @@ def _count(content: Mapping[str, Any], name: str) -> int | None:
 def _read_config(
     config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], object]:
-    """(the DeepSpeed configuration, what the user gave for it). DeepSpeed takes it in one of several arguments."""
+    """Return (the DeepSpeed configuration, what the user gave for it). DeepSpeed takes it in one of several
+    arguments."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -216,8 +235,8 @@ def _read_config(
 
 
 def _refused_by_deepspeed(content: Mapping[str, Any], source: object) -> ConfigError | None:
-    """The error of a configuration that DeepSpeed refuses; None: it takes it. Raised later, together with other ranks,
-    whose configurations may differ."""
+    """Return the error of a configuration that DeepSpeed refuses. It is raised later, together with other ranks, whose
+    configurations may differ."""
     try:
         check_deepspeed(content, source)
     except ConfigError as reason:
@@ -226,7 +245,7 @@ def _refused_by_deepspeed(content: Mapping[str, Any], source: object) -> ConfigE
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
-    """A copy of args without deepspeed_config, which would be a second configuration for DeepSpeed."""
+    """Copy args without deepspeed_config, which would be a second configuration for DeepSpeed."""
     args = copy.copy(args)
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None
@@ -234,7 +253,7 @@ def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | Non
 
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for arguments of deepspeed.initialize that are refused, or not known, here."""
+    """Raise ConfigError for arguments of deepspeed.initialize that are refused, or not known, here."""
     accepted = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
     for name, value in kwargs.items():
         if name in REFUSED_ARGUMENTS:
@@ -257,7 +276,7 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def start(distributed_port: int | None = None, dist_init_required: bool | None = None) -> None:
-    """Initialises torch.distributed and deepspeed.comm, where they are not. A process without a launcher becomes a job
+    """Initialize torch.distributed and deepspeed.comm, where they are not. A process without a launcher becomes a job
     of one rank."""
     import deepspeed
 
@@ -282,13 +301,17 @@ def prepare_model(
     error: SeqParError | None = None,
     job: Callable[[], Job] | None = None,
 ) -> SequenceParallel:
-    """The SequenceParallel to train with; patches a transformers model that is not patched yet.
+    """Return the SequenceParallel to train with; patch a transformers model that is not patched yet. Collective.
 
-    section: the "sequence_parallel" section. given: a SequenceParallel that the caller has made. error: of this rank,
-    which all ranks then raise. job: called for what the planner must know beside the model, where the section asks for
-    a plan. Collective over the world. Raises on all ranks for a model that cannot be
-    patched. So it does where `given`, or the SequenceParallel that the model is patched with, has other settings than
-    the section on one of them.
+    Args:
+        section: The `"sequence_parallel"` section.
+        given: A SequenceParallel that the caller has made.
+        error: An error of this rank, which all ranks then raise.
+        job: Called for what the planner must know beside the model, where the section asks for a plan.
+
+    Raises:
+        ConfigError: The model cannot be patched, or `given`, or the SequenceParallel that the model is patched with,
+            has other settings than the section on one rank; on all ranks.
     """
     sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
@@ -311,8 +334,8 @@ def prepare_model(
 def _given_or_patched_with(
     model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
-    """`given`, or the SequenceParallel that the model is patched with; None where one is to be made. Raises ConfigError
-    where it does not fit the model or the section."""
+    """Return `given`, or the SequenceParallel that the model is patched with; None where one is to be made. Raises
+    ConfigError where it does not fit the model or the section."""
     sp = given
     if patcher := patcher_if_known(model) if given else required_patcher(model):
         sp = given or patcher.patched_with(model)
@@ -325,7 +348,7 @@ def _given_or_patched_with(
 
 
 def _check_no_tiles(config: SequenceParallelConfig) -> None:
-    """Raises ConfigError for tiles with a model that calls sp.attention itself, whose MLPs and head are not known."""
+    """Raise ConfigError for tiles with a model that calls sp.attention itself, whose MLPs and head are not known."""
     for name in ("mlp_tiles", "loss_tiles"):
         if (value := getattr(config, name)) != 1:
             raise ConfigError(
@@ -335,7 +358,7 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 
 
 def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | None) -> None:
-    """Agrees on the kind of model, and on whether groups are to be made, before any rank makes or uses groups."""
+    """Agree on the class of the model, and on whether groups are to be made, before any rank makes or uses groups."""
     with explaining_failure("initialize", groups.all_ranks()):  # which may make a group
         world = groups.control_world()
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
@@ -346,7 +369,7 @@ def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | 
 
 
 def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
-    """Raises ConfigError for a setting of the section that differs from the SequenceParallel's."""
+    """Raise ConfigError for a setting of the section that differs from the SequenceParallel's."""
     for name in section:
         value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):

@@ -34,16 +34,35 @@ MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # h
 
 
 class SequenceParallel(Sharding):
-    """One sequence on `config.size` ranks. Make it on every rank of the job, once torch.distributed is up.
+    """Shard each sequence over `config.size` ranks. Construct it on every rank after init_process_group().
 
-    config: with every "auto" resolved. topology: named axes of all ranks. rank: this rank's place among those that
-    share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
-    device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
-    accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
-    `shard_batches` is given. mask_users: patched models whose loss counts tokens by an attention_mask; while there is
-    one, `shard_batches` returns this rank's shard of a mask that has zeros. vocabularies: of each patched model a
-    function that reads how many tokens and labels it knows. store: host memory of offloaded checkpoints.
+    `initialize`, `share_sequences` and the Trainer construct one. It is a context manager, which closes it.
+
+    Args:
+        config: The settings; default: all `"auto"`.
+        heads: The model's (query heads, key/value heads), which `ulysses="auto"` needs.
+        job: What is to be trained, for settings that are planned. `initialize` and the Trainer give it by themselves.
+        error: Why this rank has no config; all ranks then raise it.
+
+    Raises:
+        ConfigError: The settings of one rank do not fit; on every rank. Collective over the world.
+
+    Attributes:
+        config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
+        rank (int): This rank's number among the `size` ranks of its sequence.
+        size (int): Ranks that share a sequence.
+        data_rank (int): The number of this rank's group: which sequence of a batch it works on.
+        data_size (int): How many groups there are.
+        device (torch.device): Where this rank's tensors belong: the device that the process has set, or number
+            LOCAL_RANK.
+        topology (Topology): All ranks of the job as named axes.
+        accumulation_steps (int | None): Micro-batches of an optimizer step, where known (`initialize` sets it); None
+            takes as many as `shard_batches` is given.
     """
+
+    # mask_users: patched models whose loss counts tokens by an attention_mask; while there is one, `shard_batches`
+    # returns this rank's shard of a mask that has zeros. vocabularies: patched model -> a function that reads how many
+    # tokens and labels it knows. store: host memory of offloaded checkpoints.
 
     @printed_once
     def __init__(
@@ -54,12 +73,6 @@ class SequenceParallel(Sharding):
         job: Job | None = None,
         error: SeqParError | None = None,
     ) -> None:
-        """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them. job: what is to be
-        trained, for which the planner chooses what is "auto" (`initialize` and the Trainer say it by themselves).
-        error: why this rank has no config, which all ranks then raise.
-
-        Collective over the world. Raises ConfigError on every rank where one rank's settings do not fit.
-        """
         if not dist.is_initialized():
             raise ConfigError(
                 "SequenceParallel needs torch.distributed up; it is not, "
@@ -92,24 +105,26 @@ class SequenceParallel(Sharding):
         self.store: Store | None = None
 
     def close(self) -> None:
-        """Frees its process groups, with their threads and sockets; whatever communicates then raises ConfigError.
+        """Free the process groups, with their threads and sockets. Whatever communicates afterwards raises ConfigError.
 
-        Without it they are freed once nobody refers to the SequenceParallel: no model that is patched with it, no
-        backward pass that is still to come. NCCL's are freed by `close` alone, which all ranks must then call.
+        Without it they are freed once nothing refers to the SequenceParallel: no patched model, and no backward pass
+        that is still to come. NCCL's communicators are freed by `close` alone, which all ranks must then call.
         """
         self.comm.groups.close()
 
     def bind_to_thread(self) -> None:
-        """Makes the current thread the one that may call what communicates, in place of the thread that made the last
-        SequenceParallel: ranks could pair calls of two threads wrongly. To be called on every rank, while no other
-        thread is in such a call. It holds for every SequenceParallel of the process."""
+        """Let the current thread communicate, in place of the thread that made the last SequenceParallel.
+
+        Ranks could pair calls of two threads wrongly, so one thread of a process communicates, for all its
+        SequenceParallels. Call it on every rank, while no other thread is in a call that communicates.
+        """
         groups.bind_thread()
 
     def __enter__(self) -> SequenceParallel:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:  # an error leaves other ranks where nobody knows: as if it were dropped
+        if kind is None:  # after an exception the peers' state is unknown, so skip the collective close()
             self.close()
 
     def attention(
@@ -126,21 +141,39 @@ class SequenceParallel(Sharding):
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
+        """Compute exact attention over the whole sequence, of which each rank gives its local tokens.
 
-        q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype. heads
-        is a multiple of kv_heads: query head h reads kv head h * kv_heads // heads. v may have another head_dim, which
-        out then has (the smaller of both is filled up with zeros, which are computed and sent). scale: default head_dim
-        ** -0.5, of q. mask: in place of `causal`, which keys a query sees by global position (causal, window,
-        documents). shards: in place of the configured layout, the runs of q and of k/v that each CP rank holds; they
-        may differ, and in length from rank to rank. softcap: scores x become softcap * tanh(x / softcap) (Gemma 2).
-        sinks (heads,), of all the model's query heads on every rank: one more score a head, which every row's softmax
-        counts and which brings nothing (gpt-oss). A rank's gradient of them is a part; the sum over ranks is the whole.
-        Returns out, as q with v's head_dim; a row that sees no key is 0. With return_lse also the log-sum-exp of each
-        row's scores, sink included, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it
-        raises InputError.
-        Collective over the ranks that share the sequence, backward too. Raises InputError, ConfigError, KernelError or
-        DisagreementError on all of them, before anything is sent, where one was given what does not fit.
+        Differentiable, once. Collective over the ranks that share the sequence, in backward too.
+
+        Args:
+            q: Queries (batch, local_seq, heads, head_dim), of the dtype of k and v.
+            k: Keys (batch, local_seq, kv_heads, head_dim). heads is a multiple of kv_heads: query head h reads
+                key/value head h * kv_heads // heads.
+            v: Values (batch, local_seq, kv_heads, v_dim). Where v_dim is not head_dim, the smaller is padded with
+                zeros, which are computed and sent.
+            causal: Whether a query sees no later position.
+            scale: Factor of the scores; default: head_dim ** -0.5.
+            mask: Which keys a query sees, by global position, in place of `causal`.
+            shards: Which runs of q and of k/v each CP rank holds, in place of the configured layout. They may differ,
+                and in length from rank to rank.
+            softcap: Scores x become softcap * tanh(x / softcap) (Gemma 2).
+            sinks: Attention sinks (heads,), of all query heads on every rank: one extra logit per head, in the softmax
+                denominator only (gpt-oss). Their gradient is to be summed over ranks.
+            return_lse: Whether to return the log-sum-exp too.
+
+        Returns:
+            The output (batch, local_seq, heads, v_dim), 0 for a query that sees no key. With `return_lse` also the
+            log-sum-exp of each row's scores, sink included: (batch, local_seq, heads) in fp32 (fp64 for fp64), which
+            has no gradient: one that reaches it raises InputError.
+
+        Raises:
+            InputError, ConfigError, KernelError, DisagreementError: One rank's arguments do not fit; on all ranks,
+                before anything is sent.
+
+        Example:
+            >>> q, k, v = (sp.shard(x, 1) for x in (q, k, v))  # whole tensors -> this rank's tokens
+            >>> out = sp.attention(q, k, v)
+            >>> whole = sp.gather(out, 1)
         """
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
@@ -153,21 +186,26 @@ class SequenceParallel(Sharding):
     def attention_agreed(
         self, q: Tensor, k: Tensor, v: Tensor, options: input_checks.AttentionOptions, parts: int = 1
     ) -> Tensor:
-        """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward).
-        parts: above 1 these are the heads of one of so many head chunks."""
+        """Compute `attention` for a caller whose ranks have agreed on the inputs already, as a patched model's do.
+
+        Args:
+            parts: Of how many head chunks, that the caller goes through, these tensors are one.
+        """
         input_checks.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
         return ops.attention(self.runtime, q, k, v, options, agreed=True, parts=parts)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """`torch.utils.checkpoint.checkpoint` for layers of a model of your own. It keeps the results of `attention` in
-        the function, which is then neither computed nor sent again, unless the settings say recompute_attention true.
-        With offload_checkpoints what is saved goes to host memory. A patched model's `gradient_checkpointing_enable`
-        does the same."""
+        """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.
+
+        The results of `attention` in the function are kept, so that it is neither computed nor sent again, unless the
+        settings say `recompute_attention`. With `offload_checkpoints` what is saved goes to host memory. A patched
+        model's `gradient_checkpointing_enable` does the same.
+        """
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
-        """The same of another checkpoint function."""
+        """Return `checkpoint` made of another checkpoint function than torch's."""
         if self.config.offload_checkpoints and self.store is None:
             from .runtime.offload import store_of
 
@@ -175,10 +213,19 @@ class SequenceParallel(Sharding):
         return checkpoints.Checkpoint(checkpoint, not self.config.recompute_attention, self.store)
 
     def record(self, *, watch: bool = False) -> Record:
-        """`with sp.record() as record:` writes down when this rank computes, waits, sends and receives; afterwards
-        `record.events`, `record.save("trace.json")`, or all ranks' by `record.gather()`. watch: on CPUs, a thread waits
-        for each message, so that its end is known where the rank itself waits later. Not collective; where it is not
-        used nothing is kept. Entering it raises ConfigError inside another one."""
+        """Record when this rank computes, waits, sends and receives, inside a `with` block. Not collective.
+
+        Args:
+            watch: On CPU ranks, let a thread wait for each message, so that its end is known when it comes.
+
+        Raises:
+            ConfigError: On entering it inside another one.
+
+        Example:
+            >>> with sp.record() as record:
+            ...     sp.attention(q, k, v).backward(do)
+            >>> record.save("trace.json")  # record.gather().save(...) has all ranks; collective
+        """
         from .runtime.recording import Record
 
         return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
@@ -201,7 +248,7 @@ class SequenceParallel(Sharding):
             microbatches: All micro-batches of the step, the same on all ranks of a sequence. Each has labels, int64
                 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as input_ids; packed documents
                 are told by position_ids. Whole sequences are best left on the CPU.
-            causal: False for bidirectional attention, whose labels are not shifted.
+            causal: Whether attention is causal; False for bidirectional attention.
             training: False takes any number of micro-batches, whose `mean_loss` is the evaluation loss.
             device: Where to put the result, such as `engine.device`; default: where the micro-batches are.
 
@@ -225,39 +272,47 @@ class SequenceParallel(Sharding):
         training: bool = True,
         device: torch.device | str | None = None,
     ) -> dict[str, Any]:
-        """`shard_batches` for one micro-batch."""
+        """Shard one micro-batch, as `shard_batches` does."""
         return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
-        """torch's DistributedSampler, over groups in place of ranks: its indices are those of a run without sequence
-        parallelism on `data_size` ranks. Call its `set_epoch` before each epoch."""
-        parts = {"num_replicas": self.data_size, "rank": self.data_rank}
-        return DistributedSampler(dataset, **parts, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        """Return torch's DistributedSampler over groups in place of ranks.
+
+        Its indices are those of a run without sequence parallelism on `data_size` ranks. Call its `set_epoch` before
+        each epoch.
+        """
+        group = {"num_replicas": self.data_size, "rank": self.data_rank}
+        return DistributedSampler(dataset, **group, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
-        """A DataLoader's batches: the same on the ranks of a sequence, other ones in each group, whole and on the CPU.
+        """Give the ranks of a sequence the same batches of a DataLoader, and each group other ones.
 
-        loader: over the whole data set, the same on every rank, with a sampler or none; group d takes the batches d,
-        d + data_size, ... of it, and the first ones again where the last are too few. One with `sampler` has its part
-        already. `IterableDataset`, workers and torchdata's StatefulDataLoader work too. `set_epoch`, `state_dict` and
-        `load_state_dict` go on in the middle of an epoch. For Accelerators use `hf_integration.prepare_loader`.
-        read_once: one rank of each group reads, and sends each batch to the others: augmentation and collators that
-        draw random numbers agree then, and nothing is read twice.
-        Collective over the world, as is each batch. Raises ConfigError or DisagreementError on every rank where a
-        sampler is for ranks and not for groups, loading fails on one rank, or ranks have other orders or numbers."""
+        Batches come whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader work too;
+        `set_epoch`, `state_dict` and `load_state_dict` go on in the middle of an epoch. Collective over the world, as
+        is each batch. For Accelerators use `hf_integration.prepare_loader`.
+
+        Args:
+            loader: Over the whole data set, the same on every rank, with a sampler or none: group d takes the batches
+                d, d + data_size, ..., and the first ones again where the last are too few. One with `sampler` has its
+                group's batches already.
+            read_once: Let one rank of each group read, and send each batch to the others. Augmentation and collators
+                that draw random numbers then agree, and nothing is read twice.
+
+        Raises:
+            ConfigError, DisagreementError: A sampler is for ranks and not for groups, loading fails on one rank, or
+                ranks have other orders or numbers of batches; on every rank.
+        """
         from .data.loader import Loader
 
         return Loader(self, loader, read_once)
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
-        """A copied model shares it: process groups cannot be copied."""
-        return self
+        return self  # a copied model shares it: process groups cannot be copied
 
     def __copy__(self) -> SequenceParallel:
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Raises ConfigError: process groups cannot be saved either."""
         raise ConfigError(
             "a SequenceParallel cannot be pickled, nor a model that is patched with one; save model.state_dict(), call "
             "model.save_pretrained(folder), or call unpatch_attention(model) first"
@@ -270,16 +325,20 @@ class SequenceParallel(Sharding):
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[True]) -> Tensor: ...
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
-        """The loss of an optimiser step: the mean, over all ranks and the step's micro-batches, of what each rank's
-        model returned for batches from `shard_batches`. A single rank's loss is only its local part of it.
+        """Return the loss of an optimizer step: the mean over all ranks and micro-batches of what the model returned.
 
-        losses: one or several, each a floating point tensor of one element. differentiable: returns a 0-dim tensor of
-        their dtype and device to call backward on. Its gradients are those of the mean of this rank's `losses`, because
-        DeepSpeed and DDP average gradients over ranks.
-        Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
+        A single rank's loss of a batch from `shard_batches` is only its share. Collective over the world.
+
+        Args:
+            losses: One or several losses, each a floating point tensor of one element.
+            differentiable: Return a 0-dim tensor of their dtype and device to call `backward` on. Its gradients are
+                those of the mean of this rank's `losses`, since DeepSpeed and DDP average gradients over ranks.
+
+        Raises:
+            InputError, DisagreementError: A loss is no such tensor, or ranks give other numbers of them; on all ranks.
         """
-        mean, own = mean_of(self.groups, losses)
-        return WithValue.apply(own, torch.full_like(own, mean), 1) if differentiable else mean
+        mean, local = mean_of(self.groups, losses)
+        return WithValue.apply(local, torch.full_like(local, mean), 1) if differentiable else mean
 
 
 def _this_device() -> tuple[torch.device, ConfigError | None]:
