@@ -72,7 +72,7 @@ def received(bound: BoundProgram, place: Place) -> Iterator[tuple[Place, int]]:
             yield from (((ulysses_rank, t.peer), bound.unit_bytes(t.slot, *t.unit)) for t in one.receives)
         elif isinstance(one, GatherStart | ScatterStart):
             slot, its = one.sent if isinstance(one, GatherStart) else one.received, one.collective
-            size = bound.unit_bytes(slot, its.kind, its.part(inner))
+            size = bound.unit_bytes(slot, its.kind, its.key_of(inner))
             yield from (((ulysses_rank, other), size) for other in one.ranks if other != inner)
         elif isinstance(one, ExchangeStart):
             sizes = bound.exchange_sizes(one.exchange)

@@ -152,7 +152,7 @@ def test_a_use_gives_what_the_whole_gives_and_its_gradient():
     for number, where in enumerate(spreads(sp)):
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         for name, (use, plain) in USES.items():
-            leaf, own = x.clone().requires_grad_(), where.part(x).clone().requires_grad_()
+            leaf, own = x.clone().requires_grad_(), where.shard(x).clone().requires_grad_()
             wanted, got = use(leaf), use(whole_of(own, where))
             assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), (name, number)
             assert isinstance(got, WholeTensor) != plain, (name, number)
@@ -217,7 +217,7 @@ def test_looks_without_gradients():
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1))
         for name, inference in itertools.product(LOOKS, (False, True)):
             with torch.inference_mode(inference):
-                wanted, got = LOOKS[name](x), LOOKS[name](whole_of(where.part(x), where))
+                wanted, got = LOOKS[name](x), LOOKS[name](whole_of(where.shard(x), where))
                 assert same(wanted, got), (name, number, inference)
 
 
@@ -229,7 +229,7 @@ def test_accelerate_converts_it_without_a_look_and_gathers_it_whole():
     sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1))
     accelerator, (where, *_) = Accelerator(cpu=True), spreads(sp)
     x = torch.randn(2, 8, SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
-    output = convert_outputs_to_fp32(lambda: {"logits": whole_of(where.part(x), where)})()
+    output = convert_outputs_to_fp32(lambda: {"logits": whole_of(where.shard(x), where)})()
     moved = send_to_device(output, "cpu")["logits"]
     assert isinstance(moved, WholeTensor)
     assert moved._gathered is None
@@ -244,7 +244,7 @@ def test_a_rank_may_work_on_its_part():
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         grads = []
         for loss in (lambda w: w.exp().sum(), lambda w: sp.sum_over_ranks(w.local.exp().sum())):
-            own = where.part(x).clone().requires_grad_()
+            own = where.shard(x).clone().requires_grad_()
             whole = whole_of(own, where)
             loss(whole).backward()
             grads.append(own.grad)
