@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from typing import Any
 
+from .. import renamed
 from ..config.deepspeed_checks import check_deepspeed
 from ..config.deepspeed_json import BATCH_SIZES, SECTION, Zero, read_deepspeed, section_of
 from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
@@ -154,7 +155,7 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"--set must be KEY=VALUE; got {text!r}")
         *sections, key = name.split(".")
-        if not sections and key not in setting_names():
+        if not sections and key not in (*setting_names(), *renamed.SETTINGS):
             known = setting_names()
             raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{did_you_mean(key, known)}')
         inside = content
@@ -165,6 +166,8 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
         check_deepspeed(content, args.config)  # imports DeepSpeed, which takes seconds
+    if isinstance(content.get(SECTION), dict):
+        content[SECTION] = renamed.settings(content[SECTION])
     zero = Zero.of(content.get("zero_optimization", {}))
     if zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
         del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host

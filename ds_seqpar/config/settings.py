@@ -196,7 +196,7 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
-        """From the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
+        """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         section = renamed.settings(section)
@@ -205,19 +205,27 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_deepspeed(cls, config: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:
-        """From a DeepSpeed configuration (a JSON file's path, or the dict). No section: every field "auto".
+        """Read the section of a DeepSpeed configuration.
 
-        Raises ConfigError for a section that is misspelt, or stands inside another one.
+        Args:
+            config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
+
+        Raises:
+            ConfigError: The section is misspelt, stands inside another one, or does not fit.
         """
         from .deepspeed_json import read_deepspeed, section_of  # for those who have such a file
 
         return cls.from_dict(section_of(read_deepspeed(config)))
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
-        """The same with every "auto" replaced, but for those of tiles, which each forward chooses.
+        """Return the same settings with every `"auto"` replaced, but for those of tiles, which each forward chooses.
 
-        world_size: ranks of the job. heads: (query heads, key/value heads) of the model, where known.
-        Raises ConfigError where size does not divide the world, ulysses not the size, or ulysses does not fit heads.
+        Args:
+            world_size: Ranks of the job.
+            heads: (query heads, key/value heads) of the model, where known.
+
+        Raises:
+            ConfigError: `size` does not divide the world, `ulysses` not the size, or `ulysses` does not fit the heads.
         """
         if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(is_count, heads))):
             raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
@@ -240,7 +248,6 @@ class SequenceParallelConfig:
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None) -> int:
-        """The Ulysses size, checked or chosen."""
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
             raise ConfigError(
@@ -252,8 +259,8 @@ class SequenceParallelConfig:
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """The largest Ulysses size that divides the heads equally, leaves each Ulysses rank a head in every head chunk,
-        and leaves CP ranks in a number that the schedule's own settings fit."""
+        """Return the largest Ulysses size that divides the heads equally, leaves each Ulysses rank a head in every head
+        chunk, and leaves CP ranks in a number that the schedule's own settings fit."""
         head_chunks = 1 if self.head_chunks == "auto" else self.head_chunks
         legal = [u for u in even_ulysses(self.size, *heads) if max_head_chunks(*heads, u) >= head_chunks]
         for ulysses in sorted(legal, reverse=True):
@@ -272,7 +279,7 @@ class SequenceParallelConfig:
         )
 
     def _check_own(self, chosen: Schedule) -> None:
-        """Raises ConfigError for a setting of another schedule's."""
+        """Raise ConfigError for a setting of another schedule's."""
         known = schedules.settings()
         for name, _ in self.schedule_options:
             if (owner := known[name][1]) is not chosen:
@@ -282,7 +289,7 @@ class SequenceParallelConfig:
                 )
 
     def _check_choices(self, chosen: Schedule) -> None:
-        """Raises ConfigError for a value that this schedule does not take; the sentence names schedules that do."""
+        """Raise ConfigError for a value that this schedule does not take; the sentence names schedules that do."""
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *legal):
@@ -293,15 +300,15 @@ class SequenceParallelConfig:
                 )
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
-        """The schedule's own settings, with every "auto" replaced."""
+        """Return the schedule's own settings, with every "auto" replaced."""
         if heads:  # all Ulysses ranks must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
         return tuple(chosen.shaped(self.size // self.ulysses, dict(self.schedule_options), heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
-        """Of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the default.
-        What asked for a plan is left out."""
+        """Return, of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the
+        default. What asked for a plan is left out."""
         settings, defaults = self.settings(), SequenceParallelConfig().settings()
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
         inner, own = self.size // self.ulysses, dict(self.schedule_options)
@@ -315,11 +322,11 @@ class SequenceParallelConfig:
 
     @property
     def cp_axes(self) -> Axes:
-        """Of a resolved config: names and sizes of the axes of its CP ranks, the first one numbered fastest."""
+        """Return, of a resolved config, names and sizes of the axes of its CP ranks, the first one numbered fastest."""
         return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
-        """Of a resolved config: all ranks of the job as named axes."""
+        """Return, of a resolved config, all ranks of the job as named axes."""
         chosen, axes = schedules.schedule(self.schedule), self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
@@ -333,14 +340,19 @@ class SequenceParallelConfig:
         return shape or bool(self.auto_fields)
 
     def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SavedForBackward:
-        """What attention's forward keeps for backward, of a resolved config. checkpointed: whether a checkpoint is
-        around attention; keeps: whether that checkpoint keeps attention's results."""
+        """Return what attention's forward saves for backward, of a resolved config.
+
+        Args:
+            head_chunks: How many there are.
+            checkpointed: Whether a checkpoint is around attention.
+            keeps: Whether that checkpoint keeps attention's results.
+        """
         return saved_for_backward(
             self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.save_qkv_after_all_to_all
         )
 
     def recipe(self, topology: Topology) -> Recipe:
-        """The Recipe that programs are made from, of a resolved config."""
+        """Return the Recipe that programs are made from, of a resolved config."""
         return Recipe(
             schedule=schedules.schedule(self.schedule),
             topology=topology,
@@ -351,7 +363,7 @@ class SequenceParallelConfig:
 
 
 def setting_names() -> tuple[str, ...]:
-    """The names of all settings: the common ones and the schedules' own."""
+    """Return the names of all settings: the common ones and the schedules' own."""
     every = [field.name for field in dataclasses.fields(SequenceParallelConfig)]
     if twice := [name for name in every if name in schedules.settings()]:
         raise ConfigError(f"a schedule's settings need names of their own; got {', '.join(twice)}, rename it")
@@ -359,7 +371,7 @@ def setting_names() -> tuple[str, ...]:
 
 
 def check_names(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting that does not exist, naming the nearest that does."""
+    """Raise ConfigError for a setting that does not exist, naming the nearest that does."""
     known = setting_names()
     for name in settings:
         if name not in known:
@@ -367,7 +379,7 @@ def check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Setting -> the words that a schedule takes, for the common settings that are words."""
+    """Return, for each common setting whose values are words, the words that a schedule takes."""
     sides = ("auto", *schedule.moving_sides)
     return {
         "layout": schedule.layouts,
@@ -378,18 +390,18 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
 
 
 def legal_ulysses(size: int, q_heads: int) -> list[int]:
-    """The Ulysses sizes that divide `size` and leave no Ulysses rank without a query head."""
+    """Return the Ulysses sizes that divide `size` and leave no rank without a query head."""
     return [u for u in divisors(size) if u <= q_heads]
 
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
-    """The Ulysses sizes U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads Ulysses ranks
-    share a key/value head."""
+    """Return the Ulysses sizes U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads Ulysses
+    ranks share a key/value head."""
     return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: Count = 1) -> None:
-    """Raises ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
+    """Raise ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
@@ -411,13 +423,13 @@ HOST_PIECE = 2**26  # bytes of the host tensors that offloaded checkpoints are c
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """The most bytes of a tile's fp32 logits with loss_tiles "auto": a quarter of the head's fp32 gradient, which
-    exists at the same time, and at most 256 MiB."""
+    """Return the most bytes of a tile's fp32 logits with loss_tiles "auto": a quarter of the head's fp32 gradient,
+    which exists at the same time, and at most 256 MiB."""
     return min(2**28, vocab * hidden)
 
 
 def check_length(config: SequenceParallelConfig, seq: int) -> None:
-    """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
+    """Raise InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
     step = layouts.multiple(config.layout, config.size, config.ulysses)
     if seq < 1 or seq % step:
         fits = max(1, -(-seq // step)) * step

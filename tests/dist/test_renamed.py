@@ -232,3 +232,20 @@ def test_a_machines_file_has_its_old_keys():
         assert machine_of("modest", old) == machine_of("modest", content)
     with pytest.raises(ConfigError, match="reserve_fraction is the new name of spare; got both"):
         machine_of("modest", content | {"spare": 0.1})
+
+
+@pytest.mark.parametrize("where", ["--set", "--config"])
+def test_commands_read_old_settings(where, capsys, tmp_path):
+    """And plan with them, whatever their names: `head_chunks` 2 is fixed, not chosen."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+    content = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
+    asked = ["--model", str(tmp_path), "--seq-len", "4096", "--ranks", "4", "--machine", "h100-ib", "--json"]
+    found = []
+    for name in ("head_stages", "head_chunks"):
+        (tmp_path / "ds.json").write_text(json.dumps(content | {"sequence_parallel": {name: 2}}))
+        given = ["--set", f"{name}=2"] if where == "--set" else ["--config", str(tmp_path / "ds.json")]
+        with named("'head_stages'", "'head_chunks'") if name == "head_stages" else contextlib.nullcontext():
+            assert main(["plan", *asked, *given]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert {one["section"].get("head_chunks", 1) for one in found[0]["ranked"]} == {2}
