@@ -238,7 +238,12 @@ def test_a_machines_file_has_its_old_keys():
 def test_commands_read_old_settings(where, capsys, tmp_path):
     """And plan with them, whatever their names: `head_chunks` 2 is fixed, not chosen."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
-    content = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+    }
     asked = ["--model", str(tmp_path), "--seq-len", "4096", "--ranks", "4", "--machine", "h100-ib", "--json"]
     found = []
     for name in ("head_stages", "head_chunks"):
