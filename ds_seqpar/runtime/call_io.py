@@ -206,13 +206,9 @@ class BackwardCall(Call):
     def enter(self, head_chunk: int) -> Work:
         lses, operands, outs = self.saved
         self.take_local(head_chunk)
-        per_head_chunk = len(operands) // len(lses)
-        exchanges = (("q", "k", "v"),) if per_head_chunk == 1 else (("q",), ("k", "v"))
-        for fields, joined in zip(
-            exchanges,
-            operands[head_chunk * per_head_chunk : (head_chunk + 1) * per_head_chunk],
-            strict=False,
-        ):
+        count = len(operands) // len(lses)  # tensors of a head chunk
+        exchanges = (("q", "k", "v"),) if count == 1 else (("q",), ("k", "v"))
+        for fields, joined in zip(exchanges, operands[head_chunk * count : (head_chunk + 1) * count], strict=False):
             self.arrive(HeadExchange(head_chunk, True, fields), joined)
         if not operands:  # forward saves inner keys without the common part
             self.take_common_off(head_chunk)
