@@ -125,7 +125,7 @@ class Call(abc.ABC):
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
         """Return the sinks (H,) of the heads that this Ulysses rank works on. Where the keys' common part was
-        subtracted they are (B, T, H), one for each row, since each row's scores have changed by another number."""
+        subtracted they are (B, T, H), one for each row, since each row's scores have changed by a different number."""
         sinks = self.of_inner_heads(sinks, head_chunk)
         if self.common is None:
             return sinks

@@ -203,7 +203,7 @@ def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> l
 
 def has_common(q: Tensor) -> bool:
     """Return whether the last of attention's results is the common part that was subtracted from all keys, 0 where
-    nothing was subtracted. It does not depend on the mask, which a compiler does not see."""
+    nothing was subtracted. It depends on the dtype only, since a compiler must know it without the mask."""
     return q.dtype == torch.float32
 
 

@@ -68,14 +68,7 @@ class Runtime:
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
-        self,
-        direction: str,
-        q: Tensor,
-        kv_heads: int,
-        mask: Mask,
-        shards: Shards,
-        softcap: float = 0.0,
-        *call_options: Any,
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *options: Any
     ) -> tuple[BoundProgram, Kernel]:
         """Return the program for a rank's local tensors, and the kernel that it calls.
 
@@ -86,25 +79,23 @@ class Runtime:
             mask: The mask.
             shards: The shards of all CP ranks.
             softcap: The bound of scores, 0 for none.
-            call_options: head_chunks, saved and lse of `Compiler.bound_call`.
+            options: head_chunks, saved and lse of `Compiler.bound_call`.
         """
-        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, call_options, is_deterministic()
+        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, options, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, call_options)
+            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, options)
             self.last_bound[direction] = last
         return last[1]
 
     def _bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, call_options: tuple
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, options: tuple
     ) -> tuple[BoundProgram, Kernel]:
         local = self.local_shape(q, kv_heads)
         inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
         spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, local.head_dim, softcap)
         kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.bound_call(
-            direction, mask, shards, local, self.ulysses, kernel.support, *call_options
-        ), kernel
+        return self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options), kernel
 
     def local_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """Return the shape of a rank's local tensors."""
@@ -154,8 +145,8 @@ class Runtime:
             common: The same as in `forward`.
         """
         do, saves = local["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
-        call_options = len(saved.lses), saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
-        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *call_options)
+        options = len(saved.lses), saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
+        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options)
         call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
         return Walk(bound, call, self.comm, self.recorder)
 

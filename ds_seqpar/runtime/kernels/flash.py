@@ -390,7 +390,6 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _version(package: str) -> Version | None:
-    """Return the version of a package, or None if it is not installed."""
     try:
         return Version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
