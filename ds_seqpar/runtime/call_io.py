@@ -1,6 +1,8 @@
-"""The tensors of one attention call, as a walk takes and returns them. The caller's are all heads of this rank's own
-tokens. Each head chunk's inner tensors are some heads of the CP rank's tokens. `compiler.program.ulysses` names
-their fields."""
+"""The tensors of one attention call, as a walk takes and returns them.
+
+Local tensors, the caller's, have all heads of this rank's tokens. The inner tensors of a head chunk have some heads of
+the CP rank's tokens. `compiler.program.ulysses` names their fields.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,26 @@ from .work import Backward, Forward, Work, of_query_heads, offsets, rowsum
 
 
 class Saved(NamedTuple):
-    """Inner tensors that forward saved for backward. lses: of every head chunk. operands: q, k and v of every head
-    chunk as they arrived, in one tensor or in two. outs: of every head chunk. The last two may be empty."""
+    """Inner tensors that forward saved for backward, of every head chunk in turn. operands and outs may be empty."""
 
     lses: list[Tensor]
-    operands: list[Tensor]
+    operands: list[Tensor]  # q, k and v as they were received: one tensor a head chunk, or two
     outs: list[Tensor]
 
 
 class Call(abc.ABC):
-    """What both directions share.
+    """The base class of `ForwardCall` and `BackwardCall`.
 
-    local: the caller's tensors (B, s, H, D), by field. common (Hkv, D): what is taken off all keys, if anything is (see
-    `runtime.work`); sinks: (Hq,), if there are some. heads: which Ulysses rank works on which heads in which head
-    chunk. alone: whether this rank is the only Ulysses rank. inner: tensors of the head chunk that is walked, by field;
-    inner_results: its results, to be sent. local_results: those of local tokens, all heads."""
+    Attributes:
+        local: The caller's tensors (B, s, H, D), by field.
+        common: What is subtracted from all keys (Hkv, D), or None (see `runtime.work`).
+        sinks: (Hq,), or None.
+        heads: Which Ulysses rank works on which heads in which head chunk.
+        alone: Whether this rank is the only Ulysses rank.
+        inner: The tensors of the head chunk that was entered, by field.
+        inner_results: The results of that head chunk that are still to be sent, by field.
+        local_results: The results of local tokens, with all heads, by field.
+    """
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
@@ -49,51 +56,51 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, head_chunk: int) -> Work:
-        """The work of the head chunk's inner tensors."""
+        """Return the work of the head chunk's inner tensors."""
 
     @abc.abstractmethod
     def leave(self, head_chunk: int, result: Tensors) -> None:
-        """Takes the inner program's result."""
+        """Take the inner program's result."""
 
     @abc.abstractmethod
     def results(self) -> list[Tensor]:
-        """What the call returns."""
+        """Return the results of the call."""
 
     def part(self, head_chunk: int, field: str) -> Tensor:
-        """The head chunk's heads of a tensor of the caller's, (B, s, h, D), with D = 1 for one number a row."""
+        """Return the head chunk's heads of a local tensor, (B, s, h, D), where D is 1 for one number a row."""
         return self.of_head_chunk(self.local[field], head_chunk, field)
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:
-        """The head chunk's heads of x, which has all heads of the field."""
+        """Return the head chunk's heads of x, which has all heads of the field."""
         heads = self.heads.of_head_chunk(head_chunk, field)
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
-        """Takes the head chunk's inner tensors that travelled together, (T, B, h of all, D)."""
+        """Take the inner tensors that were received in one message, (T, B, h of all of them, D)."""
         self.inner.update(zip(exchange.fields, split_in(joined, self.heads.inner_counts(exchange)), strict=True))
 
     def pop_result(self, field: str) -> Tensor:
-        """An inner result (B, T, h, D), to be sent. The call refers to it no more."""
+        """Return an inner result (B, T, h, D) that is to be sent, and drop the call's reference to it."""
         return self.inner_results.pop(field)
 
-    def put_result(self, head_chunk: int, field: str, part: Tensor) -> None:
-        """Takes a result of local tokens, (B, s, h, D), of the head chunk's heads."""
+    def put_result(self, head_chunk: int, field: str, tensor: Tensor) -> None:
+        """Take a result of local tokens (B, s, h, D), which has the head chunk's heads."""
         if len(self.heads.head_chunks) == 1:
-            self.local_results[field] = part
+            self.local_results[field] = tensor
             return
         if field not in self.local_results:
             last = self.heads.of_head_chunk(len(self.heads.head_chunks) - 1, field)
-            self.local_results[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
-        self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(part)
+            self.local_results[field] = tensor.new_empty(*tensor.shape[:2], last.stop, tensor.shape[3])
+        self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(tensor)
 
     def take_local(self, head_chunk: int) -> None:
-        """Without other Ulysses ranks, makes the inner tensors of the caller's."""
+        """Set the inner tensors to the head chunk's heads of the local ones, where there are no other Ulysses ranks."""
         if self.alone:
-            one = len(self.heads.head_chunks) == 1
-            self.inner = self.local if one else {field: self.part(head_chunk, field) for field in self.local}
+            one_head_chunk = len(self.heads.head_chunks) == 1
+            self.inner = self.local if one_head_chunk else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Takes inner results, by field. Without other Ulysses ranks they are those of local tokens."""
+        """Take inner results, by field. Without other Ulysses ranks they are results of local tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -101,19 +108,24 @@ class Call(abc.ABC):
             self.inner_results.update(results)
 
     def of_inner_heads(self, x: Tensor, head_chunk: int, side: int = 0) -> Tensor:
-        """A view of x (H, ...), as of the sinks, of the heads that this Ulysses rank works on. side: 0 for query heads,
-        1 for key/value heads."""
+        """Return a view of the heads of x that this Ulysses rank works on.
+
+        Args:
+            x: (H, ...), all heads, such as sinks.
+            head_chunk: The number of the head chunk.
+            side: 0 for query heads, 1 for key/value heads.
+        """
         return x[self.heads.head_chunks[head_chunk][side]][self.heads.inner(head_chunk)[side]]
 
     def take_common_off(self, head_chunk: int) -> None:
-        """Takes the common part off the inner keys: in place, unless they are the caller's."""
+        """Subtract the common part from the inner keys: in place, unless they are the caller's."""
         if self.common is not None:
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
-        """The sinks (H,) that this Ulysses rank works on. Where the keys' common part was taken off every row has its
-        own, (B, T, H), since its scores have changed by a number of its own."""
+        """Return the sinks (H,) of the heads that this Ulysses rank works on. Where the keys' common part was
+        subtracted they are (B, T, H), one for each row, since each row's scores have changed by a different number."""
         sinks = self.of_inner_heads(sinks, head_chunk)
         if self.common is None:
             return sinks
@@ -121,9 +133,15 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """local: q, k and v. Returns out, each head chunk's inner lse, and the inner tensors that `saves` names, as
-    `SavedForBackward` does. Without other Ulysses ranks none are saved. With `lse`, which needs other Ulysses ranks, it
-    also returns the lse of local tokens."""
+    """The forward of a call, with local tensors q, k and v.
+
+    Its results are out, each head chunk's inner lse, the inner tensors that `saves` names, and with `lse` the lse of
+    local tokens.
+
+    Args:
+        saves: A `SavedForBackward`. Without other Ulysses ranks no inner tensors are saved.
+        lse: Whether to send the lse of local tokens back too. Needs other Ulysses ranks.
+    """
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
@@ -162,8 +180,12 @@ class ForwardCall(Call):
 
 
 class BackwardCall(Call):
-    """local: do, and where they are needed q, k, v and out, or delta in place of out. saved: what forward saved.
-    Returns dq, dk and dv, and with sinks their gradient."""
+    """The backward of a call. Its results are dq, dk and dv, and with sinks their gradient.
+
+    Args:
+        local: do, and where they are needed q, k, v and out, or delta in place of out.
+        saved: What forward saved.
+    """
 
     sinks_deltas: Tensor  # of the head chunk, with sinks
 
@@ -184,9 +206,9 @@ class BackwardCall(Call):
     def enter(self, head_chunk: int) -> Work:
         lses, operands, outs = self.saved
         self.take_local(head_chunk)
-        each = len(operands) // len(lses)
-        exchanges = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
-        for fields, joined in zip(exchanges, operands[head_chunk * each : (head_chunk + 1) * each], strict=False):
+        count = len(operands) // len(lses)  # tensors of a head chunk
+        exchanges = (("q", "k", "v"),) if count == 1 else (("q",), ("k", "v"))
+        for fields, joined in zip(exchanges, operands[head_chunk * count : (head_chunk + 1) * count], strict=False):
             self.arrive(HeadExchange(head_chunk, True, fields), joined)
         if not operands:  # forward saves inner keys without the common part
             self.take_common_off(head_chunk)

@@ -1,6 +1,6 @@
-"""Checks what attention is given, on this rank and then between ranks, before anything is sent.
+"""Checks of attention's inputs, on this rank and then between ranks, before anything is sent.
 
-Where a check takes `object`, a user may have given anything.
+Where a check takes `object`, a user may have passed anything.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .runtime import Runtime
 
 
 def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
-    """Whether attention can be an op of a compiled graph: it needs the right types, and heads that can be dealt to
-    Ulysses ranks and head chunks. All else is checked when the agreement runs."""
+    """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
+    distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
     values = isinstance(options.mask, Mask) and (options.shards is None or isinstance(options.shards, UnevenShards))
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
@@ -45,36 +45,39 @@ def _can_be_dealt(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
-    """The mask if one is given, else that of `causal`, True or False. Anything else is left for a check to refuse."""
+    """Return the mask if it is not None, else the mask of `causal`, True or False. Any other `causal` is returned, for
+    a check to refuse."""
     if mask is not None:
         return mask
     return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
 
 
-COMPARED = "attention inputs"  # how a sentence names what ranks compare
+COMPARED = "attention inputs"  # the name in messages of what ranks compare
 
 
 class AttentionOptions(NamedTuple):
-    """What a call of attention is given beside q, k and v. shards: None for the configured layout. backward: whether a
-    backward may follow. lse: whether the caller asks for it. The others are as `SequenceParallel.attention` takes them.
-    """
+    """The arguments of a call of attention beside q, k and v, as in `SequenceParallel.attention`."""
 
     mask: Mask
-    shards: UnevenShards | None
+    shards: UnevenShards | None  # None for the configured layout
     scale: float | None
-    backward: bool = False
-    lse: bool = False
+    backward: bool = False  # whether a backward may follow
+    lse: bool = False  # whether the caller asks for the lse
     softcap: float | None = None
     sinks: Tensor | None = None
 
 
 def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
-    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence. It does so
-    if one of them got what attention cannot take, or other shapes, dtypes or settings than its peers. Collective."""
-    if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
+    """Check the inputs of a call on this rank, and compare them between the ranks that share the sequence. Collective.
+
+    Raises:
+        InputError, ConfigError, KernelError, DisagreementError: On all of these ranks, if one of them got inputs that
+            attention cannot take, or other shapes, dtypes or settings than its peers.
+    """
+    if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
         torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
         return
-    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and need no agreement
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
     if group is not None:
         check_thread()
@@ -88,32 +91,32 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     else:
         compared, error = runtime.checked[1], derivatives_error(q, k, v)
     if error is None and group is None:
-        return  # nobody to compare with
-    # inside torch.func nothing can be sent, not even the refusal of it
+        return  # there is no other rank to compare with
+    # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
     with temporarily_clear_interpreter_stack(), runtime.recorded("agree", COMPARED):
         assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
 
 
-def _advice(given: Mapping[int, Fields]) -> str:
+def _advice(fields_by_rank: Mapping[int, Fields]) -> str:
     from .mismatch_hints import of_attention  # here: few runs have ranks that differ
 
-    return of_attention(given)
+    return of_attention(fields_by_rank)
 
 
 def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:
-    """All that the checks read but derivatives: inputs of the same key pass the same checks. None for tensors of other
-    classes, and nested ones."""
+    """Return all that the checks read but derivatives, so that inputs of equal keys pass the same checks. None if one
+    is nested, or is no plain tensor or parameter."""
     tensors = q, k, v, *(() if options.sinks is None else (options.sinks,))
     if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # some others have no shape
         return None
-    kinds = [(x.layout, x.shape, x.dtype, x.device) for x in tensors]
-    # types first: a comparison of keys ends where two differ, and values of other types may not be comparable
+    properties = [(x.layout, x.shape, x.dtype, x.device) for x in tensors]
+    # types first: a comparison of keys ends at the first difference, and values of other types may not be comparable
     types = [type(x) for x in options]
-    return types, kinds, options[:-1], checkpoints.which_run()
+    return types, properties, options[:-1], checkpoints.which_run()
 
 
 def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:
-    """What must be the same on all ranks, by name. With uneven shards these are not the lengths, which shards give."""
+    """Return what must be the same on all ranks, by name. With uneven shards the lengths may differ."""
     fields: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
     if options.shards is not None:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
@@ -128,7 +131,7 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
 
 
 def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> SeqParError | None:
-    """Why this rank cannot compute attention over these inputs; None if it can."""
+    """Return the reason why this rank cannot compute attention over these inputs as an error, or None if it can."""
     try:
         check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
         check_softcap(options.softcap)
@@ -143,8 +146,11 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
 
 
 def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:
-    """Raises InputError for tensors, a mask or a scale that attention cannot take on any number of ranks.
-    lengths_differ: whether k and v may have another length than q."""
+    """Raise InputError for tensors, a mask or a scale that attention cannot take on any number of ranks.
+
+    Args:
+        lengths_differ: Whether k and v may have another length than q.
+    """
     try:
         _check_settings(mask, scale)
         _check_tensors(q, k, v, lengths_differ)
@@ -171,13 +177,13 @@ def _check_settings(mask: object, scale: object) -> None:
 
 
 def check_softcap(softcap: object) -> None:
-    """Raises InputError for a softcap that is neither None nor a number above 0."""
+    """Raise InputError for a softcap that is neither None nor a number above 0."""
     if softcap is not None and not _is_positive(softcap):
         raise InputError(f"attention needs a softcap that is a number above 0 (in fp32), or None; got {softcap!r:.80}")
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
-    """Raises InputError for sinks that are neither None nor one number for each of q's heads."""
+    """Raise InputError for sinks that are neither None nor one number for each of q's heads."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
@@ -190,17 +196,17 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def _is_positive(x: Any) -> bool:
-    """Whether x is a number above 0 in fp32's range. A smaller one is 0 in a kernel, and 0 times a mask's -inf is NaN;
-    a larger one is infinity."""
-    fp32, real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
-    return real and bool(fp32.tiny <= x <= fp32.max)
+    """Return whether x is a number above 0 in fp32's range. A smaller one is 0 in a kernel, and 0 times a mask's -inf
+    is NaN; a larger one is infinity."""
+    fp32, is_real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
+    return is_real and bool(fp32.tiny <= x <= fp32.max)
 
 
 def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:
     tensors = q, k, v
-    if kinds := [unreadable(x) for x in tensors if unreadable(x)]:
+    if classes := [unreadable(x) for x in tensors if unreadable(x)]:
         raise InputError(
-            f"attention needs dense tensors of this rank's local tokens; got {kinds[0]}, call to_dense(), to_local() "
+            f"attention needs dense tensors of this rank's local tokens; got {classes[0]}, call to_dense(), to_local() "
             "or to_padded_tensor() on it"
         )
     if not _of_four_dims(tensors):
@@ -236,7 +242,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None
 
 
 def unreadable(x: object) -> str:
-    """The kind of a tensor whose elements a kernel cannot read; "" for any other object."""
+    """Return words for the class of a tensor whose elements a kernel cannot read, "" for any other object."""
     if not isinstance(x, Tensor):
         return ""
     classes = [base.__name__ for base in type(x).__mro__]
@@ -248,16 +254,17 @@ def unreadable(x: object) -> str:
 
 
 def check_derivatives(*tensors: Tensor) -> None:
-    """Raises InputError under forward-mode differentiation and torch.func transforms, which would see no derivative.
+    """Raise InputError under forward-mode differentiation and torch.func transforms, which would get no derivative.
 
-    Under torch.compile it checks nothing: the compiler refuses them by itself.
+    Under torch.compile nothing is checked, since the compiler refuses them by itself.
     """
     if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
         raise error
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Why attention cannot be differentiated here; None if it can, or if nobody differentiates it."""
+    """Return the reason why attention cannot be differentiated here as an error. None if it can, or if nothing is
+    differentiated."""
     if torch._C._are_functorch_transforms_active():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
@@ -271,8 +278,8 @@ def derivatives_error(*tensors: Tensor) -> InputError | None:
 
 
 def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
-    """The tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and no element of out
-    but those that they add."""
+    """Return the tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and only add
+    elements to out."""
     largest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == largest else functional.pad(x, (0, largest - x.shape[-1])) for x in tensors]
 
@@ -280,7 +287,7 @@ def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
 def check_shares(
     runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
 ) -> None:
-    """Raises ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
+    """Raise ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
     is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
     config, ulysses_size = runtime.config, runtime.config.ulysses
     check_heads(ulysses_size, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
@@ -295,13 +302,13 @@ def check_shares(
 
 
 def check_programs(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0) -> None:
-    """Raises ConfigError or KernelError where this rank has no program or no kernel for its own q and k."""
+    """Raise ConfigError or KernelError where this rank has no program or no kernel for its local q and k."""
     for direction in ("forward", "backward"):
         runtime.bound(direction, q, k.shape[2], mask, shards, softcap)
 
 
 def check_documents(mask: Mask, seq: int) -> None:
-    """Raises InputError for documents that begin after `seq` tokens."""
+    """Raise InputError for documents that begin after `seq` tokens."""
     if mask.documents and mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
@@ -310,7 +317,7 @@ def check_documents(mask: Mask, seq: int) -> None:
 
 
 def check_shards(shards: object, size: int, layout: str) -> None:
-    """Raises InputError unless these are shards of `size` CP ranks, of as many blocks each as in the layout."""
+    """Raise InputError unless these are shards of `size` CP ranks, each with as many blocks as in the layout."""
     if not isinstance(shards, UnevenShards):
         got = type(shards).__name__
         raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
@@ -320,20 +327,20 @@ def check_shards(shards: object, size: int, layout: str) -> None:
 
 
 def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
-    count, ulysses_rank = runtime.ulysses
-    wanted = [tokens_by_ulysses_rank(shards, side, runtime.rank, count)[ulysses_rank] for side in ("q", "kv")]
-    if [q.shape[1], k.shape[1]] != wanted:
+    ulysses_size, ulysses_rank = runtime.ulysses
+    tokens = [tokens_by_ulysses_rank(shards, side, runtime.rank, ulysses_size)[ulysses_rank] for side in ("q", "kv")]
+    if [q.shape[1], k.shape[1]] != tokens:
         raise InputError(
-            f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "
+            f"attention needs the tokens that the shards give this rank, {tokens[0]} of q and {tokens[1]} of k and v; "
             f"got {q.shape[1]} and {k.shape[1]}"
         )
 
 
 def shape_of(x: object) -> str:
-    """The shape of a tensor, or the class of any other object."""
+    """Return the shape of a tensor, or the class of any other object."""
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
 def describe(x: object) -> str:
-    """Shape and dtype of a tensor, or the class of any other object."""
+    """Return the shape and dtype of a tensor, or the class of any other object."""
     return f"{shape_of(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -2,7 +2,7 @@
 
 Where a compiler or a dispatch mode must see attention, it runs as one op, and so does its backward. torch.compile takes
 these ops as they are. A selective checkpoint can save the result of `ds_seqpar::attention` and recompute the rest
-(DistFlashAttn, section 3.3). Ops take only tensors and numbers, so other objects go to them by handle.
+(DistFlashAttn, section 3.3). Ops take only tensors and numbers, so other objects are passed to them by handle.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .walk import Walk
 from .work import common_part, moments, offsets, takes_common_off
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
-ATTENTION = "attention"  # how errors name a call of it
+ATTENTION = "attention"  # the name of a call in errors
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
 class _Settings(NamedTuple):
-    """All that a call of attention is given but its tensors. shards: None for the configured layout. head_chunks,
-    saves, lse: as `Runtime.forward` takes them."""
+    """All arguments of a call of attention but its tensors. head_chunks, saves and lse are those of
+    `Runtime.forward`."""
 
     runtime: Runtime
     mask: Mask
-    shards: UnevenShards | None
+    shards: UnevenShards | None  # None for the configured layout
     scores: Scores
     head_chunks: int
     saves: int
@@ -48,30 +48,30 @@ class _Settings(NamedTuple):
     def from_numbers(
         cls, handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, lse: bool
     ) -> _Settings:
-        """The inverse of `_as_numbers`, with lse."""
+        """Return the settings that `_as_numbers` gave as numbers, with lse."""
         scores = Scores(scale, softcap)
         return cls(object_of(handle), object_of(mask), _shards_of(shards), scores, head_chunks, saves, lse)
 
     def attended(self, tokens: int) -> tuple[Mask, Shards, Scores]:
-        """Mask, shards and scores for `tokens` of q on this rank."""
+        """Return (mask, shards, scores) for `tokens` local tokens of q."""
         if self.shards is not None:
             return self.mask, self.shards, self.scores
         return self.mask, self.runtime.shards(tokens * self.runtime.ulysses.size), self.scores
 
     def takes_common_off(self, dtype: torch.dtype) -> bool:
-        """Whether the keys' common part is taken off."""
+        """Return whether the keys' common part is subtracted."""
         return takes_common_off(dtype, self.scores.softcap, self.runtime.size, self.mask, self.shards)
 
 
 def _as_numbers(
     runtime: Runtime, mask: Mask, shards: UnevenShards | None, scores: Scores, head_chunks: int, saves: int
 ) -> tuple:
-    """The settings as the arguments of an op."""
+    """Return the settings as the arguments of an op."""
     return runtime.handle, mask.handle, handle_of_shards(shards), *scores, head_chunks, saves
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
-    """The handle of shards; None stands for those of the configured layout."""
+    """Return the handle of shards, where None is the configured layout."""
     return CONFIGURED if shards is None else shards.handle
 
 
@@ -80,8 +80,12 @@ def _shards_of(handle: int) -> UnevenShards | None:
 
 
 def agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | None:
-    """`inputs.agree_on_inputs`, unless a checkpoint replays the result. In a compiled graph the agreement is an op, and
-    this returns its result. An op that takes this result runs after the agreement."""
+    """Call `input_checks.agree_on_inputs`, unless a checkpoint replays the result.
+
+    Returns:
+        In a compiled graph, where the agreement is an op, the op's result: an op that takes it as an argument runs
+        after the agreement. Otherwise None.
+    """
     if torch.compiler.is_compiling() and can_be_op(runtime, q, k, v, options):
         mask, shards, *rest = options
         return agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
@@ -95,7 +99,8 @@ def agreement_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
     backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`inputs.agree_on_inputs` in a compiled graph. Returns an empty tensor, for ops that must run after it."""
+    """Call `input_checks.agree_on_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must
+    run afterwards."""
     options = AttentionOptions(object_of(mask), _shards_of(shards), scale, backward, lse, softcap, sinks)
     agree_on_inputs(object_of(handle), q, k, v, options)
     return _empty(q)
@@ -112,11 +117,20 @@ def _empty(q: Tensor, *rest: object) -> Tensor:
 def attention(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, agreed: bool = False, parts: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """q (B, s, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's tokens -> (out, lse), differentiable.
-    out (B, s, Hq, Dv), lse (B, s, Hq) or None where the options do not ask for it.
+    """Compute attention over the whole sequence for this rank's tokens of q. Differentiable, once.
 
-    agreed: whether ranks have agreed on the inputs. parts: above 1, the tensors hold the heads of one of so many
-    head chunks, and the caller goes through the head chunks.
+    Args:
+        runtime: The runtime of this rank.
+        q: (B, s, Hq, D), this rank's tokens.
+        k: (B, t, Hkv, D), this rank's tokens.
+        v: (B, t, Hkv, Dv), this rank's tokens.
+        options: Mask, shards, scale, softcap, sinks, and whether to return the lse.
+        agreed: Whether the ranks have agreed on the inputs already.
+        parts: If above 1, the tensors hold the heads of one of so many head chunks, and the caller calls this for each
+            head chunk.
+
+    Returns:
+        (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None where the options do not ask for it.
     """
     dependency = None if agreed else agree(runtime, q, k, v, options)
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
@@ -130,52 +144,56 @@ def attention(
 
 def _attention(
     runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scores: Scores,
-    sinks: Tensor | None, dependency: Tensor | None, lse: bool, parts: int,
+    sinks: Tensor | None, dependency: Tensor | None, return_lse: bool, parts: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`attention` of q, k and v of one head_dim. dependency: what must have been computed before anything is sent.
+    """Compute `attention` of q, k and v of one head_dim.
 
     Whether forward saves the inner q, k and v for backward, or backward exchanges them again, is the setting
     `save_qkv_after_all_to_all`.
+
+    Args:
+        dependency: A tensor that must have been computed before anything is sent.
     """
     checkpointed = not torch.compiler.is_compiling() and checkpoints.is_checkpointed()
     q, k, _ = tensors
     head_chunks = head_chunks_of(runtime, q, k, mask, shards) if parts == 1 else 1
     saves = int(runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved()))
-    local_lse = lse and runtime.ulysses.size > 1
-    settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, local_lse)
+    return_local_lse = return_lse and runtime.ulysses.size > 1
+    settings = _Settings(runtime, mask, shards, scores, head_chunks, saves, return_local_lse)
     if _runs_as_op() and not checkpointed:
         numbers = _as_numbers(runtime, mask, shards, scores, head_chunks, saves)
-        out, *rest = attention_op(*tensors, sinks, *numbers, local_lse, _sizes(runtime, tensors, shards), dependency)
+        out, *rest = attention_op(
+            *tensors, sinks, *numbers, return_local_lse, _sizes(runtime, tensors, shards), dependency
+        )
     else:
         out, *rest = Attention.apply(*tensors, sinks, settings)
     common = rest.pop() if has_common(q) else None
-    if not lse:
+    if not return_lse:
         return out, None
-    rows = rest[-1] if local_lse else torch.cat(rest, dim=2) if head_chunks > 1 else rest[0]
-    return out, rows if common is None else rows + offsets(q.detach(), common, scores.scale)
+    lse = rest[-1] if return_local_lse else torch.cat(rest, dim=2) if head_chunks > 1 else rest[0]
+    return out, lse if common is None else lse + offsets(q.detach(), common, scores.scale)
 
 
 def _runs_as_op() -> bool:
-    """Whether attention must run as one op: for a compiler, or for a dispatch mode such as a selective checkpoint's."""
+    """Return whether attention must run as one op: for a compiler, or for a dispatch mode such as that of a selective
+    checkpoint."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def head_chunks_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: UnevenShards | None) -> int:
-    """In how many head chunks heads are attended to. q, k: of this rank's tokens; only their shape and dtype are
-    read."""
+    """Return the number of head chunks. q and k have this rank's tokens; only their shape and dtype are read."""
     count = runtime.config.head_chunks
     if count != "auto":
         return count
     if torch.compiler.is_compiling():
-        return 1  # a figure of memory needs numbers, and the compiler may have symbols
+        return 1  # an estimate of memory needs numbers, and the compiler may have symbols
     inner_shards = runtime.shards(q.shape[1] * runtime.ulysses.size) if shards is None else shards
     return runtime.fewest_head_chunks(q, k, mask, inner_shards)
 
 
 def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[int]:
-    """The numbers by which the op's fake finds the shapes of its results. They are the Ulysses size, this rank's
-    Ulysses rank number, and the CP rank's tokens of q and of k/v. The last is 1 where q, k and v travel in one
-    message."""
+    """Return the numbers from which the op's fake computes the shapes of its results: [ulysses_size, ulysses_rank, the
+    CP rank's tokens of q, its tokens of k/v, 1 where q, k and v are sent in one message else 0]."""
     (q, k, _), ulysses_size = tensors, runtime.ulysses.size
     if shards is None:
         return [*runtime.ulysses, q.shape[1] * ulysses_size, k.shape[1] * ulysses_size, 1]
@@ -184,8 +202,8 @@ def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> l
 
 
 def has_common(q: Tensor) -> bool:
-    """Whether the last of attention's results is what was taken off all keys, 0 where nothing was. A compiler must know
-    it without the mask."""
+    """Return whether the last of attention's results is the common part that was subtracted from all keys, 0 where
+    nothing was subtracted. It depends on the dtype only, since a compiler must know it without the mask."""
     return q.dtype == torch.float32
 
 
@@ -212,11 +230,17 @@ def attention_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
     softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Attention's forward. Returns what `ForwardCall.results` does: out, each head chunk's inner lse, the inner tensors
-    that `saves` names, and with `lse` that of local rows. In fp32 also the keys' common part (see `runtime.work`),
-    which no lse has.
+    """Compute attention's forward.
 
-    sizes: as `_sizes` gives them. They are arguments because a compiler's cache serves several ranks."""
+    Args:
+        sizes: The result of `_sizes`. It is an argument because a compiler's cache is shared by several ranks.
+        dependency: As in `_attention`.
+
+    Returns:
+        The results of `ForwardCall.results`: out, each head chunk's inner lse, the inner tensors that `saves` names,
+        and with `lse` the lse of local rows. In fp32 also the keys' common part (see `runtime.work`), which is in no
+        lse.
+    """
     keep_alive(mask, *(() if shards == CONFIGURED else (shards,)))
     return _forward(
         _Settings.from_numbers(handle, mask, shards, scale, softcap, head_chunks, saves, lse), q, k, v, sinks
@@ -231,7 +255,7 @@ def _(
     ulysses_size, ulysses_rank, *tokens, in_one_message = sizes
     heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
     batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
-    widths = [[part.stop - part.start for part in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
+    widths = [[span.stop - span.start for span in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
     results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
     for q_width, kv_width in widths if saves else ():
         if in_one_message:
@@ -250,7 +274,8 @@ def _(
 def _backward(
     settings: _Settings, do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], kv_heads: int
 ) -> list[Tensor]:
-    """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks and common."""
+    """Return [dq, dk, dv], and with sinks their gradient. `saved` is in the order of `_save`, without sinks and
+    common."""
     with settings.runtime.recorded("agree", "backward"):
         settings.runtime.calls.enter()
     local, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
@@ -260,25 +285,30 @@ def _backward(
         local["out"] = inner.pop()
     lses, inner = inner[:head_chunks], inner[head_chunks:]
     outs = inner[len(inner) - head_chunks :] if settings.saves == SavedForBackward.QKV_AND_OUT else []
-    left = Saved(lses, inner[: len(inner) - len(outs)], outs)
+    saved_by_forward = Saved(lses, inner[: len(inner) - len(outs)], outs)
     common = common if settings.takes_common_off(do.dtype) else None
-    walk = settings.runtime.backward(local, kv_heads, sinks, left, *settings.attended(do.shape[1]), common)
+    walk = settings.runtime.backward(local, kv_heads, sinks, saved_by_forward, *settings.attended(do.shape[1]), common)
     return _run_without_autocast(walk, do.device)
 
 
 def _save(ctx: Context, local: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: int, lse: bool) -> None:
-    """Saves sinks, the keys' common part, each head chunk's lse, the inner tensors that forward left, and where
-    backward needs them the caller's own out and q, k and v. local: q, k and v. results: those of forward."""
+    """Save for backward: sinks, the keys' common part, each head chunk's lse, the inner tensors that forward returned,
+    and where backward needs them the local out and q, k and v.
+
+    Args:
+        local: q, k and v.
+        results: The results of forward.
+    """
     ctx.set_materialize_grads(False)
     common = results[-1] if has_common(local[0]) else None
     out, *inner = results[: len(results) - (common is not None) - lse]
-    left = (*inner, *(() if saves == SavedForBackward.QKV_AND_OUT else (out,)), *(() if saves else local))
+    saved = (*inner, *(() if saves == SavedForBackward.QKV_AND_OUT else (out,)), *(() if saves else local))
     ctx.out = local[0].shape, local[0].dtype, local[0].device
-    ctx.save_for_backward(sinks, common, *left)
+    ctx.save_for_backward(sinks, common, *saved)
 
 
 def _gradients(ctx: Context, do: Tensor | None, backward: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
-    """The gradients of q, k, v and sinks. backward: takes do and what `_save` saved."""
+    """Return the gradients of q, k, v and sinks. `backward` is called with do and what `_save` saved."""
     if do is None:  # a function after attention has no gradient on this rank; on another it may have one
         do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
     sinks, common, *saved = ctx.saved_tensors
@@ -295,18 +325,19 @@ def _save_of_op(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
 
 
 def _gradients_of_op(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
-    found = _gradients(ctx, grads[0], lambda *given: attention_backward_op(*given, ctx.k_shape, *ctx.numbers))
-    return *found, *[None] * 10
+    gradients = _gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.k_shape, *ctx.numbers))
+    return *gradients, *[None] * 10
 
 
 attention_op.register_autograd(_gradients_of_op, setup_context=_save_of_op)
 
 
 class Attention(torch.autograd.Function):
-    """Attention without an op, whose own machinery takes as long as a kernel does for few tokens.
+    """Attention without an op. The machinery of an op takes as long as a kernel does for few tokens.
 
     In a checkpointed function the second run replays the results of the first one. The replayed results may have delta
-    (B, s, Hq) in place of out, since backward needs no more of out; this then returns zeros as out."""
+    (B, s, Hq) in place of out, since backward needs no more of out; then zeros are returned as out.
+    """
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _Settings) -> Tensors:
@@ -318,12 +349,13 @@ class Attention(torch.autograd.Function):
             settings.runtime.calls.follow(ATTENTION, q.shape)
         ctx.settings, ctx.k_shape = settings, k.shape
         _save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse)
-        ctx.mark_non_differentiable(*results[2:])  # the lse stays: by it `_without_derivative` finds the inputs
+        # the lse stays differentiable: `_without_derivative` finds the inputs through it
+        ctx.mark_non_differentiable(*results[2:])
         return results if results[0].dim() == q.dim() else (q.new_zeros(()).expand(q.shape), *results[1:])
 
     @staticmethod
     def results(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
-        """Forward's results, by the op where attention must run as one."""
+        """Return forward's results, from the op where attention must run as one."""
         if not _runs_as_op():
             return _forward(settings, q, k, v, sinks)
         numbers, sizes = _as_numbers(*settings[:-1]), _sizes(settings.runtime, (q, k, v), settings.shards)
@@ -342,7 +374,8 @@ def attention_backward_op(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
     handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Attention's backward. Returns [dq, dk, dv], and with sinks their gradient. saved: as `_save` orders it."""
+    """Compute attention's backward. Returns [dq, dk, dv], and with sinks their gradient. `saved` is in the order of
+    `_save`."""
     settings = _Settings.from_numbers(handle, mask, shards, scale, softcap, head_chunks, saves, lse=False)
     return _backward(settings, do, sinks, common, saved, k_shape[2])
 
@@ -357,8 +390,8 @@ def _(
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The identity on gradients, which refuses a derivative of them. tensors: first as many as `saved` that backward
-    had, then the gradients."""
+    """The identity on gradients, which raises where they are differentiated. Of `tensors` the first `saved` are those
+    that backward used, the others are the gradients."""
 
     @staticmethod
     def forward(ctx: Context, saved: int, *tensors: Tensor) -> Tensors:
@@ -373,14 +406,17 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 def _without_derivative(grads: Sequence[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradients. With create_graph=True they become a part of the inputs' graph, through what was saved. Otherwise
-    a second derivative would silently be zero."""
+    """Return the gradients. With create_graph=True they become a part of the inputs' graph, through the saved tensors;
+    otherwise a second derivative would silently be zero."""
     return _WithoutDerivative.apply(len(saved), *saved, *grads) if torch.is_grad_enabled() else grads
 
 
 class LseWithoutGradient(torch.autograd.Function):
-    """The identity on an lse, which refuses a gradient that reaches it: the gradient would be lost unnoticed. out: the
-    output that came with the lse; only where it requires a gradient is one refused."""
+    """The identity on an lse, which raises InputError for a gradient that reaches it: it would be lost unnoticed.
+
+    `forward` takes the lse and the attention output that belongs to it. A gradient is refused only if that output
+    requires one.
+    """
 
     @staticmethod
     def forward(ctx: Context, lse: Tensor, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Joins programs, kernels and communication: what one rank needs to take part in attention."""
+"""The runtime of one rank, which joins programs, kernels and communication."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ NOT_RECORDED = contextlib.nullcontext()
 
 
 class Runtime:
-    """Settings, this rank's place and its transport.
+    """The settings of one rank, its ranks in the groups, and its communication.
 
-    rank: the CP rank. ulysses: this rank's place in its Ulysses group. calls: those whose backward ranks
-    agree on. checked: the key of the inputs that `inputs` checked last, and the form in which ranks compare them.
-    last_bound, last_head_chunks: the arguments and the result of the last `bound` of each direction, and of the last
-    `fewest_head_chunks`. recorder: records when this rank does what, while somebody asks for it. measured: the order of
-    kernels of each `BlockSpec.case` that was measured. handle: of this object, for ops."""
+    Attributes:
+        rank: The CP rank.
+        size: cp_size.
+        ulysses: ulysses_size and this rank's Ulysses rank.
+        calls: The calls whose backward the ranks agree on.
+        checked: The key of the inputs that `input_checks` checked last, and what ranks compare of them.
+        last_bound: For each direction, the arguments and the result of the last `bound`.
+        last_head_chunks: The arguments and the result of the last `fewest_head_chunks`.
+        recorder: Records what this rank does when, or None.
+        measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
+        handle: The handle of this object, for ops.
+    """
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
@@ -53,41 +60,50 @@ class Runtime:
         self.handle = handle_of(self)
 
     def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """A context that is one event of the record, if there is one."""
+        """Return a context that is recorded as one event, if there is a recorder."""
         return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
 
     def shards(self, tokens: int) -> Shards:
-        """The configured layout of a sequence of which every CP rank holds `tokens`."""
+        """Return the shards of the configured layout for a sequence of which every CP rank has `tokens`."""
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *around: Any
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *options: Any
     ) -> tuple[BoundProgram, Kernel]:
-        """The program for a rank's local tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
-        around: head_chunks, kept and lse, as `Compiler.bound_call` takes them."""
-        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, around, is_deterministic()
+        """Return the program for a rank's local tensors, and the kernel that it calls.
+
+        Args:
+            direction: "forward" or "backward".
+            q: The local q (B, s, Hq, D), of which only shape, dtype and device are read.
+            kv_heads: The heads of k and v.
+            mask: The mask.
+            shards: The shards of all CP ranks.
+            softcap: The bound of scores, 0 for none.
+            options: head_chunks, saved and lse of `Compiler.bound_call`.
+        """
+        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, options, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, around)
+            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, options)
             self.last_bound[direction] = last
         return last[1]
 
     def _bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, around: tuple
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, options: tuple
     ) -> tuple[BoundProgram, Kernel]:
         local = self.local_shape(q, kv_heads)
         inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
         spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, local.head_dim, softcap)
         kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *around), kernel
+        return self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options), kernel
 
     def local_shape(self, q: Tensor, kv_heads: int) -> Shape:
-        """The shape of a rank's local tensors."""
+        """Return the shape of a rank's local tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
         return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
     def fewest_head_chunks(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        """`memory.fewest_head_chunks` of heads for a rank's local q and k."""
+        """Return `compiler.memory.fewest_head_chunks` for a rank's local q and k."""
         key = q.shape, k.shape, q.dtype, mask, shards
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
             from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
@@ -101,8 +117,14 @@ class Runtime:
         head_chunks: int = 1, saves: int = SavedForBackward.QKV_AND_OUT, lse: bool = False,
         common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
-        """A walk over a rank's local tensors, which returns what `ForwardCall` does. head_chunks: of heads. saves, lse,
-        common: as `ForwardCall` takes them."""
+        """Return a walk over a rank's local tensors, with the results of `ForwardCall`.
+
+        Args:
+            head_chunks: The number of head chunks.
+            saves: As in `ForwardCall`.
+            lse: As in `ForwardCall`.
+            common: As in `ForwardCall`.
+        """
         bound, kernel = self.bound(
             "forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SavedForBackward.QKV_AND_OUT, lse
         )
@@ -115,18 +137,26 @@ class Runtime:
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
         scores: Scores, common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
-        """A walk over a rank's local tensors, which returns what `BackwardCall` does. local: do, and q, k, v and out
-        where forward did not save the inner ones. saved: what forward saved. common: as forward had it."""
-        do, kept = local["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
-        around = len(saved.lses), kept if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
-        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *around)
+        """Return a walk over a rank's local tensors, with the results of `BackwardCall`.
+
+        Args:
+            local: do, and q, k, v and out where forward did not save the inner ones.
+            saved: What forward saved.
+            common: The same as in `forward`.
+        """
+        do, saves = local["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
+        options = len(saved.lses), saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
+        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options)
         call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
         return Walk(bound, call, self.comm, self.recorder)
 
 
 def run(walk: Walk) -> list[Tensor]:
-    """The call's results, after a walk to the end. An error says where in the program it happened: the step, the
-    instructions before and after it, and with which ranks."""
+    """Execute a walk to its end and return the call's results.
+
+    An error then says where in the program it happened: the step, the instructions before and after it, and with which
+    ranks.
+    """
     try:
         return walk.run()
     except CommunicationError as error:
@@ -138,5 +168,5 @@ def run(walk: Walk) -> list[Tensor]:
 
 
 def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with each head's elements side by side, as kernels read them."""
+    """Return the tensors with a stride of 1 in head_dim, as kernels read them."""
     return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

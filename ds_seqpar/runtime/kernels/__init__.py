@@ -1,4 +1,4 @@
-"""The kernels. `select` chooses one by name, or the first that can compute a block."""
+"""The attention kernels. `select` chooses one by name, or the first that can compute a block."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 
 
 def register(kernel: Kernel) -> None:
-    """Adds a kernel, which can then be chosen by its name on this rank. Call it on every rank, before any configuration
-    is made. Raises ConfigError where the name is taken."""
+    """Add a kernel, which the configuration can then choose by its name.
+
+    Call it on every rank, before any configuration is made.
+
+    Args:
+        kernel: The kernel, an object with the members of `Kernel`.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
     if kernel.name in launches.KERNELS:
         raise ConfigError(f"a kernel needs a name of its own; got {kernel.name}, rename it")
     KERNELS[kernel.name] = kernel
@@ -29,7 +37,7 @@ def register(kernel: Kernel) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes a kernel off again. Raises ConfigError where there is none of this name."""
+    """Remove a kernel. Raises ConfigError if there is none of this name."""
     check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     launches.KERNELS.remove(name)
@@ -38,36 +46,42 @@ def remove(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), deterministic: bool | None = None) -> Kernel:
-    """The kernel of that name, or for "auto" the first without a reason against it, with the softcap of the spec.
+    """Return the kernel of that name, or for "auto" the first that takes the spec, with the softcap of the spec.
 
-    measured: names of kernels that "auto" tries first, the fastest first. deterministic: `is_deterministic()`, which
-    kernels read, and which is an argument so that a cached choice holds for its value only.
-    Raises KernelError with the reasons of every kernel that was tried.
+    Args:
+        name: A kernel's name, or "auto".
+        spec: The blocks that the kernel must take.
+        measured: Names of kernels that "auto" tries first, the fastest first.
+        deterministic: `is_deterministic()`. Kernels read it themselves; it is an argument so that a cached choice is
+            used for this value only.
+
+    Raises:
+        KernelError: No kernel takes the spec; with the reasons of every kernel that was tried.
     """
     possible = candidates(spec)
     names = [name] if name != "auto" else dict.fromkeys([*(x for x in measured if x in possible), *possible])
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
-    for candidate, against in reasons.items():
-        if not against:
+    for candidate, objections in reasons.items():
+        if not objections:
             kernel = KERNELS[candidate]
             return kernel.capped(spec.softcap) if spec.softcap and can_cap(kernel) else kernel
-    sentence = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
+    sentence = "; ".join(f"{candidate} {' and '.join(objections)}" for candidate, objections in reasons.items())
     slow = "chunked" not in reasons and not _reasons(KERNELS["chunked"], spec)
     advice = ', or name "kernel": "chunked", which takes it slowly' if name == "auto" and slow else ""
     raise KernelError(f"no attention kernel takes {spec}: {sentence}{advice}")
 
 
 def available(device: str) -> tuple[str, ...]:
-    """The names of the kernels that this rank can run on a device of that type. Ranks may differ in what is installed,
-    and in their GPUs."""
-    common = [BlockSpec(device, dtype, 1, 1, 64) for dtype in (torch.bfloat16, torch.float32)]
-    return tuple(name for name, kernel in KERNELS.items() if not all(kernel.reasons(spec) for spec in common))
+    """Return the names of the kernels that this rank can run on a device of that type. They may differ between ranks,
+    with the installed packages and the GPUs."""
+    specs = [BlockSpec(device, dtype, 1, 1, 64) for dtype in (torch.bfloat16, torch.float32)]
+    return tuple(name for name, kernel in KERNELS.items() if not all(kernel.reasons(spec) for spec in specs))
 
 
 def candidates(spec: BlockSpec) -> list[str]:
-    """The names of the kernels that "auto" tries. On GPUs the slow kernels must be named: the dense matrix of
+    """Return the names of the kernels that "auto" tries. On GPUs the slow kernels must be named: the dense matrix of
     "reference" would take the memory that sequence parallelism saves. "chunked" is tried for a softcap, which few
-    kernels have."""
+    kernels support."""
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 

@@ -1,7 +1,7 @@
-"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and the flash-attn package's.
+"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and that of flash-attn.
 
 The kernel for CPUs takes fp64, fp32, bf16 and fp16, takes GQA without repeating heads, and aligns a causal mask to the
-upper left corner. It computes a band as a mask over a block of few rows, whose hidden part it computes too.
+upper left corner. It computes a band as a mask over a block of few rows, and computes the masked pairs too.
 
 The kernels for CUDA are subclasses around operators that differ in arguments. Their causal blocks are square, since
 most operators align the mask to the lower right corner. None has been measured on a GPU yet. `tests/cuda_models.py` has
@@ -62,7 +62,7 @@ class CpuFlash:
 
 
 def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
-    """What is added to a block's scores: 0 where a row sees a column, and -inf elsewhere. None for width 0: no band."""
+    """Return the mask to add to a block's scores: 0 where a row sees a column, else -inf. None for width 0, no band."""
     if not width:
         return None
     above = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype).triu_(width)
@@ -78,18 +78,16 @@ HALF = {torch.bfloat16: 8, torch.float16: 8}
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
-    """A call of an operator, beside its tensors. scale: of the softmax. left, right: the window, -1 for no limit. rows,
-    columns: of the block, or of the largest of several blocks. first_rows, first_columns: where each of several blocks
-    begins (int32, on the device). sequences: of the batch, for several blocks."""
+    """The arguments of a call of an operator, beside its tensors."""
 
-    scale: float
-    left: int
+    scale: float  # of the softmax
+    left: int  # the window's limits, -1 for none
     right: int
-    rows: int
+    rows: int  # of the block, or of the largest of several blocks
     columns: int
-    first_rows: Tensor | None = None
+    first_rows: Tensor | None = None  # where each of several blocks begins, int32 on the device
     first_columns: Tensor | None = None
-    sequences: int = 1
+    sequences: int = 1  # of the batch, for several blocks
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, causal: bool, scale: float, segments: Segments | None) -> OperatorCall:
@@ -114,18 +112,23 @@ class OperatorCall:
         return self.first_rows, self.first_columns, self.rows, self.columns
 
     def join(self, x: Tensor) -> Tensor:
-        """(B, n, ...) -> (B * n, ...) where there are several blocks."""
+        """Reshape (B, n, ...) to (B * n, ...) where there are several blocks."""
         return x if self.first_rows is None else x.flatten(0, 1)
 
     def split(self, x: Tensor) -> Tensor:
-        """The inverse of `join`."""
+        """Reshape (B * n, ...) to (B, n, ...): the inverse of `join`."""
         return x if self.first_rows is None else x.unflatten(0, (self.sequences, -1))
 
 
 class CudaKernel:
-    """A kernel around an operator for CUDA. multiples: dtype -> what head_dim must be a multiple of; heads are padded
-    with zeros, which change nothing. graph_per_shape: whether the operator makes a graph for every shape of a block,
-    which documents of any lengths would have it do in every step."""
+    """The base class of kernels that call an operator for CUDA.
+
+    Attributes:
+        multiples: For each dtype, the number of which head_dim must be a multiple. Heads are padded with zeros, which
+            change nothing.
+        graph_per_shape: Whether the operator makes a graph for every shape of a block. With documents of any lengths it
+            would do so in every step.
+    """
 
     name: str
     support = KernelSupport(square=True, windows=2, segments=True)
@@ -158,7 +161,7 @@ class CudaKernel:
         call = OperatorCall.of(q, k, causal, scale, segments)
         out, lse = self.attend(call, *(call.join(self.padded(x)) for x in (q, k, v)))
         lse = lse.transpose(-1, -2)
-        if segments and 0 in segments.columns:  # for rows without a key operators give an lse of inf; it is -inf
+        if segments and 0 in segments.columns:  # operators return inf, not -inf, for rows without a key
             lse = lse.masked_fill(lse.isposinf(), -torch.inf)
         return call.split(out)[..., : q.shape[3]], call.split(lse)
 
@@ -167,28 +170,38 @@ class CudaKernel:
         segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         call = OperatorCall.of(q, k, causal, scale, segments)
-        wide = call.join(lse).transpose(-1, -2).contiguous()
-        grads = self.gradients(call, wide, *(call.join(self.padded(x)) for x in (do, q, k, v, out)))
+        joined_lse = call.join(lse).transpose(-1, -2).contiguous()
+        grads = self.gradients(call, joined_lse, *(call.join(self.padded(x)) for x in (do, q, k, v, out)))
         dq, dk, dv = (call.split(x)[..., : q.shape[3]] for x in grads)
         return dq, dk, dv
 
     def padded(self, x: Tensor) -> Tensor:
-        missing = -x.shape[3] % self.multiples.get(x.dtype, 1)
-        return torch.nn.functional.pad(x, (0, missing)) if missing else x
+        padding = -x.shape[3] % self.multiples.get(x.dtype, 1)
+        return torch.nn.functional.pad(x, (0, padding)) if padding else x
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, m, Hq, D), k and v (B, n, Hkv, D) -> out as q, lse (B, Hq, m). Several blocks come without B."""
+        """Call the operator's forward. For several blocks the tensors have no dimension B.
+
+        Args:
+            call: The other arguments.
+            q: (B, m, Hq, D).
+            k: (B, n, Hkv, D).
+            v: (B, n, Hkv, D).
+
+        Returns:
+            (out, lse), out as q, and lse (B, Hq, m).
+        """
         raise NotImplementedError
 
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients dq, dk and dv, of tensors as in `attend`. lse is contiguous."""
+        """Call the operator's backward, with tensors as in `attend` and a contiguous lse. Returns (dq, dk, dv)."""
         raise NotImplementedError
 
 
 class CudaFlash(CudaKernel):
-    """PyTorch's flash attention, or what `torch.nn.attention.activate_flash_attention_impl` puts in its place
+    """PyTorch's flash attention, or its replacement by `torch.nn.attention.activate_flash_attention_impl`
     (FlashAttention 3 or 4)."""
 
     name = "cuda_flash"
@@ -248,7 +261,7 @@ class CudaEfficient(CudaKernel):
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
 
     def mask(self, call: OperatorCall) -> int:
-        """The operator's mask: 0 none, 1 causal from the upper left corner, as torch calls it, 2 from the lower
+        """Return the operator's mask: 0 none, 1 causal from the upper left corner, as torch calls it, 2 from the lower
         right."""
         return 0 if call.right else 1 if call.rows == call.columns else 2
 
@@ -260,7 +273,8 @@ class Cudnn(CudaKernel):
     """cuDNN's attention, which is used where it is named, or was measured as the fastest. It takes full and causal
     blocks of at least two rows and two keys.
 
-    lse_is_4d: whether the operator's lse has a fourth dimension. Forward sees it, and backward gives it.
+    Attributes:
+        lse_is_4d: Whether the operator's lse has a fourth dimension. Forward sets it, for backward.
     """
 
     name = "cudnn"
@@ -326,7 +340,7 @@ class FlashAttn(CudaKernel):
     def reasons(self, spec: BlockSpec) -> list[str]:
         reasons = super().reasons(spec)
         version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
-        if version is None:  # None too for a folder of that name that is no package
+        if version is None:  # also None for a folder of that name that is no package
             reasons.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
         elif version < Version("2.7"):
             reasons.append("needs flash-attn 2.7 or later")
@@ -342,12 +356,12 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         function, lengths = self.function("backward", call)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        exact = torch.are_deterministic_algorithms_enabled()  # as torch's own flash attention has it
-        function(do, q, k, v, out, lse, *grads, *lengths, deterministic=exact, **self.keywords(call))
+        deterministic = torch.are_deterministic_algorithms_enabled()  # as in torch's own flash attention
+        function(do, q, k, v, out, lse, *grads, *lengths, deterministic=deterministic, **self.keywords(call))
         return grads
 
     def function(self, direction: str, call: OperatorCall) -> tuple[Any, tuple]:
-        """The package's function for one block or several, and the lengths that it takes."""
+        """Return the package's function for one block or for several, and the lengths that it takes."""
         package = importlib.import_module("flash_attn.flash_attn_interface")
         if call.first_rows is None:
             return getattr(package, f"_flash_attn_{direction}"), ()
@@ -366,17 +380,16 @@ class FlashAttn(CudaKernel):
 
 
 def _random_state(q: Tensor) -> Tensor:
-    """A random state for operators, which read it only where dropout > 0."""
+    """Return a random state for operators, which read it only where dropout > 0."""
     return torch.empty(0, dtype=torch.int64, device=q.device)
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """k or v with each head repeated for all of its query heads."""
+    """Return k or v with each head repeated for all of its query heads."""
     return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def _version(package: str) -> Version | None:
-    """The version of an installed package; None if it is not installed."""
     try:
         return Version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""What a kernel is, and two kernels in torch's own operations, for any device.
+"""The protocol of a kernel, and two kernels in torch's own operations, for any device.
 
-`Reference` makes the dense matrix of scores; it is the definition that others are tested by. `Chunked` computes a few
-query rows at a time, for what no fast kernel does, such as a softcap.
+`Reference` computes the dense matrix of scores; it is the definition that other kernels are tested against. `Chunked`
+computes a few query rows at a time, for what no fast kernel does, such as a softcap.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ...compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """The blocks that a kernel must be able to take. softcap: the bound of scores, 0 for none."""
+    """The blocks that a kernel must be able to take."""
 
-    device: str
-    dtype: torch.dtype
+    device: str  # a device type, such as "cuda"
+    dtype: torch.dtype  # of q, k and v
     q_heads: int
     kv_heads: int
     head_dim: int
-    softcap: float = 0.0
+    softcap: float = 0.0  # the bound of scores, 0 for none
 
     @classmethod
     def of(cls, q: Tensor, kv_heads: int, softcap: float = 0.0) -> BlockSpec:
-        """For q of shape (batch, seq, q_heads, head_dim)."""
+        """Return the spec of q (batch, seq, q_heads, head_dim) and `kv_heads` key/value heads."""
         return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
 
     def case(self, mask: Mask) -> str:
-        """The case that calibration measures kernels in, as "bfloat16 128 causal"."""
+        """Return the name of the case that calibration measures kernels in, such as "bfloat16 128 causal"."""
         return f"{self.dtype_name} {self.head_dim} {mask.kind}"
 
     @property
@@ -49,23 +49,28 @@ class BlockSpec:
 
 
 class Scores(NamedTuple):
-    """How the score of a query and a key is computed: x = scale * (q . k), and with a softcap softcap * tanh(x /
-    softcap) (Gemma 2)."""
+    """How the score of a query and a key is computed: x = scale * (q . k), and with a softcap
+    softcap * tanh(x / softcap) (Gemma 2)."""
 
     scale: float
-    softcap: float = 0.0
+    softcap: float = 0.0  # 0 for none
 
 
 class Kernel(Protocol):
     """Attention of one block, full or causal, and its gradient.
 
-    name: as in the configuration. tolerance: dtype -> the greatest max|a-b|/max|b| against fp64 that its conformance
-    tests allow. ran_on: where the conformance suite has passed. support: what else it can be called for:
+    Implement this protocol to add a kernel, and pass an instance of it to `register`.
 
-    - bands: both methods have one more argument, `width: int = 0`. Where it is not 0, row i sees columns i to
-      i + width - 1, as far as they exist;
-    - windows: both methods have one more argument, `segments: Segments | None = None`;
-    - all tiles of a product at once: the kernel is `Accumulating`.
+    Attributes:
+        name: The name by which the configuration chooses the kernel.
+        support: What the kernel can be called for beside full and causal blocks:
+
+            - bands (`band`): both methods take one more argument, `width: int = 0`. Where it is not 0, row i sees
+              columns i to i + width - 1, as far as they exist;
+            - windows (`windows`): both methods take one more argument, `segments: Segments | None = None`;
+            - all tiles of a product at once (`tiles`): the kernel is `Accumulating`.
+        tolerance: For each dtype, the greatest max|a-b|/max|b| against fp64 that the conformance tests allow.
+        ran_on: The devices on which the conformance suite has passed.
     """
 
     name: str
@@ -74,20 +79,45 @@ class Kernel(Protocol):
     ran_on: str
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        """Why it cannot take such blocks; empty where it can."""
+        """Return the reasons why the kernel cannot take such blocks; an empty list where it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D) -> out as q, lse (B, Sq, Hq) in fp32 (fp64 for fp64).
+        """Compute attention of one block.
 
-        Hq is a multiple of Hkv: query head h reads key/value head h * Hkv // Hq. causal: row i sees columns 0 .. i.
+        Hq is a multiple of Hkv: query head h reads key/value head h * Hkv // Hq.
+
+        Args:
+            q: (B, Sq, Hq, D).
+            k: (B, Sk, Hkv, D), in q's dtype.
+            v: (B, Sk, Hkv, D), in q's dtype.
+            causal: If True, row i sees columns 0 to i, else all columns.
+            scale: The factor of q . k.
+
+        Returns:
+            (out, lse). out has q's shape and dtype. lse (B, Sq, Hq) is the log-sum-exp of each row's scores, in fp32
+            (fp64 for fp64).
         """
         ...
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
+        """Compute the part of the gradients that comes from one block.
+
+        Args:
+            do: The gradient of out, (B, Sq, Hq, D) in q's dtype.
+            q: As in `forward`.
+            k: As in `forward`.
+            v: As in `forward`.
+            out: (B, Sq, Hq, D) in q's dtype: the result of *whole* rows, over the keys of all blocks.
+            lse: (B, Sq, Hq) in fp32 (fp64 for fp64), of whole rows too.
+            causal: As in `forward`.
+            scale: As in `forward`.
+
+        Returns:
+            (dq, dk, dv), of the shapes of q, k and v.
+        """
         ...
 
 
@@ -95,7 +125,7 @@ class Capping(Kernel, Protocol):
     """A kernel that can cap scores."""
 
     def capped(self, softcap: float) -> Kernel:
-        """The same kernel with a softcap, as `Scores` has it."""
+        """Return the same kernel with a softcap, as in `Scores`."""
         ...
 
 
@@ -124,12 +154,14 @@ class Reference:
         return reasons + ["takes tensors that hold numbers, not meta"] * (spec.device == "meta")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q), []
+        out, lses = torch.empty_like(q), []
         for rows, columns in _row_pieces(q, k, causal, self.max_scores):
-            part, part_lse = attend(q[:, rows], k[:, columns], v[:, columns], causal, scale, self.softcap, rows.start)
-            out[:, rows] = part
-            lse.append(part_lse)
-        return out, torch.cat(lse, dim=1)
+            rows_out, rows_lse = attend(
+                q[:, rows], k[:, columns], v[:, columns], causal, scale, self.softcap, rows.start
+            )
+            out[:, rows] = rows_out
+            lses.append(rows_lse)
+        return out, torch.cat(lses, dim=1)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
@@ -138,29 +170,32 @@ class Reference:
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         for rows, columns in _row_pieces(q, k, causal, self.max_scores):
             operands = do[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
-            dq[:, rows], part_dk, part_dv = gradients(*operands, causal, scale, self.softcap, rows.start)
-            dk[:, columns] += part_dk
-            dv[:, columns] += part_dv
+            dq[:, rows], rows_dk, rows_dv = gradients(*operands, causal, scale, self.softcap, rows.start)
+            dk[:, columns] += rows_dk
+            dv[:, columns] += rows_dv
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 class Chunked(Reference):
-    """The reference without its dense matrix: its temporaries do not grow with the product of lengths."""
+    """The reference without its dense matrix. Its temporaries do not grow with the product of lengths."""
 
     name = "chunked"
     max_scores = 1 << 22  # 16 MiB in fp32; one row may have more
 
 
 def is_deterministic() -> bool:
-    """Whether torch is set to refuse what is not deterministic, as some kernels are."""
+    """Return whether torch is set to refuse nondeterministic operations. Some kernels are nondeterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`Kernel.forward`, with results in fp32 (fp64 for fp64). first: the number of q's first row, which sees columns 0
-    to `first` where causal."""
+    """Compute `Kernel.forward`, with results in fp32 (fp64 for fp64).
+
+    Args:
+        first: The number of q's first row, which sees columns 0 to `first` where causal.
+    """
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
     # not exp(scores - lse): that sums to 1 up to the rounding of lse only, and so would delta in backward
@@ -172,7 +207,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, softcap: float, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`Kernel.backward`, with results in fp32 (fp64 for fp64). first: as `attend` takes it."""
+    """Compute `Kernel.backward`, with results in fp32 (fp64 for fp64). `first` is that of `attend`."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
     p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
@@ -191,12 +226,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, q, Hq, D) -> (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for fp64): each key/value head's query heads together."""
+    """Group query heads by key/value head: (B, q, Hq, D) -> (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for fp64)."""
     return rearrange(_wide(x), "b q (k g) d -> b q k g d", k=kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, first: int) -> Tensor:
-    """The scores, (B, Hkv, Hq / Hkv, Sq, Sk); -inf where a row does not see a column."""
+    """Return the scores (B, Hkv, Hq / Hkv, Sq, Sk), -inf where a row does not see a column."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(q, k.shape[2]), _wide(k)) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -207,7 +242,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, fi
 
 
 def _row_pieces(q: Tensor, k: Tensor, causal: bool, max_scores: int) -> Iterator[tuple[slice, slice]]:
-    """Cuts the rows into pieces of `max_scores` at most, but one row at least: (rows, the columns that they see)."""
+    """Yield (rows, the columns that they see), each of at most `max_scores` scores, but of at least one row."""
     rows, columns = q.shape[1], k.shape[1]
     size = max(1, max_scores // (q.shape[0] * q.shape[2] * columns))
     for start in range(0, rows, size):
