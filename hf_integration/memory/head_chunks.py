@@ -102,7 +102,7 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given
 def _has_head_chunks(module: Any) -> bool:
     """Whether head chunks can project their own heads. They cannot where q and k have norms over all heads, where
     adapters have dropout, or where a projection is not a plain linear layer without hooks."""
-    if FAMILIES[module.config.own.model_type].norms_heads:
+    if FAMILIES[module.config.original.model_type].norms_heads:
         return False
     return all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD))
 
