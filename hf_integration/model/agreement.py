@@ -116,7 +116,7 @@ class Agreement:
             value = {"placement": str(placement), "backward": backward}
         value["autocast"] = _autocast_dtype(tokens)
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        value["dropout"] = dropout.modules_in_words(sources or [])
+        value["dropout"] = dropout.describe_modules(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
         if backward and model is not None and self.sp.size > 1:
             value |= self._compared_weights(model)

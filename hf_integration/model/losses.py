@@ -151,7 +151,7 @@ def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError |
 class TriedLoss(NamedTuple):
     """The trial of a forward's loss."""
 
-    found: float  # the loss that the forward returned
+    value: float  # the loss that the forward returned
     expected: float  # the sum of its token losses over num_items_in_batch
     rounding: float  # the difference that rounding may cause
 
@@ -172,8 +172,8 @@ class TriedLoss(NamedTuple):
     @property
     def rest(self) -> float:
         """The loss minus its token losses; 0 where the difference is rounding."""
-        rest = self.found - self.expected
-        alike = self.found == self.expected or (math.isnan(self.found) and math.isnan(self.expected))
+        rest = self.value - self.expected
+        alike = self.value == self.expected or (math.isnan(self.value) and math.isnan(self.expected))
         return 0.0 if alike or abs(rest) <= self.rounding else rest
 
     def error(self, option_of: str, got: str = "{} where that is {}") -> ConfigError:

@@ -51,7 +51,7 @@ from ..families import (
 )
 from ..graph_breaks import between_graphs
 from ..memory import head_chunks, tiled_modules
-from ..memory.weight_slices import PARTS
+from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_on_shard, tokens_of, warn_of_cache, wrong_inputs
 from .losses import ExpertBalance, check_output, has_experts, shard_loss_error, tried_loss
@@ -318,7 +318,7 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
+    options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
     if isinstance(sequence_parallel, BatchLayout):
         return _attention_with_layout(module.sequence_parallel, q, k, v, options, chunks, sequence_parallel), None
     return module.sequence_parallel.attention_agreed(q, k, v, options, chunks), None
