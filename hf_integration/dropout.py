@@ -1,12 +1,12 @@
-"""Noise in training - dropout, NEFTune - by sample and global token, so that it does not depend on the number of ranks.
+"""Noise in training (dropout, NEFTune) by sample and global token, so that it does not depend on the number of ranks.
 
 A random number depends on the forward, the module, the sample, the token and the channel that it is drawn for, and on
 nothing else. These make a counter, and the number is SplitMix64's for that counter (Steele, Lea, Flood: Fast splittable
 pseudorandom number generators, 2014). So a rank draws numbers for its own tokens alone, and a layer or tile that is
-computed again draws the same numbers.
+recomputed draws the same numbers.
 
 The seed of a forward is drawn from torch's CPU generator: `torch.manual_seed` sets it, and checkpoints restore it. All
-ranks of a sequence take the seed of their first rank.
+ranks of a sequence use the seed of their first rank.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ NEFTUNE = "neftune_post_forward_hook"  # name of transformers' hook on the embed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The random numbers of one forward. tokens (rows, local tokens) int64: sample * SAMPLE + position of each token.
-    length: tokens of a whole sequence. recomputed: whether a checkpoint computes the layer again."""
+    """The random numbers of one forward."""
 
     seed: int
-    tokens: Tensor
-    length: int
-    recomputed: bool = False
+    tokens: Tensor  # (rows, local tokens) int64: sample * SAMPLE + position of each token
+    length: int  # tokens of a whole sequence
+    recomputed: bool = False  # whether a checkpoint recomputes the layer
 
     def numbers(self, module: Any, x: Tensor) -> Tensor:
-        """Uniform int16 numbers in the shape of x, which is (rows, local tokens, ...) or (rows * local tokens, ...)."""
+        """Draw uniform int16 numbers in the shape of x, (rows, local tokens, ...) or (rows * local tokens, ...)."""
         if not self.recomputed and torch._C._current_graph_task_id() != -1:  # inside of a backward
             raise InputError(
                 "dropout in layers that are computed again needs the checkpoints of transformers; got others, call "
@@ -60,8 +59,8 @@ class Draw:
                 f"{tuple(x.shape)} in a {type(module).__name__}, set its p to 0"
             )
         channels = x.numel() // tokens.numel()
-        words = -(-channels // 4)
-        counts = (tokens * words)[..., None] + torch.arange(words, device=tokens.device)
+        words_per_token = -(-channels // 4)
+        counts = (tokens * words_per_token)[..., None] + torch.arange(words_per_token, device=tokens.device)
         seed = int(split_mix(torch.tensor([module.noise_number], device="cpu"), self.seed))
         return split_mix(counts, seed).view(torch.int16)[..., :channels].reshape(x.shape)
 
@@ -71,7 +70,7 @@ current_draw = _current.get
 
 
 def split_mix(x: Tensor, seed: int) -> Tensor:
-    """Replaces the counters x (int64) by SplitMix64's numbers for them, in place."""
+    """Replace the counters x (int64) by SplitMix64's numbers for them, in place."""
     x.mul_(GOLDEN).add_(seed)
     for shift, factor in zip((30, 27, 31), (*FACTORS, None), strict=True):
         x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1))
@@ -82,7 +81,7 @@ def split_mix(x: Tensor, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def redrawing(draw: Draw | None) -> Iterator[None]:
-    """A context in which a part of a forward is computed again, with the same random numbers."""
+    """Context manager in which a part of a forward is recomputed, with the same random numbers."""
     with _drawing(draw and dataclasses.replace(draw, recomputed=True)):
         yield
 
@@ -97,7 +96,7 @@ def _drawing(draw: Draw | None) -> Iterator[None]:
 
 
 def drawing_by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
-    """The function of a tile (x, slice of tokens), so changed that it draws the numbers of those tokens."""
+    """Wrap a function of a tile (x, slice of tokens), so that it draws the numbers of those tokens."""
 
     def run(x: Tensor, cut: slice) -> Tensor:
         draw = current_draw()
@@ -108,7 +107,7 @@ def drawing_by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Ten
 
 
 def noisy_modules(model: nn.Module) -> list[Any]:
-    """The modules that draw random numbers in a training forward."""
+    """Return the modules that draw random numbers in a training forward."""
     return [module for module in model.modules() if module.training and _draws(module)]
 
 
@@ -127,20 +126,29 @@ def _is_our_hook(hook: Any) -> bool:
     return isinstance(hook, functools.partial) and hook.func is _neftune
 
 
-def modules_in_words(modules: list[Any]) -> str:
-    """The kinds of modules that draw, with their numbers, for ranks to compare."""
-    kinds = Counter("NEFTune" if not isinstance(m, _DropoutNd) else f"{_kind(m)} p {m.p}" for m in modules)
-    return ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+def describe_modules(modules: list[Any]) -> str:
+    """Return the types of modules that draw, with their numbers, for ranks to compare."""
+    counts = Counter("NEFTune" if not isinstance(m, _DropoutNd) else f"{_type_name(m)} p {m.p}" for m in modules)
+    return ", ".join(f"{count} of {description}" for description, count in counts.items())
 
 
-def _kind(module: nn.Module) -> str:
+def _type_name(module: nn.Module) -> str:
     return (nn.Dropout if type(module) is TokenDropout else type(module)).__name__
 
 
 def prepare_and_seed(modules: list[Any], shared: bool) -> int:
-    """Makes the given modules draw by token, and returns a new seed for a forward; 0 where there are no modules.
-    shared: whether several ranks share a sequence. Raises ConfigError for a kind of dropout that cannot draw by
-    token."""
+    """Make modules draw by token, and return a new seed for a forward.
+
+    Args:
+        modules: What `noisy_modules` returns.
+        shared: Whether several ranks share a sequence.
+
+    Returns:
+        The seed; 0 where there are no modules.
+
+    Raises:
+        ConfigError: A type of dropout cannot draw by token.
+    """
     for number, module in enumerate(modules):
         if type(module) is nn.Dropout and "forward" not in vars(module):
             module.__class__ = TokenDropout
@@ -149,21 +157,27 @@ def prepare_and_seed(modules: list[Any], shared: bool) -> int:
                 "dropout of a patched model needs modules of type nn.Dropout, with its own forward; got a "
                 f"{type(module).__name__} with p {module.p}, set that to 0"
             )
-        theirs = {key: hook for key, hook in module._forward_hooks.items() if _is_transformers_hook(hook)}
-        module._forward_hooks.update({key: functools.partial(_neftune, hook) for key, hook in theirs.items()})
+        neftune_hooks = {key: hook for key, hook in module._forward_hooks.items() if _is_transformers_hook(hook)}
+        module._forward_hooks.update({key: functools.partial(_neftune, hook) for key, hook in neftune_hooks.items()})
         module.noise_number, module.noise_shared = number, shared
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, 2**62)) if modules else 0
 
 
 def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: BatchLayout | None, local: bool) -> None:
-    """Begins a forward of `tokens` (rows, local tokens, ...): modules draw its numbers from here on. seed 0: they draw
-    torch's. local: the tokens are whole sequences, not this rank's shard."""
+    """Begin a forward: modules draw its numbers from here on.
+
+    Args:
+        seed: The forward's seed; 0: modules draw torch's numbers.
+        tokens: (rows, local tokens, ...).
+        placement: The batch's layout; None: sequences are shared equally.
+        local: Whether the tokens are whole sequences, not this rank's shard.
+    """
     if not seed:
         _current.set(None)
         return
-    rows, own = tokens.shape[:2]
-    length = own * sp.size if placement is None else placement.tokens // (placement.rows or 1)
-    positions = torch.arange(own, device="cpu") if local else sp.held(length, placement, sp.rank)
+    rows, local_tokens = tokens.shape[:2]
+    length = local_tokens * sp.size if placement is None else placement.tokens // (placement.rows or 1)
+    positions = torch.arange(local_tokens, device="cpu") if local else sp.held(length, placement, sp.rank)
     if placement is None or placement.rows is None:
         row = torch.arange(rows, device="cpu")[:, None]
     else:
@@ -174,7 +188,7 @@ def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: Ba
 
 
 def restore_modules(model: nn.Module) -> None:
-    """Undoes `prepare_and_seed`: the model's modules draw torch's numbers again."""
+    """Undo `prepare_and_seed`: the model's modules draw torch's numbers again."""
     for module in model.modules():
         if type(module) is TokenDropout:
             module.__class__ = nn.Dropout  # type: ignore[assignment]
@@ -202,17 +216,17 @@ class TokenDropout(nn.Dropout):
         return x * (draw.numbers(self, x) >= dropped - STEPS // 2) * (STEPS / (STEPS - dropped))
 
 
-def _neftune(theirs: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
-    """transformers' NEFTune hook, but with noise by token. Its size depends on the length of whole sequences."""
+def _neftune(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
+    """Compute transformers' NEFTune hook with noise by token. Its size depends on the length of whole sequences."""
     if not module.training or (torch.compiler.is_compiling() and not module.noise_shared):
-        return theirs(module, args, output)
-    return _noisy(theirs, module, args, output)
+        return hook(module, args, output)
+    return _noisy(hook, module, args, output)
 
 
 @between_graphs
-def _noisy(theirs: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
+def _noisy(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
     draw = current_draw()
     if draw is None:
-        return theirs(module, args, output)
+        return hook(module, args, output)
     size = module.neftune_noise_alpha / math.sqrt(draw.length * output.shape[2])
     return output + (draw.numbers(module, output).to(output.dtype) + 0.5) * (size * 2 / STEPS)

@@ -1,8 +1,7 @@
-"""Model families that were checked: what their attention needs, which settings would make it wrong, and how attention
-modules of a patched model call our attention.
+"""Model families that were checked: what their attention needs, and which settings would make it wrong.
 
 transformers looks up an attention function by the name in the config of the module that calls it. So each attention
-module of a patched model is given a view of the model's config with our name. The config itself does not change, and
+module of a patched model gets a view of the model's config with our name. The config itself does not change, and
 neither do models that are saved, copied or made with it.
 """
 
@@ -27,18 +26,17 @@ __all__ = ["attentions", "check_adapters", "check_model", "heads", "is_known", "
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How the causal attention of families differs. All go through transformers' AttentionInterface and take RoPE from
-    position_ids. Scale, softcap and sinks come with each call.
+    """Properties in which the causal attention of families differs.
 
-    window: the layers that have config.sliding_window: "none", "all", or "layers": those of config.layer_types that are
-    "sliding_attention". A window counts the query's own position (window N: N keys), as ours does.
-    experts: whether the loss may have a part that balances experts, which is not linear in tokens.
-    norms_heads: whether q and k have norms over all heads, so that a head cannot be computed without the others.
+    All families use transformers' AttentionInterface and take RoPE from position_ids. Scale, softcap and sinks are
+    arguments of each call.
     """
 
+    # the layers that have config.sliding_window; "layers": those of config.layer_types that are "sliding_attention". A
+    # window counts the query's own position (window N: N keys), as ours does
     window: Literal["none", "all", "layers"] = "none"
-    experts: bool = False
-    norms_heads: bool = False
+    experts: bool = False  # whether the loss may have a term that balances experts, which is not linear in tokens
+    norms_heads: bool = False  # whether q and k have norms over all heads: a head cannot be computed without the others
 
 
 # model_type -> family. Logits, losses and gradients were compared with the unpatched model's
@@ -60,23 +58,23 @@ FAMILIES = {
     "qwen3_moe": Family(window="all", experts=True),
     "smollm3": Family(window="layers"),  # some layers without positions
 }
-# what no schedule here computes: (whether a config has it, what it is)
+# features that no schedule here computes: (whether a config has it, its name)
 FOREIGN: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda config: getattr(config, "kv_lora_rank", None) is not None, "multi-head latent attention (MLA)"),
-    (lambda config: "linear_attention" in _kinds(config), "linear attention"),
-    (lambda config: "chunked_attention" in _kinds(config), "chunked attention"),
+    (lambda config: "linear_attention" in _layer_types(config), "linear attention"),
+    (lambda config: "chunked_attention" in _layer_types(config), "chunked attention"),
     (lambda config: getattr(config, "attention_chunk_size", None) is not None, "chunked attention"),
-    (lambda config: bool({"mamba", "conv", "recurrent"} & set(_kinds(config))), "recurrent layers"),
+    (lambda config: bool({"mamba", "conv", "recurrent"} & set(_layer_types(config))), "recurrent layers"),
     (lambda config: getattr(config, "is_encoder_decoder", False), "cross-attention between an encoder and a decoder"),
 )
 
 
-def _kinds(config: Any) -> list[str]:
+def _layer_types(config: Any) -> list[str]:
     return getattr(config, "layer_types", None) or []
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises ConfigError for a peft model that is more than its base model with adapters inside."""
+    """Raise ConfigError for a peft model that is more than its base model with adapters inside."""
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
             "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
@@ -85,46 +83,56 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def heads(model: PreTrainedModel) -> tuple[int, int]:
-    """(query heads, key/value heads) of a transformers model."""
+    """Return the numbers of heads of a transformers model.
+
+    Args:
+        model: A model whose config has `num_attention_heads`.
+
+    Returns:
+        (query heads, key/value heads).
+    """
     config = model.config
     q_heads = getattr(config, "num_attention_heads", 0)
     return q_heads, getattr(config, "num_key_value_heads", None) or q_heads
 
 
 def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """(tokens that the model embeds, labels that its head has logits for), as they are now."""
+    """Return (tokens that the model embeds, labels that its head has logits for), as they are now."""
     size = model.config.vocab_size
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return getattr(embeddings, "num_embeddings", size), getattr(head, "out_features", size)
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether the model is of a family that was checked."""
+    """Return whether the model is of a family that was checked."""
     return model.config.model_type in FAMILIES
 
 
 def attentions(model: nn.Module) -> list[Any]:
-    """The attention modules of a model, in the order of its layers."""
+    """Return the attention modules of a model, in the order of its layers."""
     return [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
 
 
 def windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each attention module, in keys with the query's own; None: all keys before it."""
+    """Return the sliding window of each attention module, in keys.
+
+    A window counts the query's own position; None: all keys up to the query.
+    """
     config, family = model.config, FAMILIES[model.config.model_type]
     window = getattr(config, "sliding_window", None) if family.window != "none" else None
-    kinds = config.layer_types if family.window == "layers" else ["sliding_attention"] * len(attentions(model))
-    return [window if kinds[module.layer_idx] == "sliding_attention" else None for module in attentions(model)]
+    layer_types = config.layer_types if family.window == "layers" else ["sliding_attention"] * len(attentions(model))
+    return [window if layer_types[module.layer_idx] == "sliding_attention" else None for module in attentions(model)]
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model whose attention cannot be, or was not checked to be, sequence parallel."""
+    """Raise ConfigError for a model whose attention cannot be, or was not checked to be, sequence parallel."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"patch_attention needs a transformers model; got {type(model).__name__}, "
             "call sp.attention in a model of your own"
         )
     config, family = model.config, model.config.model_type
-    if foreign := [what for has, what in FOREIGN if has(config)]:
+    if foreign := [feature for has_feature, feature in FOREIGN if has_feature(config)]:
         raise ConfigError(
             f"patch_attention needs softmax attention over one sequence; got a model of family {family!r} with "
             f"{foreign[0]}, which is not supported, see docs/supported.md"
@@ -139,22 +147,22 @@ def check_model(model: PreTrainedModel) -> None:
             f"patch_attention needs a model with a base model of its family inside; got {type(model).__name__}, whose "
             f"base_model_prefix {model.base_model_prefix!r} names none"
         )
-    if against := _against(config):
-        raise ConfigError(f"sequence parallel attention needs {' and '.join(against)}; change the model's config")
+    if unmet_needs := _unmet_needs(config):
+        raise ConfigError(f"sequence parallel attention needs {' and '.join(unmet_needs)}; change the model's config")
 
 
-def _against(config: PreTrainedConfig) -> list[str]:
-    """What a model of a known family would need: "NEEDED; got GIVEN" for each setting that is wrong."""
-    against = []
+def _unmet_needs(config: PreTrainedConfig) -> list[str]:
+    """Return "NEEDED; got GIVEN" for each setting with which a model of a known family cannot be patched."""
+    unmet = []
     if getattr(config, "attention_dropout", 0) > 0:
-        against.append(f"attention_dropout 0 (ranks would drop different weights); got {config.attention_dropout}")
+        unmet.append(f"attention_dropout 0 (ranks would drop different weights); got {config.attention_dropout}")
     if not getattr(config, "is_causal", True):
-        against.append("a causal model; got is_causal=False in its config")
+        unmet.append("a causal model; got is_causal=False in its config")
     if getattr(config, "use_bidirectional_attention", False):
-        against.append("a causal model; got use_bidirectional_attention in its config")
-    if unknown := sorted(set(_kinds(config)) - {"full_attention", "sliding_attention"}):
-        against.append(f"layer_types full_attention and sliding_attention; got {', '.join(unknown)}")
-    return against
+        unmet.append("a causal model; got use_bidirectional_attention in its config")
+    if unknown := sorted(set(_layer_types(config)) - {"full_attention", "sliding_attention"}):
+        unmet.append(f"layer_types full_attention and sliding_attention; got {', '.join(unknown)}")
+    return unmet
 
 
 NAME = "ds_seqpar"
@@ -166,22 +174,25 @@ class ConfigView:
 
     _attn_implementation = NAME
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
+    def __init__(self, original: Any) -> None:
+        self.original = original
 
     def __getattr__(self, name: str) -> Any:
-        if name == "own" or name.startswith("__"):  # copies and pickles ask for these before `own` is set
+        if name == "original" or name.startswith("__"):  # copies and pickles read these before `original` is set
             raise AttributeError(name)
-        return getattr(self.own, name)
+        return getattr(self.original, name)
 
 
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention of the unpatched model. "eager" attention is a function in the file of each model. Meanwhile the
-    module has the model's config, where flash attention reads the name of its kernel."""
-    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    """Compute the attention of the unpatched model.
+
+    "eager" attention is a function in the file of each model. During the call the module has the model's config, where
+    flash attention reads the name of its kernel.
+    """
+    files = [sys.modules[cls.__module__] for cls in type(module).__mro__]
     eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
-    view, module.config = module.config, module.config.own
-    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(view.own._attn_implementation, eager)
+    view, module.config = module.config, module.config.original
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(view.original._attn_implementation, eager)
     try:
         return function(module, *args, **kwargs)
     finally:
@@ -189,40 +200,44 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
 
 
 def heads_around(model: nn.Module) -> list[nn.Module]:
-    """The modules around the base model that users call. peft's is one of them, since peft may call the forward of the
-    model inside without that model's hooks."""
+    """Return the modules around the base model that users call.
+
+    peft's is one of them, since peft may call the forward of the model inside without that model's hooks.
+    """
     inner = unwrapped(model)
-    heads = [module for module in model.modules() if _is_of_peft(module)]
-    return heads if inner.base_model is inner else [*heads, inner]
+    modules = [module for module in model.modules() if _is_of_peft(module)]
+    return modules if inner.base_model is inner else [*modules, inner]
 
 
 def token_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules around the base model that compute each token by itself: heads, with their norms and dropout."""
+    """Return the modules around the base model that treat tokens independently: heads, with norms and dropout."""
     base: nn.Module = model.base_model
-    inside, kinds = {*base.modules()}, (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
-    return [module for module in model.modules() if isinstance(module, kinds) and module not in inside]
+    inside, types = {*base.modules()}, (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
+    return [module for module in model.modules() if isinstance(module, types) and module not in inside]
 
 
 def _is_of_peft(module: nn.Module) -> bool:
-    return any(kind.__name__ == "PeftModel" for kind in type(module).__mro__)
+    return any(cls.__name__ == "PeftModel" for cls in type(module).__mro__)
 
 
 LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch", "deepspeed", "hf_integration")
 
 
 def is_plain_head(module: Any) -> bool:
-    """Whether a module around the base model computes token losses of a causal language model and nothing more, as
-    those of libraries do. Others - heads of other kinds, forwards of a user's own, adapters with a penalty - may
-    compute any loss of what the base model gives."""
+    """Return whether a module around the base model computes token losses of a causal language model, and nothing more.
+
+    Those of libraries do. Others (heads of other kinds, a user's own forwards, adapters with a penalty) may compute any
+    loss from the base model's outputs.
+    """
     if _is_of_peft(module):  # a tuner's forward may add to the loss
-        tuner = next(kind for kind in type(module.base_model).__mro__ if "forward" in vars(kind))
+        tuner = next(cls for cls in type(module.base_model).__mro__ if "forward" in vars(cls))
         return _is_of_library(module.forward) and tuner.__name__ == "BaseTuner"
     return is_causal_lm(module) and _is_of_library(module.forward) and _is_of_library(type(module).forward)
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a model is a causal language model of transformers, or of a class that extends one."""
-    return any(kind.__name__.endswith("ForCausalLM") for kind in type(model).__mro__)
+    """Return whether a model is a causal language model of transformers, or of a class that extends one."""
+    return any(cls.__name__.endswith("ForCausalLM") for cls in type(model).__mro__)
 
 
 def _is_of_library(forward: Any) -> bool:
@@ -232,14 +247,17 @@ def _is_of_library(forward: Any) -> bool:
 
 
 def is_of_liger(forward: Callable[..., Any]) -> bool:
-    """Whether a forward is Liger's: of a class that Liger wrote, or put over that of a module.
+    """Return whether a forward is Liger's: of a class that Liger wrote, or set on a module by Liger.
 
-    Its norms, activations and RoPE compute each token by itself, so a rank's local tokens are enough. Its fused loss
-    takes shift_labels and num_items_in_batch, and makes no whole logits: it takes the place of our loss tiles."""
+    Liger's norms, activations and RoPE treat tokens independently, so a rank's local tokens are enough. Its fused loss
+    takes shift_labels and num_items_in_batch, and makes no whole logits: it replaces our loss tiles.
+    """
     return getattr(forward, "__module__", "").startswith("liger_kernel.")
 
 
 def as_in_training(model: Any) -> dict[str, bool]:
-    """The arguments with which a model in evaluation mode computes its loss as in training: fused with the head,
-    without logits. {} for models that always compute it in the same way."""
+    """Return the arguments with which a model in evaluation mode computes its loss as in training.
+
+    The loss is then fused with the head, without logits. {} for models that always compute it in the same way.
+    """
     return {"skip_logits": True} if is_of_liger(model.forward) else {}

@@ -10,8 +10,10 @@ import torch
 
 
 def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function to run between the graphs of a compiled model. (torch.compiler.disable as a decorator would
-    import the compiler.)"""
+    """Decorate a function to run between the graphs of a compiled model.
+
+    `torch.compiler.disable` as a decorator would import the compiler.
+    """
 
     @functools.wraps(function)
     def between(*args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles:
 STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
-# kinds of hooks that see a module's inputs or outputs; packages whose hooks do not read the values
+# kinds of hooks that get a module's inputs or outputs; packages whose hooks do not read the values
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
@@ -42,44 +42,43 @@ BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.dis
 class Tiling:
     """The state that the modules of a tiled model share.
 
-    mlp, loss: numbers of tiles, or "auto". local: whether the running forward is local, and so has no tiles. evaluated:
-    what forwards without gradients compute, as in `tiling.evaluated`. losses: sums of token losses, one for each tile
-    so far; None: they are not collected.
-
-    Deferred norms: norms: attention or MLP -> the norm before it, which no other module reads. layers: norm -> its
-    layer. deferred: (storage of the output, source) of the norm that ran last, until all its readers have read it;
-    unread: how many have not. watched: norms whose output another hook may see in this forward. in_layer: whether a
-    transformers checkpoint computes a layer now, and has made the input of the MLP's norm in it.
+    Fields from `norms` on are about deferred norms.
     """
 
-    mlp: int | str
-    loss: int | str
+    mlp: int | str  # the number of tiles, or "auto"
+    loss: int | str  # the number of tiles, or "auto"
     modules: tuple[nn.Module, ...]
     hooks: tuple[RemovableHandle, ...] = ()
-    local: bool = False
+    local: bool = False  # whether the running forward is local, and so has no tiles
+    # what forwards without gradients compute, as in `tiled_modules.evaluated`
     evaluated: Literal["loss", "logits"] | None = None
-    losses: list[float] | None = None
+    losses: list[float] | None = None  # sums of token losses, one for each tile so far; None: they are not collected
+    # attention or MLP -> the norm before it, which no other module reads
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
+    # (storage of the output, source) of the norm that ran last, until all its readers have read it
     deferred: tuple[StorageWeakRef, Source] | None = None
-    unread: int = 0
-    layers: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
-    watched: frozenset[nn.Module] = frozenset()
+    unread: int = 0  # how many of these readers have not read it
+    layers: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)  # norm -> its layer
+    watched: frozenset[nn.Module] = frozenset()  # norms whose output another hook may read in this forward
+    # whether a transformers checkpoint computes a layer now, and has made the input of the MLP's norm in it
     in_layer: bool = False
 
     def defers(self, norm: nn.Module) -> bool:
-        """Whether a norm may be deferred: no module or hook but its readers sees its output, or its gradient. What a
-        forward has decided holds when checkpoints compute it again, since hooks may be gone by then."""
-        readers = [reader for reader, its in self.norms.items() if its is norm]
+        """Return whether a norm may be deferred: no module or hook other than its readers gets its output or gradient.
+
+        The decision of a forward holds when checkpoints recompute it, since hooks may be gone by then.
+        """
+        readers = [reader for reader, source_norm in self.norms.items() if source_norm is norm]
         if not readers:
             return False
         layer = self.layers[norm]
-        others = "forward" in vars(layer) or not type(layer).forward.__module__.startswith("transformers.")
-        if others or not {norm, *readers} <= {*layer.children()} or any(map(_is_watched, (norm, *readers))):
+        custom_layer = "forward" in vars(layer) or not type(layer).forward.__module__.startswith("transformers.")
+        if custom_layer or not {norm, *readers} <= {*layer.children()} or any(map(_is_watched, (norm, *readers))):
             self.watched |= {norm}
         return norm not in self.watched
 
     def defer(self, x: Tensor, norm: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """Defers a norm of x (B, s, d): returns a placeholder, of which the norm's readers compute tiles."""
+        """Defer a norm of x (B, s, d): return a placeholder, from which the norm's readers compute tiles."""
         self.check_read()
         out = Deferred.apply(x)
         self.deferred = StorageWeakRef(out.untyped_storage()), Source(x.detach(), norm, forward)
@@ -87,11 +86,11 @@ class Tiling:
         return out
 
     def readers(self, norm: nn.Module) -> int:
-        """How many modules read this norm."""
-        return sum(one is norm for one in self.norms.values())
+        """Return how many modules read this norm."""
+        return sum(source_norm is norm for source_norm in self.norms.values())
 
     def source(self, x: Tensor, reader: nn.Module) -> Source | None:
-        """What x stands for, if the norm before `reader` has deferred it; else None."""
+        """Return the computation that x replaces, if the norm before `reader` was deferred; else None."""
         if reader not in self.norms or any(x.stride()):
             return None
         if self.deferred is not None and self.deferred[0].cdata == x.untyped_storage()._cdata:
@@ -106,7 +105,7 @@ class Tiling:
         )
 
     def check_read(self) -> None:
-        """Raises ConfigError where the last norm's output went elsewhere."""
+        """Raise ConfigError where the last norm's output went elsewhere."""
         if self.unread:
             raise ConfigError(
                 "tiled norms need layers whose norms are read by attention or the MLP alone; got a layer that changes "
@@ -116,18 +115,20 @@ class Tiling:
     def forget(self) -> None:
         self.deferred, self.unread = None, 0
 
-    def lend(self, user: Any) -> None:
-        """Makes ZeRO-3 gather the parameters of the norm before `user` with the user's own, since backward may compute
-        that norm again. All ranks do so, even if only some of them need to."""
-        if user in self.norms and hasattr(user, "ds_id"):
+    def lend(self, reader: Any) -> None:
+        """Make ZeRO-3 gather the parameters of the norm before `reader` with the reader's own.
+
+        Backward may recompute that norm. All ranks do so, even if only some of them need to.
+        """
+        if reader in self.norms and hasattr(reader, "ds_id"):
             from deepspeed.runtime.zero import register_external_parameter
 
-            for parameter in self.norms[user].parameters(recurse=False):
-                register_external_parameter(user, parameter)
+            for parameter in self.norms[reader].parameters(recurse=False):
+                register_external_parameter(reader, parameter)
 
     @contextlib.contextmanager
     def being(self, local: bool) -> Iterator[None]:
-        """A context in which a checkpoint computes a layer, of a forward that was local or not."""
+        """Context manager in which a checkpoint computes a layer, of a forward that was local or not."""
         before, self.local, self.in_layer = (self.local, self.in_layer), local, True
         try:
             yield
@@ -137,79 +138,87 @@ class Tiling:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks that may read values: all do but those of packages in BLIND."""
-    kinds = [*(getattr(module, f"_{kind}") for kind in HOOKS), *(getattr(of_all, f"_global_{kind}") for kind in HOOKS)]
-    return any(not _is_blind(hook) for kind in kinds for hook in kind.values())
+    """Return whether a module has hooks that may read values: all do but those of packages in BLIND."""
+    hook_dicts = [
+        *(getattr(module, f"_{name}") for name in HOOKS),
+        *(getattr(of_all, f"_global_{name}") for name in HOOKS),
+    ]
+    return any(not _is_blind(hook) for hook_dict in hook_dicts for hook in hook_dict.values())
 
 
 def _is_blind(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     name = getattr(hook, "__module__", None) or ""
-    return any(name == one or name.startswith(f"{one}.") for one in BLIND)
+    return any(name == package or name.startswith(f"{package}.") for package in BLIND)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:
-    """The sum of token losses, in fp32. logits (B, s, vocabulary), labels: shift_labels (B, s)."""
+    """Return the sum of token losses, in fp32, of logits (B, s, vocabulary) and shift_labels (B, s)."""
     flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
-    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
-    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
+    pairs = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
+    losses = [F.cross_entropy(x.float(), target.long(), ignore_index=IGNORE, reduction="sum") for x, target in pairs]
     return float(torch.stack(losses).sum())
 
 
 def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a causal language model with a tiled loss, in place of its class's; without tiles it calls
-    that."""
-    given = {**dict(zip(_names(model), args, strict=False)), **kwargs} if args else kwargs
-    if not _wants_tiles(model, given):
+    """Compute a causal language model's forward with a tiled loss; without tiles, call the forward of its class."""
+    inputs = {**dict(zip(_argument_names(model), args, strict=False)), **kwargs} if args else kwargs
+    if not _wants_tiles(model, inputs):
         return type(model).forward(model, *args, **kwargs)
-    if given.get("num_items_in_batch") is None:
+    if inputs.get("num_items_in_batch") is None:
         raise InputError(
             "a tiled loss needs num_items_in_batch, which the sum of token losses is divided by; got none, give the "
             "model what sp.shard_batches returns"
         )
-    return _in_tiles(model, given)
+    return _tiled_output(model, inputs)
 
 
-def _names(model: Any) -> tuple[str, ...]:
-    """Of the arguments of a model's forward."""
+def _argument_names(model: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(type(model).forward).parameters)[1:]
 
 
-def _wants_tiles(model: Any, given: dict[str, Any]) -> bool:
+def _wants_tiles(model: Any, inputs: dict[str, Any]) -> bool:
     tiling = getattr(model, TILING)
-    if given.get("labels") is None or given.get("shift_labels") is None or given.get("logits_to_keep"):
+    if inputs.get("labels") is None or inputs.get("shift_labels") is None or inputs.get("logits_to_keep"):
         return False
     if model.base_model._sequence_parallel_patch.whole:
         return False
     return torch.is_grad_enabled() or tiling.evaluated is not None
 
 
-def _in_tiles(model: Any, given: dict[str, Any]) -> Any:
-    given = {**given}
-    as_dict = given.pop("return_dict", None)
-    base, around = _around(model, given)
+def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
+    inputs = {**inputs}
+    as_dict = inputs.pop("return_dict", None)
+    base, rest = _output_without_tokens(model, inputs)
     logits: list[Tensor] = []
-    loss = _loss(model, given, base, logits)
-    if around.get("aux_loss") is not None:
-        loss = loss + model.router_aux_loss_coef * around.aux_loss.to(loss.device)
-    output = type(around)(**{**around, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
+    loss = _loss(model, inputs, base, logits)
+    if rest.get("aux_loss") is not None:
+        loss = loss + model.router_aux_loss_coef * rest.aux_loss.to(loss.device)
+    output = type(rest)(**{**rest, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
     return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
 
 
 @between_graphs
-def _loss(model: Any, given: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
-    """The loss of tokens, from the base model's output. logits: takes the logits of each tile, if they are wanted."""
-    in_tiles = functools.partial(_sum_of_tiles, model, given, type(base), logits)
-    return _through(model.lm_head, in_tiles, base.last_hidden_state)
+def _loss(model: Any, inputs: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
+    """Compute the loss of tokens from the base model's output.
+
+    Args:
+        logits: Takes the logits of each tile, if they are wanted.
+    """
+    sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base), logits)
+    return _through(model.lm_head, sum_tiles, base.last_hidden_state)
 
 
-def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """in_tiles(head's forward, x, sums), run inside one call of the head, so that hooks on the head, as ZeRO-3's, see
-    no tiles. For that call alone the head's forward is replaced; others may have replaced it before."""
-    own, before = head.forward, vars(head).get("forward")
-    has_parts, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
-    if has_parts and partitioned and not hasattr(head, LEAF):
+def _through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Compute sum_tiles(head's forward, x, sums) inside one call of the head.
+
+    So hooks on the head, such as ZeRO-3's, get no tiles. For that call alone the head's forward is replaced; others may
+    have replaced it before.
+    """
+    head_forward, instance_forward = head.forward, vars(head).get("forward")
+    has_children, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
+    if has_children and partitioned and not hasattr(head, LEAF):
         raise ConfigError(
             "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
             f"{type(head).__name__}, patch the model after its adapters are there"
@@ -217,73 +226,85 @@ def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
 
     def forward(x: Tensor) -> Tensor:
         sums = GradientSums(trained_parameters(head))
-        plain = before is None and type(head).forward is nn.Linear.forward
-        return in_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else own, x, sums)
+        plain = instance_forward is None and type(head).forward is nn.Linear.forward
+        return sum_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else head_forward, x, sums)
 
     head.forward = forward
     try:
         return head(x)
     finally:
         del head.forward
-        if before is not None:
-            head.forward = before
+        if instance_forward is not None:
+            head.forward = instance_forward
 
 
-def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """(the output of the base model, the output of the model for no tokens): everything but the loss of tokens."""
+def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return (the base model's output, the model's output for no tokens): all but the loss of tokens."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
         return _without_tokens(model.base_model(*args, **kwargs), outputs)
 
-    around = _own(model, base, lambda x: x, {**given, "labels": None})
-    return outputs[0], around
+    rest = _class_forward(model, base, lambda x: x, {**inputs, "labels": None})
+    return outputs[0], rest
 
 
 @between_graphs
 def _without_tokens(output: Any, outputs: list[Any]) -> Any:
-    """A base model's output, cut to no tokens. outputs: takes the output as it was."""
+    """Cut a base model's output to no tokens.
+
+    Args:
+        outputs: Takes the output as it was.
+    """
     outputs.append(output)
     return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :0]})
 
 
 def _sum_of_tiles(
     model: Any,
-    given: dict[str, Any],
-    kind: type,
+    inputs: dict[str, Any],
+    output_type: type,
     logits: list[Tensor],
     head: Callable[..., Tensor],
     x: Tensor,
     sums: GradientSums,
 ) -> Tensor:
-    """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: type of the base model's output.
-    logits: takes the logits of each tile, if they are wanted."""
+    """Compute the loss of tokens from x (B, s, d), the base model's last hidden state.
+
+    Args:
+        output_type: The type of the base model's output.
+        logits: Takes the logits of each tile, if they are wanted.
+    """
     tiling: Tiling = getattr(model, TILING)
     wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
-    shape = given["shift_labels"].shape
-    by_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
-    if "output_router_logits" in _names(model):  # what balances experts is whole, in `_around`
-        given = {**given, "output_router_logits": False}
+    shape = inputs["shift_labels"].shape
+    by_token = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
+    # the loss that balances experts is computed for all tokens, in `_output_without_tokens`
+    if "output_router_logits" in _argument_names(model):
+        inputs = {**inputs, "output_router_logits": False}
 
     def loss_of(tile: Tensor, cut: slice) -> Tensor:
-        part = given | {name: x[:, cut].contiguous() for name, x in by_token.items()}
-        output = _own(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head, part)
+        tile_inputs = inputs | {name: x[:, cut].contiguous() for name, x in by_token.items()}
+        output = _class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
         logits.extend([output.logits] if wanted else [])
         if tiling.losses is not None:
-            tiling.losses.append(token_losses(output.logits, part["shift_labels"]))
+            tiling.losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
         return output.loss
 
     return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))
 
 
-def _own(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], given: dict[str, Any]) -> Any:
-    """The forward of the model's class with another base model and head."""
-    return type(model).forward(_twin(model, base, head), **given, return_dict=True)
+def _class_forward(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], inputs: dict[str, Any]) -> Any:
+    """Call the forward of the model's class with another base model and head."""
+    return type(model).forward(_twin(model, base, head), **inputs, return_dict=True)
 
 
 @between_graphs
 def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
-    """The model with another base model and head. Of the same class: what a subclass overrides stays so."""
+    """Return a copy of the model with another base model and head.
+
+    It is of the same class, so a subclass's overrides hold.
+    """
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
     vars(twin).update({model.base_model_prefix: base, "lm_head": head})

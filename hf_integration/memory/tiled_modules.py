@@ -1,9 +1,9 @@
 """Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
 
 The tiles of an MLP run inside one call of its module, and so do those of the head with the loss. So hooks on the
-module, such as ZeRO-3's, see one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
-inside an MLP would run once a tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then gathers and reduces all
-its parameters together. How the loss is tiled: `tiled_loss`.
+module, such as ZeRO-3's, get one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
+inside an MLP would run once per tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then gathers and reduces
+all its parameters together. How the loss is tiled: `tiled_loss`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..graph_breaks import between_graphs
 from .tiled_function import tile_count, tiled, trained_parameters
 from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
 
-# attribute of a tiled module: the forward that the instance had in place of its class's (Liger's)
+# attribute of a tiled module: the forward that was set on the instance before, in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
 # names of the norm before the MLP; a layer's is the first of these that it has. The last one is also the name of the
-# norm before attention: a layer without it has norms after attention and MLP alone
+# norm before attention: a layer without it has norms after attention and MLP only
 NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
-    """Raises ConfigError where the model cannot have the `mlp_tiles` or `loss_tiles` of the config."""
+    """Raise ConfigError where the model cannot have the `mlp_tiles` or `loss_tiles` of the config."""
     if _tiling(model) is not None:
         return
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
@@ -67,7 +67,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> None:
-    """Replaces the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing."""
+    """Replace the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing."""
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
     norms = _norms(model) if mlps or config.mlp_tiles == "auto" else []
     if not mlps and not norms and not head:
@@ -91,7 +91,7 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def untile(model: Any) -> None:
-    """Undoes `tile`: removes its hooks and attributes, and gives modules the forward that they had."""
+    """Undo `tile`: remove its hooks and attributes, and restore the modules' forwards."""
     tiling = _tiling(model)
     if tiling is None:
         return
@@ -100,26 +100,29 @@ def untile(model: Any) -> None:
     for module in {*tiling.modules, *model.modules()}:  # layers may have been added, as copies of others
         if vars(module).pop(TILING, None) is None:
             continue
-        own = vars(module).pop(INSTANCE_FORWARD, None)
-        if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
+        instance_forward = vars(module).pop(INSTANCE_FORWARD, None)
+        if hasattr(vars(module).get("forward"), TILING):  # it was not wrapped or replaced since
             del module.forward
-            if own is not None:
-                module.forward = types.MethodType(own, module)
+            if instance_forward is not None:
+                module.forward = types.MethodType(instance_forward, module)
         if not hasattr(module, "ds_id"):  # ZeRO-3 reads the mark again of a module that it has hooked
             vars(module).pop(LEAF, None)
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Iterator[None]:
-    """A context in which forwards without gradients compute the loss in tiles too.
+def evaluated(model: nn.Module, result: Literal["loss", "logits"] | None) -> Iterator[None]:
+    """Context manager in which forwards without gradients compute the loss in tiles too.
 
-    what: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled. Does nothing for a
-    model without tiles."""
+    Does nothing for a model without tiles.
+
+    Args:
+        result: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled.
+    """
     tiling = _tiling(unwrapped(model))
     if tiling is None:
         yield
         return
-    before, tiling.evaluated = tiling.evaluated, what
+    before, tiling.evaluated = tiling.evaluated, result
     try:
         yield
     finally:
@@ -127,41 +130,53 @@ def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Itera
 
 
 def add_up_losses(model: Any, add_up: bool) -> float | None:
-    """Sets whether forwards from now on add up the token losses of their tiles. Returns the sum since the last call,
-    None where nothing was added up."""
+    """Set whether forwards from now on add up the token losses of their tiles.
+
+    Returns:
+        The sum since the last call; None where nothing was added up.
+    """
     tiling = _tiling(model)
     if tiling is None:
         return None
-    found, tiling.losses = tiling.losses, [] if add_up else None
-    return sum(found) if found else None
+    losses, tiling.losses = tiling.losses, [] if add_up else None
+    return sum(losses) if losses else None
 
 
 def has_tiled_loss(model: Any) -> bool:
-    """Whether a model computes its loss in tiles."""
+    """Return whether a model computes its loss in tiles."""
     return hasattr(vars(model).get("forward"), TILING)
 
 
 def _tiling(model: Any) -> Tiling | None:
-    """The Tiling that `tile` has set on a model; None: it has no tiles."""
+    """Return the Tiling that `tile` has set on a model; None: it has no tiles."""
     return getattr(getattr(model, "base_model", None), TILING, None)
 
 
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
-    """The dense MLPs. Experts are left out: hooks read their routers once a layer, for the loss that balances them."""
+    """Return the dense MLPs.
+
+    Experts are left out: hooks read their routers once per layer, for the loss that balances them.
+    """
     layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
     return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
 
 
 def _norms(model: Any) -> list[nn.Module]:
-    """The norms over whole hidden states. With their fp32 copies they hold more memory than attention does."""
+    """Return the norms over whole hidden states.
+
+    With their fp32 copies they take more memory than attention does.
+    """
     base = model.base_model
-    around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
-    norms = [module for module in (*around, *base.children()) if _is_norm(module)]
+    children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
+    norms = [module for module in (*children, *base.children()) if _is_norm(module)]
     return [module for module in norms if not _has_other_forward(module)]
 
 
 def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """(layer, what computes a norm with its own tiles: an attention in head chunks or a tiled MLP, that norm)."""
+    """Yield (layer, reader, norm) for each module that computes the norm before it in its own tiles.
+
+    The reader is an attention in head chunks or a tiled MLP.
+    """
     for layer in getattr(model.base_model, "layers", ()):
         first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
         if layer.mlp not in mlps or first is None:
@@ -179,30 +194,36 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
-    """[the head], if the model has one and the loss is to be tiled. "auto" leaves the loss to Liger's fused one."""
+    """Return [the head] if the model has one and the loss is to be tiled, else [].
+
+    "auto" leaves the loss to Liger's fused one.
+    """
     if tiles == 1 or (tiles == "auto" and is_of_liger(model.forward)):
         return []
     return [model.lm_head] if hasattr(model, "lm_head") else []
 
 
 def _has_other_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward that is neither its class's nor Liger's."""
+    """Return whether a module has a forward that is neither its class's nor Liger's."""
     return "forward" in vars(module) and not is_of_liger(module.forward)
 
 
 def _untiled_forward(module: nn.Module) -> Callable[..., Any]:
-    """The function that computed a module before `tile` did: the instance's forward, or its class's."""
+    """Return the function that computed a module before `tile`: the instance's forward, or its class's."""
     return vars(module).get(INSTANCE_FORWARD, type(module).forward)
 
 
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """The tiled modules that contain modules, MLPs and heads with LoRA: ZeRO-3 is to take each as one (a leaf)."""
+    """Return the tiled modules with children, MLPs and heads with LoRA: ZeRO-3 treats each as one (a leaf)."""
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 
 
 def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Makes `function` the module's forward while it has tiles. It is a method of the instance, so that a copy of the
-    module has its own, and keeps the signature of the class's forward."""
+    """Make `function` the module's forward while it has tiles.
+
+    It is a method of the instance, so that a copy of the module has its own, and keeps the signature of the class's
+    forward.
+    """
     if "forward" in vars(module):
         setattr(module, INSTANCE_FORWARD, vars(module)["forward"].__func__)
 
@@ -231,8 +252,11 @@ def _after_base(module: Any, args: tuple, output: Any) -> None:
 
 
 def before_leaf(module: Any, args: tuple) -> tuple | None:
-    """Prepares a leaf's call under ZeRO-3. The parameters of the norm before it are gathered with its own. An input
-    without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
+    """Prepare a leaf's call under ZeRO-3.
+
+    The parameters of the norm before it are gathered with its own. An input without gradient (LoRA in a first layer)
+    gets one: otherwise ZeRO-3 would reduce the leaf's gradients too early.
+    """
     if (tiling := getattr(module, TILING, None)) is not None:
         tiling.lend(module)
     needs_grad = args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad
@@ -243,7 +267,7 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
 
 @between_graphs
 def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
+    """Compute the forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
     (x,) = (*args, *kwargs.values())
     untiled, tiling = _untiled_forward(module), getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]
@@ -268,7 +292,7 @@ def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> 
 
 @between_graphs
 def normed(module: nn.Module, x: Tensor) -> Tensor:
-    """The input of an attention module: x, or the output of the norm before it if that was deferred."""
+    """Return the input of an attention module: x, or the output of the norm before it if that was deferred."""
     tiling = getattr(module, TILING, None)
     source = None if tiling is None else tiling.source(x, module)
     if source is None:

@@ -19,24 +19,22 @@ from ds_seqpar.compiler.sharding.heads import HeadChunk
 
 from .tiled_function import GradientSums
 
-PARTS = "sequence_parallel_parts"  # attribute of a twin: the number of its module's head chunks
+CHUNKS = "sequence_parallel_parts"  # attribute of a twin: the number of its module's head chunks
 # names of the projections before attention, and of the one after it
 INWARD, OUTWARD = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 
 def heads_of(module: Any) -> tuple[int, int]:
-    """(query heads, key/value heads) of an attention module."""
+    """Return (query heads, key/value heads) of an attention module."""
     count = module.config.num_attention_heads
     return count, count // module.num_key_value_groups
 
 
 class Leaf(NamedTuple):
-    """A tensor that is differentiated in place of a parameter, or of a slice of it.
-
-    place: the index of the slice in the parameter; None: it stands for the whole parameter, which every head chunk
-    uses."""
+    """A tensor that is differentiated in place of a parameter, or of a slice of it."""
 
     parameter: nn.Parameter
+    # the index of the slice in the parameter; None: the tensor replaces the whole parameter, which all head chunks use
     place: tuple[slice, ...] | None
     tensor: Tensor
 
@@ -44,18 +42,29 @@ class Leaf(NamedTuple):
 class Slice:
     """The part of an attention module that computes one head chunk.
 
-    inward: name -> a projection with only the rows that make the head chunk's q, k, v. outward: the output projection
-    with only the columns of the head chunk's heads. twin: a copy of the module with the head chunk's heads, for what
-    comes between projections. normed: the norm that is applied to the input first; norm: (module, forward) of it; None:
-    there is none. With `grad`, leaves_in (those of the norm included), leaves_out and leaves_between are the leaves of
-    these parts; else they are empty."""
+    Args:
+        module: The attention module.
+        head_chunks: All head chunks.
+        index: The number of this one.
+        norm: (module, forward) of the norm that is applied to the input first; None: there is none.
+        grad: Whether gradients are needed; if not, the lists of leaves are empty.
+
+    Attributes:
+        inward: Name -> a projection with only the rows that make the head chunk's q, k, v.
+        outward: The output projection with only the columns of the head chunk's heads.
+        twin: A copy of the module with the head chunk's heads, for what is computed between projections.
+        normed: The norm that is applied to the input first.
+        leaves_in: The leaves of `inward` and of the norm.
+        leaves_out: The leaves of `outward`.
+        leaves_between: The leaves of `twin`.
+    """
 
     def __init__(
         self, module: Any, head_chunks: Sequence[HeadChunk], index: int, norm: tuple[Any, Callable[..., Tensor]] | None,
         grad: bool,
     ) -> None:  # fmt: skip
         self.grad, heads, dim = grad, head_chunks[index], module.head_dim
-        q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
+        q, kv = (slice(span.start * dim, span.stop * dim) for span in heads)
         self.inward: dict[str, Callable[[Tensor], Tensor]] = {}
         self.leaves_in: list[Leaf] = []
         self.leaves_out: list[Leaf] = []
@@ -63,20 +72,23 @@ class Slice:
         for name, child in module.named_children():
             if name == "qkv_proj":
                 q_rows, kv_rows = (count * dim for count in heads_of(module))
-                keys, values = (slice(kv.start + at, kv.stop + at) for at in (q_rows, q_rows + kv_rows))
-                parts = [self.rows(child, part) for part in (q, keys, values)]
-                self.inward[name] = functools.partial(_concatenated, parts)
+                keys, values = (slice(kv.start + offset, kv.stop + offset) for offset in (q_rows, q_rows + kv_rows))
+                projections = [self.rows(child, span) for span in (q, keys, values)]
+                self.inward[name] = functools.partial(_concatenated, projections)
             elif name in INWARD:
                 self.inward[name] = self.rows(child, q if name == "q_proj" else kv)
         self.normed: Callable[[Tensor], Tensor] = lambda x: x
         if norm is not None:
-            own = {name: self.leaf(self.leaves_in, p) for name, p in norm[0].named_parameters(recurse=False)}
-            self.normed = functools.partial(norm[1], _copy_with(norm[0], **own))
+            weights = {name: self.leaf(self.leaves_in, p) for name, p in norm[0].named_parameters(recurse=False)}
+            self.normed = functools.partial(norm[1], _copy_with(norm[0], **weights))
         self.outward = self.columns(getattr(module, OUTWARD), q, index == 0)
         self.twin = self.twin_of(module, heads, len(head_chunks))
 
     def leaf(self, into: list[Leaf], parameter: Any, *index: slice) -> Any:
-        """A tensor with the data of parameter[index]. Where gradients are wanted, its Leaf is added to `into`."""
+        """Return a tensor with the data of parameter[index].
+
+        Where gradients are needed, its Leaf is added to `into`.
+        """
         if parameter is None:
             return None
         tensor = parameter.detach()[index] if index else parameter.detach()
@@ -85,71 +97,84 @@ class Slice:
         return tensor
 
     def rows(self, module: Any, rows: slice) -> Callable[[Tensor], Tensor]:
-        """A linear layer (LoRA included) that makes only these output features."""
+        """Return a linear layer (LoRA included) that makes only these output features."""
         leaf = functools.partial(self.leaf, self.leaves_in)
         if not hasattr(module, "base_layer"):
             return functools.partial(F.linear, weight=leaf(module.weight, rows), bias=leaf(module.bias, rows))
-        downs = {name: _Linear(leaf(one.weight)) for name, one in module.lora_A.items()}
-        ups = {name: _Linear(leaf(one.weight, rows)) for name, one in module.lora_B.items()}
+        downs = {name: _Linear(leaf(layer.weight)) for name, layer in module.lora_A.items()}
+        ups = {name: _Linear(leaf(layer.weight, rows)) for name, layer in module.lora_B.items()}
         return _copy_with(module, base_layer=self.rows(module.base_layer, rows), lora_A=downs, lora_B=ups)
 
     def columns(self, module: Any, columns: slice, first: bool) -> Callable[[Tensor], Tensor]:
-        """A linear layer (LoRA included) that takes only these input features; the first head chunk adds the bias."""
+        """Return a linear layer (LoRA included) of only these input features; the first head chunk adds the bias."""
         leaf, every = functools.partial(self.leaf, self.leaves_out), slice(None)
         if not hasattr(module, "base_layer"):
             bias = leaf(module.bias) if first else None
             return functools.partial(F.linear, weight=leaf(module.weight, every, columns), bias=bias)
-        downs = {name: _Linear(leaf(one.weight, every, columns)) for name, one in module.lora_A.items()}
-        ups = {name: _Linear(leaf(one.weight)) for name, one in module.lora_B.items()}
+        downs = {name: _Linear(leaf(layer.weight, every, columns)) for name, layer in module.lora_A.items()}
+        ups = {name: _Linear(leaf(layer.weight)) for name, layer in module.lora_B.items()}
         return _copy_with(module, base_layer=self.columns(module.base_layer, columns, first), lora_A=downs, lora_B=ups)
 
-    def twin_of(self, module: Any, heads: HeadChunk, parts: int) -> Any:
-        """A copy of the module that has the head chunk's heads alone, and an output projection that returns its
-        input."""
+    def twin_of(self, module: Any, heads: HeadChunk, chunks: int) -> Any:
+        """Return a copy of the module with the head chunk's heads, whose output projection returns its input."""
         q_heads, kv_heads = heads.counts
         view = _copy_with(module.config, num_attention_heads=q_heads, num_key_value_heads=kv_heads)
-        new: dict[str, Any] = {"config": view, "num_key_value_heads": kv_heads, OUTWARD: lambda x: x}
-        new |= {name: self.leaf(self.leaves_between, p, heads.q) for name, p in module.named_parameters(recurse=False)}
+        attributes: dict[str, Any] = {"config": view, "num_key_value_heads": kv_heads, OUTWARD: lambda x: x}
+        attributes |= {
+            name: self.leaf(self.leaves_between, p, heads.q) for name, p in module.named_parameters(recurse=False)
+        }
         for name, child in module.named_children():
             if name not in (*INWARD, OUTWARD):  # norms of a head
-                own = {key: self.leaf(self.leaves_between, p) for key, p in child.named_parameters(recurse=False)}
-                new[name] = _copy_with(child, **own)
-        return _copy_with(module, **{PARTS: parts, **new})
+                weights = {key: self.leaf(self.leaves_between, p) for key, p in child.named_parameters(recurse=False)}
+                attributes[name] = _copy_with(child, **weights)
+        return _copy_with(module, **{CHUNKS: chunks, **attributes})
 
     def project(self, x: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
-        """Name of a projection -> its output (B, s, features of the head chunk), without autograd. x (B, s, d). cuts:
-        the slices of tokens that are projected one after another."""
-        found: dict[str, Tensor] = {}
+        """Compute the projections before attention, without autograd.
+
+        Args:
+            x: (B, s, d).
+            cuts: The slices of tokens that are projected one after another.
+
+        Returns:
+            Name of a projection -> its output (B, s, features of the head chunk).
+        """
+        outputs: dict[str, Tensor] = {}
         with torch.no_grad():
             for cut in cuts:
-                given = self.normed(x[:, cut])
+                normed = self.normed(x[:, cut])
                 for name, projection in self.inward.items():
-                    tile = projection(given)
-                    if name not in found:
-                        found[name] = tile.new_empty(*x.shape[:2], tile.shape[-1])
-                    found[name][:, cut] = tile
-        return found
+                    tile = projection(normed)
+                    if name not in outputs:
+                        outputs[name] = tile.new_empty(*x.shape[:2], tile.shape[-1])
+                    outputs[name][:, cut] = tile
+        return outputs
 
     def blank(self, x: Tensor) -> dict[str, Tensor]:
-        """Tensors in the shapes of `project` without memory, for attention that only returns what a checkpoint kept."""
-        found = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
-        return {name: one.new_zeros(()).expand(*x.shape[:2], one.shape[-1]) for name, one in found.items()}
+        """Return tensors in the shapes of `project` without memory.
+
+        They are for attention that only returns what a checkpoint kept.
+        """
+        outputs = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
+        return {name: output.new_zeros(()).expand(*x.shape[:2], output.shape[-1]) for name, output in outputs.items()}
 
     def attend(self, forward: Callable[..., tuple], projected: dict[str, Tensor]) -> Tensor:
-        """The attention output of the head chunk's heads (B, s, heads of the head chunk x head_dim).
+        """Return the attention output of the head chunk's heads (B, s, heads of the head chunk x head_dim).
 
-        forward: the forward of the module's class, which is called with the twin. projected: as `project` returns it;
-        emptied, so that each tensor is freed after its use."""
+        Args:
+            forward: The forward of the module's class, which is called with the twin.
+            projected: What `project` returns. It is emptied, so that each tensor is freed after its use.
+        """
         vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
         return forward(self.twin)[0]
 
 
-def _concatenated(parts: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-    return torch.cat([part(x) for part in parts], -1)
+def _concatenated(projections: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    return torch.cat([projection(x) for projection in projections], -1)
 
 
 class _Linear:
-    """A linear layer without bias that has a `weight`, as peft's forward asks of it."""
+    """A linear layer without bias that has a `weight`, which peft's forward reads."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -159,43 +184,48 @@ class _Linear:
 
 
 def _copy_with(module: Any, **new: Any) -> Any:
-    """A shallow copy of an object, of the same class, with some attributes replaced. Methods that were set on the
-    object itself, as Liger sets them, are bound to the copy."""
+    """Return a shallow copy of an object, of the same class, with some attributes replaced.
+
+    Methods that were set on the object itself, as Liger sets them, are bound to the copy.
+    """
     twin = object.__new__(type(module))
-    own = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
-    vars(twin).update(vars(module) | {name: types.MethodType(x.__func__, twin) for name, x in own.items()})
+    methods = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
+    vars(twin).update(vars(module) | {name: types.MethodType(x.__func__, twin) for name, x in methods.items()})
     vars(twin).update(new)
     return twin
 
 
 class Gradients:
-    """Gradients of an attention module's parameters, head chunk by head chunk.
-
-    whole: of parameters of which each head chunk has a slice, in the parameter's dtype. shared: of parameters that
-    every head chunk uses, summed over head chunks in fp32 or wider."""
+    """Gradients of an attention module's parameters, head chunk by head chunk."""
 
     def __init__(self) -> None:
+        # of parameters of which each head chunk has a slice, in the parameter's dtype
         self.whole: dict[nn.Parameter, Tensor] = {}
+        # of parameters that every head chunk uses, summed over head chunks in fp32 or wider
         self.shared: dict[nn.Parameter, Tensor] = {}
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """A context for differentiating tile by tile; at its end it adds the gradients of the leaves.
+        """Context manager for differentiating tile by tile; at its end it adds the gradients of the leaves.
 
-        It gives a function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each
-        call also sums the gradients of the leaves, in fp32 or wider."""
+        Yields:
+            A function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each call
+                also sums the gradients of the leaves, in fp32 or wider.
+        """
         tensors = [leaf.tensor for leaf in leaves]
         sums = GradientSums(tensors)
 
-        def differentiate(outs: list[Any], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
-            if not asked and not tensors:
+        def differentiate(outs: list[Any], inputs: list[Any], grads: list[Tensor]) -> list[Tensor]:
+            if not inputs and not tensors:
                 return []
             # the output of a frozen projection of an input without gradient has none (LoRA elsewhere, in a first layer)
             pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
-            given = [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs]
-            found = list(torch.autograd.grad([out for out, _ in pairs], [*asked, *tensors], given, allow_unused=True))
-            sums.add(found[len(asked) :])
-            return found[: len(asked)]
+            grad_outputs = [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs]
+            gradients = list(
+                torch.autograd.grad([out for out, _ in pairs], [*inputs, *tensors], grad_outputs, allow_unused=True)
+            )
+            sums.add(gradients[len(inputs) :])
+            return gradients[: len(inputs)]
 
         yield differentiate
         for leaf, total in zip(leaves, sums.totals, strict=True):
@@ -203,7 +233,7 @@ class Gradients:
                 self.put(leaf, total)
 
     def put(self, leaf: Leaf, total: Tensor) -> None:
-        """Adds the gradient of a leaf in one head chunk to its parameter's."""
+        """Add the gradient of a leaf in one head chunk to its parameter's."""
         parameter = leaf.parameter
         if leaf.place is None:
             self.shared[parameter] = self.shared[parameter].add_(total) if parameter in self.shared else total
@@ -213,8 +243,7 @@ class Gradients:
         self.whole[parameter][leaf.place] = total
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Removes and returns the gradient of a parameter, in its dtype; None where no head chunk used the
-        parameter."""
+        """Remove and return a parameter's gradient, in its dtype; None where no head chunk used the parameter."""
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

@@ -1,7 +1,7 @@
 """Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.checkpoints).
 
-`gradient_checkpointing_enable` leaves a checkpoint function in each layer, which is wrapped before a sharded forward.
-So that function needs no context_fn, may be reentrant, and may be set at any time.
+`gradient_checkpointing_enable` sets a checkpoint function on each layer, which is wrapped before a sharded forward. So
+that function needs no context_fn, may be reentrant, and may be set at any time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 def layers_of(model: nn.Module) -> tuple[Any, ...]:
-    """The layers that transformers can checkpoint."""
+    """Return the layers that transformers can checkpoint."""
     return tuple(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
 
 def is_checkpointed(layer: Any) -> bool:
-    """Whether the layer's next forward is checkpointed."""
+    """Return whether the layer's next forward is checkpointed."""
     return layer is not None and layer.training and layer.gradient_checkpointing
 
 
 class AsInForward:
-    """A checkpoint function whose second run, in backward, repeats its first: local or sharded, with the same noise,
-    whatever forwards came between. base: the patched base model."""
+    """A checkpoint function whose second run, in backward, repeats its first, whatever forwards came between.
+
+    It is local or sharded as the first was, with the same noise.
+
+    Args:
+        checkpoint: The checkpoint function to wrap.
+        base: The patched base model.
+    """
 
     def __init__(self, checkpoint: Callable[..., Any], base: nn.Module) -> None:
         self.checkpoint, self.base = checkpoint, weakref.ref(base)
@@ -67,9 +73,9 @@ class AsInForward:
 
 
 def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParallel) -> None:
-    """Wraps the layers' checkpoint functions, so that they keep attention's results where the settings say so."""
+    """Wrap the layers' checkpoint functions, so that they keep attention's results where the settings say so."""
     if torch.compiler.is_compiling():
-        return  # the compiler decides what it keeps
+        return  # the compiler decides what to keep
     for layer in layers:
         function = vars(layer).get(FUNCTION)
         if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
@@ -77,7 +83,7 @@ def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParalle
 
 
 def forget(model: nn.Module) -> None:
-    """Undoes `keep_attention`: gives a model's layers the checkpoint functions back that they had."""
+    """Undo `keep_attention`: restore the checkpoint functions of a model's layers."""
     for layer in layers_of(model):
         function = vars(layer).get(FUNCTION)
         if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):

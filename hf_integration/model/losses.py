@@ -1,12 +1,12 @@
-"""Checks of a model's loss where sequences are shared, and the part of a loss that balances experts.
+"""Checks of a model's loss where sequences are shared, and the loss that balances experts.
 
-A rank's loss of its own tokens must be the sum of token losses on shift_labels over num_items_in_batch. One that drops
-both in its **kwargs, or adds a term, would silently train wrong. So it is tried: a `loss_function` on two tokens, and
-then the loss of a forward, up to rounding. On whole batches a forward of a user's own sees whole outputs instead, so
-there its loss may be any (`families.is_plain_head`).
+A rank's loss of its own tokens must be the sum of token losses on shift_labels over num_items_in_batch. A loss that
+drops both in its **kwargs, or adds a term, would silently train wrong. So losses are tried: a `loss_function` on two
+tokens, and then the loss of a forward, up to rounding. On whole batches a user's own forward gets whole outputs
+instead, so there its loss may be any (`families.is_plain_head`).
 
 The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). A mean of ranks' losses
-would be another number than the unsplit model's, with other gradients. So it is computed of whole sequences.
+would be another number than the unsplit model's, with other gradients. So it is computed from whole sequences.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..families import FAMILIES, as_in_training, is_causal_lm, unwrapped
 from ..memory.tiled_loss import token_losses
 from ..memory.tiled_modules import add_up_losses, evaluated
 
-ITEMS = 3.0  # the divisor that a loss is tried with
+ITEMS = 3.0  # the divisor in the trial of a loss
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
-    """Raises ConfigError on every rank unless the loss_function of a causal language model of transformers is right."""
+    """Raise ConfigError on every rank unless a transformers causal language model's loss_function is right."""
     if _has_loss(model):
         assert_ranks_agree(
             sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize")
@@ -44,30 +44,32 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
-    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
-    sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
-    as they were."""
+    """Raise ConfigError on every rank unless an engine's model calls sp.attention and computes the loss that is needed.
+
+    Checks causal language models of transformers only, by one forward of the shortest sequence. Modes and random state
+    stay as they were.
+    """
     if not _has_loss(engine.module):
         return
-    given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error, tried = None, None
+    batch = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
+    error, trial_of_rank = None, None
     before = sum(sp.comm.received.values())
     try:
         with evaluating(engine):
-            output = engine(**given, num_items_in_batch=ITEMS)
+            output = engine(**batch, num_items_in_batch=ITEMS)
             losses, dtype = [output.loss], output.loss.dtype
-            if way := as_in_training(unwrapped(engine.module)):
-                losses.append(engine(**given, **way, num_items_in_batch=ITEMS).loss)
+            if training_arguments := as_in_training(unwrapped(engine.module)):
+                losses.append(engine(**batch, **training_arguments, num_items_in_batch=ITEMS).loss)
                 dtype = output.logits.dtype  # in which the fused loss computes logits of its own
-        if not isinstance(logits := output.logits, Tensor) or logits.shape[:2] != given["shift_labels"].shape:
+        if not isinstance(logits := output.logits, Tensor) or logits.shape[:2] != batch["shift_labels"].shape:
             raise _error("no logits to compare its loss with", "initialize")
-        expected = token_losses(logits, given["shift_labels"]) / ITEMS
-        tried = max((TriedLoss.of(loss, expected, dtype) for loss in losses), key=lambda one: abs(one.rest))
+        expected = token_losses(logits, batch["shift_labels"]) / ITEMS
+        trial_of_rank = max((TriedLoss.of(loss, expected, dtype) for loss in losses), key=lambda trial: abs(trial.rest))
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
         error = as_seqpar_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
-    error = shard_loss_error(sp.control_world, sp, tried, "initialize") or error
+    error = shard_loss_error(sp.control_world, sp, trial_of_rank, "initialize") or error
     received = sum(sp.comm.received.values()) - before
     if (
         not assert_ranks_agree(sp.control_world, "loss of the model", None, error=error, number=received)
@@ -85,19 +87,23 @@ def _has_loss(model: nn.Module) -> bool:
 
 
 def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
-    """This rank's part of a sequence of the smallest length. Its shift_labels could not be made from its labels, so a
-    loss that ignores them gives another number."""
+    """Return this rank's shard of a sequence of the smallest length.
+
+    Its shift_labels could not be made from its labels, so a loss that ignores them gives another number.
+    """
     ids = torch.arange(sp.multiple)[None] % vocabulary
-    given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
-    given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary
-    return {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)}
+    batch = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
+    batch["shift_labels"] = (batch["labels"] * 3 + 1) % vocabulary
+    return {name: x.to(device) for name, x in batch.items() if isinstance(x, Tensor)}
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model, or engine, is in evaluation mode and has no gradients. The loss is that of tokens
-    alone, without a part for experts; a tiled loss stays tiled, and has whole logits beside it. Afterwards modes,
-    torch's random state, and ZeRO-3's record of the order of modules are as before."""
+    """Context manager in which a model, or engine, is in evaluation mode and has no gradients.
+
+    The loss is that of tokens alone, without the term for experts; a tiled loss stays tiled, and has whole logits
+    beside it. Afterwards modes, torch's random state, and ZeRO-3's record of the order of modules are as before.
+    """
     modes = [(module, module.training) for module in model.modules()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
@@ -111,8 +117,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_order(engine: nn.Module) -> None:
-    """Drops ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by. It must be
-    taken in a training forward: selective checkpointing would otherwise see other operations when it recomputes."""
+    """Drop ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by.
+
+    The record must be taken in a training forward: selective checkpointing would otherwise see other operations when it
+    recomputes.
+    """
     optimizer = getattr(engine, "optimizer", None)
     offload: Any = getattr(optimizer, "parameter_offload", optimizer)
     if hasattr(offload, "get_param_coordinator"):
@@ -122,14 +131,17 @@ def _forget_order(engine: nn.Module) -> None:
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
-    """The error for a wrong `model.loss_function`; None where it is right. option_of: the name of what takes
-    check_loss=False, for the sentence; "" where nothing does."""
+    """Return the error for a wrong `model.loss_function`; None where it is right.
+
+    Args:
+        option_of: The name of what takes check_loss=False, for the message; "" where nothing does.
+    """
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
-    shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
+    shifted = torch.tensor([[2, IGNORE]])  # cannot be made from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
-    given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
+    arguments = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
     try:
-        loss = float(model.loss_function(logits=logits, **given))
+        loss = float(model.loss_function(logits=logits, **arguments))
     except Exception as reason:
         return _error(f"a loss_function that cannot take them ({type(reason).__name__}: {reason})", option_of)
     tried = TriedLoss.of(torch.tensor(loss), expected)
@@ -137,25 +149,31 @@ def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError |
 
 
 class TriedLoss(NamedTuple):
-    """The loss that a forward gave, the sum of its token losses over num_items_in_batch, and how far apart rounding may
-    bring them."""
+    """The trial of a forward's loss."""
 
-    found: float
-    expected: float
-    rounding: float
+    value: float  # the loss that the forward returned
+    expected: float  # the sum of its token losses over num_items_in_batch
+    rounding: float  # the difference that rounding may cause
 
     @classmethod
     def of(cls, loss: Tensor, expected: float, dtype: torch.dtype | None = None, tokens: int = 1) -> TriedLoss:
-        """dtype: the least exact one of the arithmetic; None: the loss's. Token losses are summed in fp32."""
-        found = float(loss.detach())
+        """Make the trial of a loss. Token losses are summed in fp32.
+
+        Args:
+            loss: The loss that the forward returned.
+            expected: The sum of its token losses over num_items_in_batch.
+            dtype: The least exact dtype of the arithmetic; None: the loss's.
+            tokens: The number of token losses that were summed.
+        """
+        value = float(loss.detach())
         eps = max(torch.finfo(x).eps for x in (torch.float32, loss.dtype, dtype or loss.dtype))
-        return cls(found, expected, min(1e-2, eps * max(8, tokens**0.5)) * max(abs(found), abs(expected)))
+        return cls(value, expected, min(1e-2, eps * max(8, tokens**0.5)) * max(abs(value), abs(expected)))
 
     @property
     def rest(self) -> float:
-        """What the loss has beside its token losses; 0 where that is rounding."""
-        rest = self.found - self.expected
-        alike = self.found == self.expected or (math.isnan(self.found) and math.isnan(self.expected))
+        """The loss minus its token losses; 0 where the difference is rounding."""
+        rest = self.value - self.expected
+        alike = self.value == self.expected or (math.isnan(self.value) and math.isnan(self.expected))
         return 0.0 if alike or abs(rest) <= self.rounding else rest
 
     def error(self, option_of: str, got: str = "{} where that is {}") -> ConfigError:
@@ -165,23 +183,33 @@ class TriedLoss(NamedTuple):
 def shard_loss_error(
     group: dist.ProcessGroup | None, sp: SequenceParallel, tried: TriedLoss | None, option_of: str
 ) -> ConfigError | None:
-    """The error for the loss of sharded forwards; None where it is right. Collective over the group.
+    """Return the error for the loss of sharded forwards; None where it is right. Collective over the group.
 
-    What a rank's loss has beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
-    losses are averaged over ranks, where it then counts once."""
-    all_tried = [one for _, one in all_gather_objects(group, ("loss of the model", tried))]
+    The rest of a rank's loss beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
+    losses are averaged over ranks, where it then counts once.
+    """
+    all_tried = [trial for _, trial in all_gather_objects(group, ("loss of the model", tried))]
     if tried is None or not tried.rest:
         return None
-    rests = [one.rest if one else math.nan for one in all_tried]
-    alike = sp.size > 1 and max(rests) - min(rests) <= max(one.rounding for one in all_tried if one)
+    rests = [trial.rest if trial else math.nan for trial in all_tried]
+    alike = sp.size > 1 and max(rests) - min(rests) <= max(trial.rounding for trial in all_tried if trial)
     return None if alike else tried.error(option_of)
 
 
 def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: float) -> TriedLoss | None:
-    """What a forward's loss shows; None where it cannot be tried, as without logits and without a tiled loss. labels:
-    the forward's shift_labels, over `items`. share: of the balance of experts that the loss includes."""
-    named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
-    loss, logits, experts = (named.get(name) for name in ("loss", "logits", "aux_loss"))
+    """Make the trial of a forward's loss.
+
+    Args:
+        labels: The forward's shift_labels.
+        items: The divisor of their losses.
+        output: What the forward returned.
+        share: The fraction of the balance of experts that the loss includes.
+
+    Returns:
+        The trial; None where the loss cannot be tried, as without logits and without a tiled loss.
+    """
+    fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
+    loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
     losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
     if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
         losses = token_losses(logits, labels)
@@ -203,11 +231,11 @@ def _error(got: str, option_of: str) -> ConfigError:
 
 
 class ExpertBalance:
-    """The balance of experts in the loss of a patched model."""
+    """The loss that balances the experts of a patched model."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
-        sp.mask_users.add(self)  # `shard_batches` then gives the mask, without which padding would count
+        sp.mask_users.add(self)  # `shard_batches` then returns the mask, without which padding would count
 
     def __deepcopy__(self, memo: dict) -> ExpertBalance:
         return ExpertBalance(self.sp)
@@ -216,23 +244,31 @@ class ExpertBalance:
         self.sp.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
-        """The output of a sharded forward, in whose loss the balance over whole sequences replaces the balance over
-        this rank's tokens. share: the part of it in a rank's loss. It is 1 for batches of `shard_batches`, whose
-        losses are averaged over ranks, and 1 / size in a whole call, where they are summed. Whole router logits, which
-        a head of the user's own was given, make a balance that is right already."""
+        """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.
+
+        Whole router logits, which a head of the user's own got, make a balance that is right already.
+
+        Args:
+            output: What the forward returned. It is changed in place.
+            share: The fraction of the balance in a rank's loss: 1 for batches of `shard_batches`, whose losses are
+                averaged over ranks, and 1 / size in a whole call, where they are summed.
+
+        Returns:
+            The output.
+        """
         if getattr(output, "aux_loss", None) is None or isinstance(output.router_logits[0], WholeTensor):
             return output
         settings = model.num_experts, model.num_experts_per_tok
         whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))
         if output.get("loss") is not None:
-            # subtracting what the model has added cancels its gradient too, exactly
+            # subtracting the term that the model has added cancels its gradient too, exactly
             output.loss = output.loss + model.router_aux_loss_coef * (share * whole - output.aux_loss)
         output.aux_loss = whole
         return output
 
 
 def has_experts(model: Any) -> bool:
-    """Whether the loss of a known model may have a part that balances experts."""
+    """Return whether the loss of a known model may have a term that balances experts."""
     family = FAMILIES.get(model.config.model_type)
     return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
 
@@ -240,16 +276,23 @@ def has_experts(model: Any) -> bool:
 def balance(
     sp: SequenceParallel, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
 ) -> Tensor:
-    """experts * sum over e of (share of tokens that chose e) * (mean probability of e), of all layers and of all tokens
-    of the group's sequences; `chosen` experts a token. router_logits: (tokens, experts) of each layer. mask: 0 for
-    tokens that do not count."""
+    """Compute the loss that balances experts, over all layers and all tokens of the group's sequences.
+
+    It is experts * sum over e of (share of tokens that chose e) * (mean probability of e).
+
+    Args:
+        router_logits: (tokens, experts) of each layer.
+        experts: The number of experts.
+        chosen: The number of experts per token.
+        mask: 0 for tokens that do not count; None: all count.
+    """
     weight = None if mask is None else mask.reshape(-1, 1).float()
     sums = []
     for logits in router_logits:
         likely = torch.softmax(logits, dim=-1)
-        picked = F.one_hot(likely.topk(chosen, dim=-1).indices, experts).sum(-2).float()
+        selected = F.one_hot(likely.topk(chosen, dim=-1).indices, experts).sum(-2).float()
         ones = torch.ones_like(likely[:, :1], dtype=torch.float32) if weight is None else weight.to(likely.device)
-        sums.append(torch.cat([(x * ones).sum(0) for x in (picked, likely.float(), torch.ones_like(ones))]))
+        sums.append(torch.cat([(x * ones).sum(0) for x in (selected, likely.float(), torch.ones_like(ones))]))
     total = sp.sum_over_ranks(torch.stack([x.to(sums[0].device) for x in sums]).sum(0))
     counts, probabilities, rows = total[:experts].detach(), total[experts:-1], total[-1].detach()
     return experts * (counts / rows * (probabilities / rows)).sum()
@@ -257,7 +300,7 @@ def balance(
 
 @contextlib.contextmanager
 def without_balance_loss(model: Any) -> Iterator[None]:
-    """A context in which a model's loss has no part that balances experts."""
+    """Context manager in which a model's loss has no term that balances experts."""
     config: Any = unwrapped(model).config
     before = getattr(config, "output_router_logits", False)
     if before:
@@ -269,12 +312,12 @@ def without_balance_loss(model: Any) -> Iterator[None]:
             config.output_router_logits = True
 
 
-def check_output(model: Any, given: dict[str, Any]) -> None:
-    """Raises ConfigError for a forward that balances experts and gives a tuple, in which the loss has no name."""
-    wanted = given.get("output_router_logits")
-    asked = model.config.output_router_logits if wanted is None else wanted
-    as_dict = given.get("return_dict")
-    if asked and (as_dict is False or (as_dict is None and not getattr(model.config, "return_dict", True))):
+def check_output(model: Any, inputs: dict[str, Any]) -> None:
+    """Raise ConfigError for a forward that balances experts and returns a tuple, in which the loss has no name."""
+    wanted = inputs.get("output_router_logits")
+    balances = model.config.output_router_logits if wanted is None else wanted
+    as_dict = inputs.get("return_dict")
+    if balances and (as_dict is False or (as_dict is None and not getattr(model.config, "return_dict", True))):
         raise ConfigError(
             "the loss for balanced experts needs a forward with return_dict=True; got False, leave it out or set "
             "output_router_logits=False"

@@ -1,10 +1,11 @@
-"""Registers sequence parallel attention with transformers, and switches models to it.
+"""Register sequence parallel attention with transformers, and switch models to it.
 
-A forward is sharded or local. A local forward is that of the unpatched model: with a kv cache (`generate`), under
+A forward is sharded or local. A local forward is that of the unpatched model: with a kv cache (`generate`), inside
 `whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A forward on a whole batch is
-sharded inside, and its output is whole (`whole_calls`). Before a sharded forward its ranks agree, once, that each was
-given its own tokens with their global positions. A hook on the base model does that. It tells attention by keyword
-arguments that reach every layer. Checkpoints keep these, so a layer that backward computes again is the same.
+sharded internally, and its output is whole (`whole_calls`). Before a sharded forward its ranks agree, once, that each
+was given its own tokens with their global positions. A hook on the base model does that, and passes the result to
+attention in keyword arguments that reach every layer. Checkpoints keep these arguments, so a layer that backward
+recomputes runs as it did in forward.
 """
 
 from __future__ import annotations
@@ -50,48 +51,58 @@ from ..families import (
 )
 from ..graph_breaks import between_graphs
 from ..memory import head_chunks, tiled_modules
-from ..memory.weight_slices import PARTS
+from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_on_shard, tokens_of, warn_of_cache, wrong_inputs
 from .losses import ExpertBalance, check_output, has_experts, shard_loss_error, tried_loss
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
-# given to the base model so that it makes no mask of (local tokens)^2: a mask of four dims reaches the layers unchanged
+# passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Patch:
-    """The state of a patched base model. layers: those that can be checkpointed. ropes: embeddings that are told the
-    longest position. experts: None where the loss has no part that balances experts. above: modules around the base
-    model that are given its outputs whole, since their loss may be any. untried: those whose loss of a sharded batch is
-    still to be tried. whole: whether `whole_sequences` is active, which makes forwards local. local: whether the last
-    forward was local."""
+    """The state of a patched base model."""
 
     sp: SequenceParallel
     hooks: tuple[RemovableHandle, ...]
     agreement: Agreement
-    layers: tuple[Any, ...]
-    ropes: tuple[nn.Module, ...] = ()
-    experts: ExpertBalance | None = None
-    above: tuple[nn.Module, ...] = ()
-    untried: tuple[nn.Module, ...] = ()
-    whole: bool = False
-    local: bool = False
+    layers: tuple[Any, ...]  # those that can be checkpointed
+    ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
+    experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
+    above: tuple[nn.Module, ...] = ()  # modules around the base model that get its whole outputs: their loss may be any
+    untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
+    whole: bool = False  # whether `whole_sequences` is active, which makes forwards local
+    local: bool = False  # whether the last forward was local
 
     def __deepcopy__(self, memo: dict) -> _Patch:
-        """A copy of a model is not inside `whole_sequences`, even where it is made there."""
+        """Copy the state; a copy of a model is not inside `whole_sequences`, even where it is made there."""
         return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
 @printed_once
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
-    """Makes every attention of the model exact over sequences that are shared by `sp.size` ranks. Returns the model.
+    """Make every attention of a model exact over sequences that are shared by `sp.size` ranks.
 
-    model: a transformers model, also inside a peft model or torch.compile. Call it with whole batches, the same on the
-    ranks that share them, and it gives whole outputs; or with what `sp.shard_batches` gives, and it gives parts.
-    Raises ConfigError for a model that cannot be patched (see families), whose heads do not fit, or that is patched
-    with another SequenceParallel.
+    Call the patched model with whole batches, the same on the ranks that share them, to get whole outputs; or with what
+    `sp.shard_batches` returns, to get this rank's shards. A model that is already patched with `sp` is returned
+    unchanged.
+
+    Args:
+        model: A transformers model, also inside a peft model or `torch.compile`. It is patched in place.
+        sp: The SequenceParallel whose ranks share each sequence.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: The model cannot be patched (see `families`), its heads do not fit, or it is patched with another
+            SequenceParallel.
+
+    Examples:
+        >>> sp = SequenceParallel(SequenceParallelConfig(size=2), heads=heads(model))
+        >>> model = patch_attention(model, sp)
     """
     if not isinstance(sp, SequenceParallel):
         raise ConfigError(
@@ -117,7 +128,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     experts = ExpertBalance(sp) if has_experts(inner) else None
     agreement = Agreement(sp, inner)
     tiled_modules.tile(inner, sp.config)
-    tiled = tiled_modules.has_tiled_loss(inner)  # a forward of its own then runs once for each tile
+    tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp,
         hooks=tuple(hooks),
@@ -134,19 +145,32 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
 
 @printed_once
 def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel:
-    """Makes a SequenceParallel with these settings (`size=2`, as in the "sequence_parallel" section of a DeepSpeed
-    JSON), patches the model with it, and returns it. The model is then called as before, with whole batches that are
-    the same on the ranks of a sequence: those of `sp.data_rank` of `sp.data_size`.
+    """Make a SequenceParallel, and patch a model with it.
 
-    Collective over the world. Raises ConfigError as `patch_attention` does, and for settings that do not fit.
+    The model is then called as before, with whole batches that are the same on the ranks of a sequence: those of
+    `sp.data_rank` of `sp.data_size`. Collective over the world.
+
+    Args:
+        model: As for `patch_attention`.
+        **settings: Settings by name, as in the "sequence_parallel" section of a DeepSpeed JSON.
+
+    Returns:
+        The SequenceParallel.
+
+    Raises:
+        ConfigError: The settings do not fit, or `patch_attention` cannot patch the model.
+
+    Examples:
+        >>> sp = share_sequences(model, size=2)
+        >>> sampler = sp.sampler(data, shuffle=False)  # in place of DistributedSampler(data, shuffle=False)
     """
-    config, its_heads, error = None, None, None
+    config, model_heads, error = None, None, None
     try:
         check_patch(model, None)
-        config, its_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
-    except Exception as reason:  # told to all ranks, which would wait for this one
+        config, model_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
+    except Exception as reason:  # reported to all ranks, which would wait for this one otherwise
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
-    sp = SequenceParallel(config, heads=its_heads, error=error)
+    sp = SequenceParallel(config, heads=model_heads, error=error)
     try:
         patch_attention(model, sp)
     except Exception as reason:
@@ -158,7 +182,15 @@ def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel
 
 
 def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
-    """Raises ConfigError where `patch_attention(model, sp)` would; sp None: with any."""
+    """Check that `patch_attention(model, sp)` can patch the model; changes nothing.
+
+    Args:
+        model: As for `patch_attention`.
+        sp: The SequenceParallel to patch with; None checks only what does not depend on one.
+
+    Raises:
+        ConfigError: As `patch_attention` does.
+    """
     check_adapters(model)
     inner = unwrapped(model)
     check_model(inner)
@@ -171,7 +203,14 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives the model back the attention it had. A model that is not patched stays as it is. Returns the model."""
+    """Restore the attention that a patched model had. A model that is not patched stays unchanged.
+
+    Args:
+        model: As for `patch_attention`.
+
+    Returns:
+        The model.
+    """
     inner = unwrapped(model)
     patch = _patch_of(inner)
     if patch is None:
@@ -180,7 +219,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         hook.remove()
     for module in attentions(inner):
         if hasattr(module, SP):  # modules that were added after the patch have none
-            module.config = module.config.own
+            module.config = module.config.original
             head_chunks.remove_head_chunks(module)
             delattr(module, SP)
             delattr(module, MASK)
@@ -195,18 +234,31 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
-    """The SequenceParallel that the model is patched with."""
+    """Return the SequenceParallel that a model is patched with.
+
+    Args:
+        model: As for `patch_attention`.
+
+    Returns:
+        The SequenceParallel; None if the model is not patched.
+    """
     patch = _patch_of(unwrapped(model))
     return patch.sp if patch else None
 
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """A context in which forwards of a patched model are local, as those of the unpatched model. Each rank gives whole
-    sequences of its own, with padding masks, labels that the model shifts, or a kv cache.
+    """Context manager in which forwards of a patched model are local, as those of the unpatched model.
 
-    model: as for patch_attention, or a DeepSpeed engine or DDP module with it. Under ZeRO-3 all ranks must make as many
-    forwards, since they fetch parameters from one another.
+    Each rank evaluates whole sequences of its own, with padding masks, labels that the model shifts, or a kv cache.
+    Under ZeRO-3 all ranks must make the same number of forwards, since they fetch parameters from one another.
+
+    Args:
+        model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains such a model.
+
+    Examples:
+        >>> with whole_sequences(model):
+        ...     loss = model(**batch).loss
     """
     inner = unwrapped(model)
     patch = _patch_of(inner)
@@ -221,7 +273,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 
 def sees_whole_outputs(model: nn.Module) -> bool:
-    """Whether a patched model's own forward is given whole outputs of the base model, of which its loss may be any."""
+    """Return whether a patched model's own forward gets whole outputs of its base model; its loss may be any."""
     patch = _patch_of(unwrapped(model))
     return patch is not None and bool(patch.above)
 
@@ -231,9 +283,9 @@ def _patch_of(model: nn.Module) -> _Patch | None:
 
 
 def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
-    """Registers function(names of the forward's arguments, module, args, kwargs) to be called before each forward."""
-    names = tuple(inspect.signature(module.forward).parameters)
-    return module.register_forward_pre_hook(functools.partial(function, names), with_kwargs=True)
+    """Register `function(argument_names, module, args, kwargs)` to be called before each forward."""
+    argument_names = tuple(inspect.signature(module.forward).parameters)
+    return module.register_forward_pre_hook(functools.partial(function, argument_names), with_kwargs=True)
 
 
 def _attention(
@@ -254,8 +306,8 @@ def _attention(
     if sequence_parallel is None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
     if sequence_parallel is False:
-        given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        kwargs |= {name: value for name, value in given.items() if value is not None}
+        optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: value for name, value in optional.items() if value is not None}
         return local_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
@@ -266,76 +318,80 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options, parts = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
+    options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
     if isinstance(sequence_parallel, BatchLayout):
-        return _placed(module.sequence_parallel, q, k, v, options, parts, sequence_parallel), None
-    return module.sequence_parallel.attention_agreed(q, k, v, options, parts), None
+        return _attention_with_layout(module.sequence_parallel, q, k, v, options, chunks, sequence_parallel), None
+    return module.sequence_parallel.attention_agreed(q, k, v, options, chunks), None
 
 
-def _placed(
-    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int, placement: BatchLayout
+def _attention_with_layout(
+    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunks: int, layout: BatchLayout
 ) -> Tensor:
-    """Attention with a batch's BatchLayout. It runs outside of compiled graphs, since each batch has another mask."""
+    """Compute attention with a batch's BatchLayout, outside of compiled graphs: each batch has another mask."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_placed)(sp, q, k, v, options, parts, placement)
-    mask = placement.mask_with_window(options.mask.window)
-    return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=placement.shards), parts)
+        return torch.compiler.disable(_attention_with_layout)(sp, q, k, v, options, chunks, layout)
+    mask = layout.mask_with_window(options.mask.window)
+    return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=layout.shards), chunks)
 
 
-def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward call by name."""
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def _arguments_by_name(argument_names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(argument_names, args, strict=False)), **kwargs}
 
 
-def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether a forward is local. A kv cache means generation, which is local, unless the model is trained or the
-    labels are sharded. One rank has whole sequences in any case. There a forward is local too, but not for batches of
-    `shard_batches` or batches with labels of a Trainer, which have tiles and checkpoints as on several ranks."""
+def _is_local(patch: _Patch, module: nn.Module, inputs: dict[str, Any]) -> bool:
+    """Return whether a forward is local.
+
+    A kv cache means generation, which is local, unless the model is trained or the labels are sharded. One rank has
+    whole sequences in any case, so there a forward is local too, except for batches of `shard_batches` and a Trainer's
+    batches with labels, which have tiles and checkpoints as on several ranks.
+    """
     if patch.whole or (
         patch.sp.size == 1
-        and given.get("shift_labels") is None
-        and given.get("placement") is None
-        and not (given.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(given)))
+        and inputs.get("shift_labels") is None
+        and inputs.get("placement") is None
+        and not (inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs)))
     ):
         return True
-    cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
-    return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+    cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
+    return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
-def _sources(patch: _Patch, module: nn.Module) -> list[Any]:
-    """The modules that draw by token in a forward. In a compiled one they draw torch's numbers, or raise."""
+def _noisy_modules(patch: _Patch, module: nn.Module) -> list[Any]:
+    """Return the modules that draw by token in a forward. In a compiled one they draw torch's numbers, or raise."""
     if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
         return []
     model = patch.agreement.model()
     return dropout.noisy_modules(module if model is None else model)
 
 
-def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
+def _begin_noise(patch: _Patch, seed: int, inputs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        dropout.begin_forward(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
+        dropout.begin_forward(patch.sp, seed, tokens_of(inputs), inputs.get("placement"), patch.local)
 
 
 def _before_head(
-    names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    argument_names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Shards a whole batch, unless the module is given whole outputs: then the base model shards it. For a sharded
-    batch that the module cannot take it sets "wrong_shard", a sentence. The base model's hook then raises it, on all
-    ranks."""
-    given, inner = _named(names, args, kwargs), unwrapped(module)
+    """Shard a whole batch, unless the module gets whole outputs: then the base model shards it.
+
+    For a sharded batch that the module cannot take it sets "wrong_shard", a sentence, which the base model's hook
+    raises on all ranks.
+    """
+    inputs, inner = _arguments_by_name(argument_names, args, kwargs), unwrapped(module)
     patch = _patch_of(inner)
-    if patch is None or _is_local(patch, module, given):
+    if patch is None or _is_local(patch, module, inputs):
         return args, kwargs
     if patch.experts is not None:
-        check_output(inner, given)
-    if whole_calls.is_whole(patch.sp, given):
+        check_output(inner, inputs)
+    if whole_calls.is_whole(patch.sp, inputs):
         if module not in patch.above:
-            return (), whole_calls.shard_inputs(module, patch.agreement, given)
-        whole_calls.compare_inputs(patch.sp, inner, given, torch.compiler.is_compiling())
+            return (), whole_calls.shard_inputs(module, patch.agreement, inputs)
+        whole_calls.compare_inputs(patch.sp, inner, inputs, torch.compiler.is_compiling())
     elif not is_causal_lm(inner):
         kwargs["wrong_shard"] = WHOLE_ONLY.format(type(inner).__name__)
-    elif given.get("labels") is not None and given.get("shift_labels") is None:
+    elif inputs.get("labels") is not None and inputs.get("shift_labels") is None:
         kwargs["wrong_shard"] = UNSHIFTED
-    elif given.get("labels") is not None and module in patch.untried:
+    elif inputs.get("labels") is not None and module in patch.untried:
         tiled_modules.add_up_losses(inner, True)
     return args, kwargs
 
@@ -356,7 +412,7 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
 
 @between_graphs
 def _try_shard_loss(patch: _Patch, module: nn.Module, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses."""
+    """Raise ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses."""
     sp, items = patch.sp, kwargs.get("num_items_in_batch")
     if items is None or kwargs.get("labels") is None:
         return
@@ -367,36 +423,38 @@ def _try_shard_loss(patch: _Patch, module: nn.Module, kwargs: dict[str, Any], ou
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Leaves out the trial of a patched model's loss in its first sharded forward, as `initialize` does: it has tried
-    the loss, or was told not to."""
+    """Skip the check of a patched model's loss in its first sharded forward.
+
+    `initialize` calls this: it has checked the loss itself, or was told not to.
+    """
     if (patch := _patch_of(unwrapped(model))) is not None:
         patch.untried = ()
 
 
 def _before_base(
-    names: tuple[str, ...], module: Any, args: tuple, kwargs: dict[str, Any]
+    argument_names: tuple[str, ...], module: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    patch, given = module._sequence_parallel_patch, _named(names, args, kwargs)
-    wrong = given.pop("wrong_shard", "")
-    patch.local = _is_local(patch, module, given)
+    patch, inputs = module._sequence_parallel_patch, _arguments_by_name(argument_names, args, kwargs)
+    wrong = inputs.pop("wrong_shard", "")
+    patch.local = _is_local(patch, module, inputs)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
-    sources = _sources(patch, module)
+    sources = _noisy_modules(patch, module)
     if patch.local:
         rope.tell(patch.ropes, None)
-        if not patch.whole and given.get("use_cache") and given.get("past_key_values") is None:
+        if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
             warn_of_cache(patch.sp.rank)
-        if mistake := wrong_inputs(given):
+        if mistake := wrong_inputs(inputs):
             raise InputError(mistake)
-        _begin(patch, dropout.prepare_and_seed(sources, shared=False), given)
-        return (), {**given, "sequence_parallel": False}
-    if not wrong and whole_calls.is_whole(patch.sp, given):
-        given = whole_calls.shard_inputs(module, patch.agreement, given)
+        _begin_noise(patch, dropout.prepare_and_seed(sources, shared=False), inputs)
+        return (), {**inputs, "sequence_parallel": False}
+    if not wrong and whole_calls.is_whole(patch.sp, inputs):
+        inputs = whole_calls.shard_inputs(module, patch.agreement, inputs)
     backward = torch.is_grad_enabled() and module.training
-    positions, seed = agree_on_shard(patch.agreement, given, wrong, backward, sources)
-    _begin(patch, seed, given)
-    given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
-    placement = given.pop("placement", None)
+    positions, seed = agree_on_shard(patch.agreement, inputs, wrong, backward, sources)
+    _begin_noise(patch, seed, inputs)
+    inputs |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
+    placement = inputs.pop("placement", None)
     if patch.ropes:
-        own = tokens_of(given).shape[1]
-        rope.tell(patch.ropes, rope.tokens_up_to_the_longest(own, patch.sp.size, placement))
-    return (), {**given, "sequence_parallel": True if placement is None else placement}
+        local_tokens = tokens_of(inputs).shape[1]
+        rope.tell(patch.ropes, rope.tokens_up_to_the_longest(local_tokens, patch.sp.size, placement))
+    return (), {**inputs, "sequence_parallel": True if placement is None else placement}

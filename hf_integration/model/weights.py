@@ -1,4 +1,4 @@
-"""What the ranks of a sequence compare of a patched model: all of it before the first forward, a few weights later."""
+"""What the ranks of a sequence compare of a patched model: all before the first forward, a few weights later."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
-WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare later, at least, and values of each
-OFTEN = 64  # so many training forwards are between two comparisons at most
+WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
+OFTEN = 64  # the most training forwards between two comparisons
 
 
 def compares_weights(forward: int) -> bool:
-    """Whether ranks compare weights of their n-th training forward: the 2nd, 4th, 8th, ..., and every 64th."""
+    """Return whether ranks compare weights of their n-th training forward: the 2nd, 4th, 8th, ..., and every 64th."""
     return forward > 1 and (forward & (forward - 1) == 0 or forward % OFTEN == 0)
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What ranks compare of a model in training: the mean size of some values of some parameters, the last one too.
+    """Return the mean absolute value of some values of some trained parameters, the last one included, by name.
 
-    Gradients that nobody averages over ranks change all of them. Frozen parameters say nothing, nor do parts of
-    parameters, as ZeRO-3 and FSDP leave on each rank.
+    Ranks compare these while a model is trained: gradients that are not averaged over ranks change all of them. Frozen
+    parameters show nothing, nor do parts of parameters, as ZeRO-3 and FSDP leave on each rank.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and _is_whole(p)]
     return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Name -> what ranks compare of a model: dtypes, layers, RoPE, and the shape and some values of every parameter.
-    What explains a difference best comes first.
+    """Return what ranks compare of a model: dtypes, layers, RoPE, and the shape and some values of every parameter.
 
-    Parameters that ZeRO-3 or FSDP partitions, or that are on the meta device, have no values to compare.
+    What explains a difference best comes first. Parameters that ZeRO-3 or FSDP partitions, or that are on the meta
+    device, have no values to compare.
     """
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]
@@ -52,9 +52,9 @@ def _is_whole(p: nn.Parameter) -> bool:
 
 
 def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Name of a parameter -> a digest of some of its values. All are copied from the device at once."""
-    taken = [_spread(p) for p in parameters.values()]
-    values = torch.cat(taken).cpu().split([len(x) for x in taken]) if taken else []
+    """Return a digest of some values of each parameter, by name. All are copied from the device at once."""
+    samples = [_spread(p) for p in parameters.values()]
+    values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
     return {
         name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
         for name, x in zip(parameters, values, strict=True)
@@ -63,5 +63,5 @@ def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
 
 def _spread(p: nn.Parameter, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
-    at = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), device=flat.device).long()
-    return flat[at].double()
+    indices = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), device=flat.device).long()
+    return flat[indices].double()
