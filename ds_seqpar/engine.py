@@ -94,7 +94,7 @@ def initialize(
         ConfigError: Whatever would break the gradient contract: other arguments, pipeline modules, the JSON keys in
             `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
 
-    Example:
+    Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
         >>> for batch in engine.sequence_parallel.shard_batches(microbatches, device=engine.device):
         ...     engine.backward(engine(**batch).loss)

@@ -170,7 +170,7 @@ class SequenceParallel(Sharding):
             InputError, ConfigError, KernelError, DisagreementError: One rank's arguments do not fit; on all ranks,
                 before anything is sent.
 
-        Example:
+        Examples:
             >>> q, k, v = (sp.shard(x, 1) for x in (q, k, v))  # whole tensors -> this rank's tokens
             >>> out = sp.attention(q, k, v)
             >>> whole = sp.gather(out, 1)
@@ -221,7 +221,7 @@ class SequenceParallel(Sharding):
         Raises:
             ConfigError: On entering it inside another one.
 
-        Example:
+        Examples:
             >>> with sp.record() as record:
             ...     sp.attention(q, k, v).backward(do)
             >>> record.save("trace.json")  # record.gather().save(...) has all ranks; collective
