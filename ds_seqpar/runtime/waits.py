@@ -33,12 +33,12 @@ class Wait:
     def begin(self) -> None:
         """Register the wait. Call it before the first message is waited for."""
         self.since = time.monotonic()
-        _current[id(self)] = self
+        _now[id(self)] = self
         _start_thread()
 
     def end(self) -> None:
         """Unregister the wait. Call it after the last message, or after an error."""
-        _current.pop(id(self), None)
+        _now.pop(id(self), None)
 
     def whom(self) -> str:
         """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
@@ -49,7 +49,7 @@ class Wait:
         return name if count == 1 else f"one of the {count} ranks up to {name}"
 
 
-_current: dict[int, Wait] = {}  # the current waits, by id
+_now: dict[int, Wait] = {}  # the current waits, by id
 _reported: set[str] = set()
 
 
@@ -61,7 +61,7 @@ def _start_thread() -> None:
 def _watch() -> None:
     while True:
         time.sleep(PATIENCE / 8)
-        for wait in list(_current.values()):
+        for wait in list(_now.values()):
             if time.monotonic() - wait.since >= PATIENCE and wait.what not in _reported:
                 _reported.add(wait.what)
                 print(line_of(wait), file=sys.stderr, flush=True)
