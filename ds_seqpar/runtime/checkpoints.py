@@ -44,7 +44,7 @@ class Replay:
         self.saved: deque[list[HostTensor | Tensor]] = deque()  # results that no later run has replayed yet
         # those that each `HeadChunkResults` of this call holds
         self.head_chunk_results: list[list[list[HostTensor | Tensor]]] = []
-        # a checkpoint saves; a head chunk's own backward may save without one, see `HeadChunkReplay`
+        # whether results are saved; whether a checkpoint saves them: a head chunk's own backward may without one
         self.saves = self.checkpoint_saves = saves
         self.runs, self.store = 0, store  # runs: how often the function was run
 

@@ -51,7 +51,7 @@ class Printer:
     """Which rank prints an error. `key` and `store` are missing where ranks have not agreed on the error."""
 
     rank: int  # global
-    key: str = ""  # what this rank sets in `store` once it has printed
+    key: str = ""  # what that rank sets in `store` once it has printed
     store: Any = None  # a dist.Store
 
 
@@ -204,7 +204,7 @@ IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processo
 
 
 def wait_at_exit() -> None:
-    """Let the process end only once gloo's threads are idle, and set the excepthook; for wherever communication begins."""
+    """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
     _set_hook()
     atexit.unregister(wait_until_idle)  # once is enough, however many SequenceParallel there are
     atexit.register(wait_until_idle)
