@@ -69,7 +69,7 @@ class WholeTensor(Tensor):
         return _Local.apply(self)
 
     def whole(self) -> Tensor:
-        """Return the whole as a plain tensor, with gradients. Its first call is collective over the sequence's ranks."""
+        """Return the whole as a plain tensor with gradients. The first call is collective over the sequence's ranks."""
         return _Gathered.apply(self)
 
     def gathered(self) -> Tensor:
