@@ -222,7 +222,7 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     rows, seq = tokens.shape[:2]
     mask = _checked_mask(batch.get("attention_mask"), tokens[:, :, 0] if tokens.dim() > 2 else tokens)
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
-    return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
+    return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
 
 
 def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | None:

@@ -243,10 +243,10 @@ class Sharding:
             )
         if placement is None and seq is None:
             return None  # all ranks' tokens are not known yet
-        wanted = len(self.held(seq or 0, placement, self.rank))
-        if x.shape[dim] != wanted:
+        expected = len(self.held(seq or 0, placement, self.rank))
+        if x.shape[dim] != expected:
             return InputError(
-                f"gather needs this rank's {wanted} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
+                f"gather needs this rank's {expected} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
                 "what was sharded, and the placement that shard_batches returned where it did"
             )
         if placement is not None and placement.rows is not None and (dim % x.dim() == 0 or x.shape[dim - 1] != 1):
@@ -340,13 +340,13 @@ class WithValue(Function):
 
 def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
     """Raise InputError unless a tensor has all tokens of the placement, in the placement's rows."""
-    wanted: tuple[int, ...] = (placement.tokens,)
+    expected: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
-        wanted = placement.rows, placement.tokens // placement.rows
-    axes = [dim - len(wanted) + 1 + offset for offset in range(len(wanted))]
-    if dim % x.dim() < len(wanted) - 1 or tuple(x.shape[axis] for axis in axes) != wanted:
+        expected = placement.rows, placement.tokens // placement.rows
+    axes = [dim - len(expected) + 1 + offset for offset in range(len(expected))]
+    if dim % x.dim() < len(expected) - 1 or tuple(x.shape[axis] for axis in axes) != expected:
         raise InputError(
-            f"shard needs the {' x '.join(map(str, wanted))} tokens of the placement; got {input_checks.shape_of(x)} "
+            f"shard needs the {' x '.join(map(str, expected))} tokens of the placement; got {input_checks.shape_of(x)} "
             f"and dim {dim}, give it a tensor of the batch that the placement was returned for"
         )
 

@@ -23,7 +23,7 @@ LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
 
 def assert_ranks_agree(
     group: dist.ProcessGroup | None,
-    what: str,
+    name: str,
     value: object,
     *,
     error: SeqParError | None = None,
@@ -39,7 +39,7 @@ def assert_ranks_agree(
 
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
-        what: a name for the value, in errors; the same on all ranks.
+        name: of the value, in errors; the same on all ranks.
         value: what must be the same, by repr, on all ranks of the group, or with `alike` on those of its part.
             Mappings, dataclasses, and lists and tuples of them are compared field by field, and an error names the
             fields that differ. A value that is compared often may be passed as `Compared`.
@@ -59,21 +59,21 @@ def assert_ranks_agree(
         DisagreementError: on all other ranks, and on all if values differ.
         CommunicationError: if a rank does not make the call.
     """
-    value = value if isinstance(value, Compared) else Compared(what, value)
-    has_error, digest, subject = int(error is not None), value.digest, call or f"the comparison of {what}"
+    value = value if isinstance(value, Compared) else Compared(name, value)
+    has_error, digest, subject = int(error is not None), value.digest, call or f"the comparison of {name}"
     # all ranks get the same result, so either all of them take the slow path or none
     after = alike.group if alike else after
-    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(what), 0, subject)[0]:
-        _raise_difference(after, what, value.fields, error, 0, None)
+    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(name), 0, subject)[0]:
+        _raise_difference(after, name, value.fields, error, 0, None)
     if alike is None or alike.group is group:
         wrong, greatest = _compare(group, has_error, digest, number, subject)
     else:
-        wrong, greatest = _compare(group, has_error, digest_of(what), number, subject)  # do all ranks make this call?
+        wrong, greatest = _compare(group, has_error, digest_of(name), number, subject)  # do all ranks make this call?
         if not wrong:
             differs, _ = _compare(alike.group, 0, digest, 0, subject)
             wrong, _ = _compare(group, differs, 0, 0, subject)
     if wrong:
-        _raise_difference(group, what, value.fields, error, alike.number if alike else 0, advice)
+        _raise_difference(group, name, value.fields, error, alike.number if alike else 0, advice)
     return greatest
 
 
@@ -85,9 +85,9 @@ def digest_of(*content: object) -> int:
 class Compared:
     """A value in the form in which ranks compare it: its fields and their digest."""
 
-    def __init__(self, what: str, value: object) -> None:
+    def __init__(self, name: str, value: object) -> None:
         self._fields = fields_of(value)
-        self.digest = digest_of(what, sorted(self._fields.items()))
+        self.digest = digest_of(name, sorted(self._fields.items()))
 
     @property
     def fields(self) -> Fields:
@@ -167,14 +167,14 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
 
 def _raise_difference(
     group: dist.ProcessGroup | None,
-    what: str,
+    name: str,
     fields: Fields,
     error: SeqParError | None,
     part: int,
     advice: Advice | None,
 ) -> None:
     """Gather errors and fields (slow), and raise one sentence on every rank, which one of them prints."""
-    reports = all_gather_objects(group, (what, fields, error and str(error), part))
+    reports = all_gather_objects(group, (name, fields, error and str(error), part))
     global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     sentences = [sentence for _, _, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
@@ -186,7 +186,7 @@ def _raise_difference(
             failed_rank,
             f"{key}/{failed_rank}",
         )
-    calls_differ = len({what for what, *_ in reports}) > 1
+    calls_differ = len({name for name, *_ in reports}) > 1
     part_of_rank = [0 if calls_differ else number for *_, number in reports]
     for part in sorted(set(part_of_rank)):
         members = [rank for rank, number in enumerate(part_of_rank) if number == part]
@@ -224,11 +224,11 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
         by_rank: rank -> (name of what it compares, its fields).
         why: the cause and what to do, where they are known.
     """
-    if len({what for what, _ in by_rank.values()}) > 1:
-        in_backward = [what == BACKWARD for what, _ in by_rank.values()]
+    if len({compared for compared, _ in by_rank.values()}) > 1:
+        in_backward = [compared == BACKWARD for compared, _ in by_rank.values()]
         by_call = {
-            rank: f"{what} through {next(iter(fields))}" if what == BACKWARD and fields else what
-            for rank, (what, fields) in by_rank.items()
+            rank: f"{compared} through {next(iter(fields))}" if compared == BACKWARD and fields else compared
+            for rank, (compared, fields) in by_rank.items()
         }
         return f"calls{f', but some are in backward: {LEFT_OUT}' if any(in_backward) else ''}; got {_grouped(by_call)}"
     first = next(iter(by_rank.values()))

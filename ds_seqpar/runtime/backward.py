@@ -69,18 +69,18 @@ class Calls:
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
-    def follow(self, what: str, shape: tuple[int, ...] = ()) -> None:
+    def follow(self, name: str, shape: tuple[int, ...] = ()) -> None:
         """Count a call, and associate it with the nodes in whose forward this is. Call it before anything is sent.
 
         Args:
-            what: name of the call, for errors.
+            name: of the call, for errors.
             shape: of its tensor, for errors.
         """
         if not self.of[1]:
             return
         inside = self.run_again()
         self.count += 1
-        call = _Call(self.of, self.count, what, shape, inside)
+        call = _Call(self.of, self.count, name, shape, inside)
         for node in _nodes_around(sys._getframe(1)):
             _calls.setdefault(node, call)
 

@@ -96,8 +96,8 @@ class Works:
     """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
 
     NCCL sends on a stream of its own, after all that the current stream was given before the post. In `wait` the
-    current stream waits for it, and the host does not. So nobody may use the tensors between the two. While this object
-    refers to them, their memory is not reused.
+    current stream waits for it, and the host does not. So the tensors must not be used between the two. While this
+    object refers to them, their memory is not reused.
 
     Args:
         what: the operation, for errors.
@@ -174,9 +174,9 @@ AGREEMENT_TAG = 0x5EA9  # first tag of `all_reduce_max`; unusual, since users ma
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
     """Return the maximum over ranks of each number, on all ranks of a group for CPU tensors.
 
-    It takes log4(ranks) steps, where gloo's own reductions go round all ranks. In step s a rank sends its maximum so
-    far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice does
-    not change a maximum. All receives are posted at the start, so that no peer waits for this rank to post one.
+    It takes log4(ranks) steps, where gloo's own reductions are rings over all ranks. In step s a rank sends its maximum
+    so far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice
+    does not change a maximum. All receives are posted at the start, so that no peer waits for this rank to post one.
 
     Args:
         numbers: integers of at most 63 bits, as many on all ranks.
@@ -275,7 +275,7 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, size: int, group: Group) -> list:
-    """Start an all-gather. Over gloo each rank sends to all, since gloo's own goes round and waits at every step."""
+    """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
     if sent.device.type != "cpu":
         return [ALL_GATHER(received, sent, group=group, async_op=True)]
     return _all_to_all_over_gloo(received.split([sent.numel()] * size), [sent] * size, group)

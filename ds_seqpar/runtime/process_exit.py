@@ -122,7 +122,7 @@ def _print(before: Callable, error_type: type, error: BaseException, trace: Trac
 
 
 def _first_to_print(error: BaseException, rank: int) -> Printer | None:
-    """Return the first to come here of the ranks that raise this error without having agreed on it.
+    """Return which rank prints an error that ranks raise without having agreed on it: the first that calls this.
 
     Lost connections are one error, whatever each rank was doing. Returns None where the store's rank has ended.
     """
