@@ -199,9 +199,8 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
         for s, step in enumerate(steps)
     ]
     for s, step in enumerate(steps):
-        sends = [
-            post(dist.isend, local, s, rank + distance, 1) for distance in step
-        ]  # completes once the receiver has posted
+        # a send completes once its receiver takes part
+        sends = [post(dist.isend, local, s, rank + distance, 1) for distance in step]
         for work, awaited in (*receives[s], *sends):
             wait.awaited = awaited
             work.wait()
@@ -225,7 +224,7 @@ def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Gr
 
 
 def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
-    """Post messages as one batch. Over NCCL ranks that both send first would otherwise wait for each other."""
+    """Post messages as one batch, as NCCL must start them. Else ranks that both send first would wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
