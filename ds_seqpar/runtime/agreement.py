@@ -173,7 +173,7 @@ def _raise_difference(
     part: int,
     advice: Advice | None,
 ) -> None:
-    """Gather errors and fields (slow), and raise one sentence on every rank, which one of them prints."""
+    """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it."""
     reports = all_gather_objects(group, (name, fields, error and str(error), part))
     global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     sentences = [sentence for _, _, sentence, _ in reports]

@@ -224,7 +224,7 @@ def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Gr
 
 
 def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
-    """Post messages as one batch, as NCCL must start them. Else ranks that both send first would wait for each other."""
+    """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
