@@ -1,1 +1,1 @@
-"""DeepSpeed's compiled op and shared memory, on ranks of one CPU host."""
+"""DeepSpeed's compiled op and its shared memory, on ranks of one CPU host."""

@@ -2,8 +2,8 @@
 
 With this op the processes of one machine without GPUs all-reduce. DeepSpeed compiles it when it first starts there. Of
 several processes that start at once, one compiles, and the others wait until its lock file is gone. If that process
-is interrupted, the file stays, and every later start would wait for ever without a message. So the lock file is checked
-before DeepSpeed starts.
+is interrupted, the file remains, and every later start would wait for ever without a message. So the lock file is
+checked before DeepSpeed starts.
 
 What DeepSpeed compiles stays with the environment that it was compiled for, however ranks are launched.
 """
@@ -19,14 +19,16 @@ from pathlib import Path
 from . import shared_memory
 
 OP = "deepspeed_shm_comm"
-# file systems of one machine, all of whose processes it knows
+# file systems of one machine, where a process that has a file open is one of its own
 LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 NEW_LOCK = 2.0  # seconds: the owner of a younger lock file may not have it open yet
 
 
 def _use_environment() -> None:
-    """Lets torch compile into the environment, where it can be written to. torch's own folder is in the user's home,
-    where other environments put theirs and rebuild these."""
+    """Make torch compile into the environment, where that is writable.
+
+    torch's own folder is in the user's home, where other environments put their ops and rebuild these.
+    """
     folder = Path(sys.prefix, "torch_extensions")
     if os.access(folder if folder.exists() else sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
@@ -36,7 +38,7 @@ _use_environment()  # at import: TrainingArguments and Accelerators start DeepSp
 
 
 def compile_op() -> bool:
-    """Compiles the op, or finds it compiled. Returns whether DeepSpeed uses it on this machine."""
+    """Compile the op, or find it compiled. Returns whether DeepSpeed uses it on this machine."""
     prepare_start()
     from deepspeed.comm.torch import build_shm_op
 
@@ -44,30 +46,34 @@ def compile_op() -> bool:
 
 
 def prepare_start() -> None:
-    """What a rank does before DeepSpeed starts: it waits while another process compiles the op. The first rank of a
-    machine also removes the shared memory files that runs before it left behind."""
+    """Prepare a rank for the start of DeepSpeed: wait while another process compiles the op.
+
+    The first rank of a machine also removes the shared memory files that earlier runs left behind.
+    """
     wait_for_compiler()
     if lock_file() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         shared_memory.remove_left_behind(_say)
 
 
 def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
-    """Returns once no other process compiles the op, at once where DeepSpeed has started and so loaded it. After
-    `patience` seconds it says, once, what it waits for.
+    """Return once no other process compiles the op; at once where DeepSpeed has started and so loaded it.
 
-    A lock whose owner is gone is removed. That is known on Linux alone, for a lock on a file system of this machine:
-    its owner would have it open. Otherwise the message says what to remove, and waiting goes on. say: prints a message;
-    default: on stderr, once a node.
+    A lock whose owner is gone is removed. That can be determined on Linux alone, for a lock on a file system of this
+    machine: its owner would have it open. Otherwise the message says what to remove, and waiting goes on.
+
+    Args:
+        patience: seconds after which a message, printed once, says what is waited for.
+        say: prints a message; default: on stderr, once a node.
     """
     from deepspeed import comm
 
     lock = None if comm.is_initialized() else lock_file()
-    say, began, told = say or _say, time.monotonic(), False
+    say, start, has_said = say or _say, time.monotonic(), False
     while lock is not None and lock.exists():
         if _remove_orphan(lock):
             say(f"removed {lock}, the lock of a process that ended while it compiled DeepSpeed's {OP}")
-        elif not told and time.monotonic() - began > patience:
-            told = True
+        elif not has_said and time.monotonic() - start > patience:
+            has_said = True
             say(
                 f"waiting for another process to compile DeepSpeed's {OP}, which may take minutes; if there is none, "
                 f"remove {lock}"
@@ -76,7 +82,7 @@ def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None 
 
 
 def lock_file() -> Path | None:
-    """Where the lock is while the op is being compiled; None where DeepSpeed compiles none."""
+    """Return where the lock is while the op is being compiled; None where DeepSpeed compiles none."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -86,8 +92,11 @@ def lock_file() -> Path | None:
 
 
 def _remove_orphan(lock: Path) -> bool:
-    """Removes a lock whose owner is gone; returns whether it did. One process at a time does this: otherwise one could
-    remove a new owner's lock, right after another has removed the old one."""
+    """Remove a lock whose owner is gone, and return whether it did.
+
+    One process at a time does this: otherwise one could remove a new owner's lock, right after another has removed the
+    old one.
+    """
     if sys.platform != "linux":
         return False
     import fcntl
@@ -104,7 +113,7 @@ def _remove_orphan(lock: Path) -> bool:
 
 
 def _is_orphan(lock: Path) -> bool:
-    """Whether no process has the lock file open. False where that cannot be known."""
+    """Whether no process has the lock file open. False where that cannot be determined."""
     status = lock.stat()
     if status.st_uid != os.getuid() or time.time() - status.st_mtime < NEW_LOCK or _file_system(lock) not in LOCAL:
         return False
@@ -119,7 +128,7 @@ def _holds(process: Path, file: str) -> bool:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that a path is on."""
+    """Return the type of the file system that a path is on."""
     mounts = {}
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         before, _, after = line.partition(" - ")
@@ -127,6 +136,6 @@ def _file_system(path: Path) -> str:
     return next(mounts[str(parent)] for parent in path.resolve().parents if str(parent) in mounts)
 
 
-def _say(sentence: str) -> None:
+def _say(message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"ds_seqpar: {sentence}", file=sys.stderr, flush=True)
+        print(f"ds_seqpar: {message}", file=sys.stderr, flush=True)

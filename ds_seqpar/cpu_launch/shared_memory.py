@@ -23,29 +23,32 @@ NAME = "deepspeed_allreduce_buffer_{user}_{address}_{port}_{rank}"
 
 
 def remove_left_behind(say: Callable[[str], None]) -> None:
-    """Removes this user's files that no process has open, and says so. On systems other than Linux it does nothing.
+    """Remove this user's files that no process has open, and report it. Does nothing on systems other than Linux.
 
-    Files with the names of this run stay: its ranks, which may be starting already, use them again.
+    Files with the names of this run are kept: its ranks, which may be starting already, use them again.
+
+    Args:
+        say: prints a message.
     """
     if sys.platform != "linux":
         return
     port, address = (os.environ.get(name, "") for name in ("MASTER_PORT", "MASTER_ADDR"))
-    own = _pattern(address=re.escape(address), port=re.escape(port))
-    left = [file for file in _matching(FOLDER.iterdir()) if not own.fullmatch(file.name)]
-    freed = [size for file in left if (size := _remove_unheld(file)) is not None]
+    this_run = _pattern(address=re.escape(address), port=re.escape(port))
+    left_behind = [file for file in _matching(FOLDER.iterdir()) if not this_run.fullmatch(file.name)]
+    freed = [size for file in left_behind if (size := _remove_unheld(file)) is not None]
     if freed:
         say(f"removed {len(freed)} shared memory files of DeepSpeed runs that ended, {sum(freed) / 2**20:.0f} MiB")
 
 
 def unname() -> None:
-    """Removes the names of the files that this process has mapped. Only to be called when all ranks have mapped them.
+    """Remove the names of the files that this process has mapped. Call it only when all ranks have mapped them.
 
-    On systems other than Linux it does nothing.
+    It does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         return
     with open("/proc/self/maps", encoding="utf-8") as lines:
-        mapped = [Path(words[5].rstrip("\n")) for line in lines if len(words := line.split(maxsplit=5)) == 6]
+        mapped = [Path(fields[5].rstrip("\n")) for line in lines if len(fields := line.split(maxsplit=5)) == 6]
     for file in set(_matching(mapped)):  # a file whose name is gone already has " (deleted)" there
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             file.unlink()
@@ -61,9 +64,9 @@ def _matching(files: Iterable[Path]) -> list[Path]:
 
 
 def _remove_unheld(file: Path) -> int | None:
-    """Removes a file of this user that no process has open or mapped. Returns its bytes, None where it stays.
+    """Remove a file of this user that no process has open or mapped. Returns its bytes, None where it is kept.
 
-    The kernel gives a lease for writing only on a file that nobody else has open: no other user, no other container.
+    The kernel grants a lease for writing only on a file that nobody else has open: no other user, no other container.
     Whoever opens the file while the lease lasts waits. The signal of that would end this process by default.
     """
     import fcntl
@@ -82,7 +85,7 @@ def _remove_unheld(file: Path) -> int | None:
             return None
         file.unlink()
         return status.st_blocks * 512
-    except OSError:  # somebody holds it, or it is gone
+    except OSError:  # another process holds it, or it is gone
         return None
     finally:
         os.close(descriptor)

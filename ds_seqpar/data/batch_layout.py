@@ -1,4 +1,4 @@
-"""A batch's own sharding and mask, where the configured layout is not enough."""
+"""A batch's own sharding and mask, where the configured layout does not say everything."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from ..compiler.sharding.shards import Shards, UnevenShards, positions_by_ulysse
 
 @dataclasses.dataclass(frozen=True)
 class BatchLayout:
-    """Which tokens of a batch each rank has, and what they attend to, where the layout does not say everything.
+    """Which tokens of a batch each rank has, and what they attend to.
 
-    That is so for packed documents, for padding that is not plainly on the right, and for lengths that ranks cannot
-    share equally. `shard_batches` returns it as "placement". Give its mask and shards to `sp.attention`, and itself to
-    `sp.gather`. A patched model takes it as it is.
-
-    mask, shards: they number tokens by position in the batch. rows: how many sequences are laid end to end, so that
-    tensors are (1, tokens). None: tensors stay (rows, seq), and every row is sharded in the same way. restarts: the
-    positions at which a model's position_ids begin again at 0, in ascending order.
+    It is made where the configured layout does not say everything: for packed documents, for padding that is not
+    plainly on the right, and for lengths that ranks cannot share equally. `shard_batches` returns it as "placement".
+    Pass its mask and shards to `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
     """
 
-    mask: Mask
-    shards: UnevenShards
+    mask: Mask  # numbers tokens by position in the batch
+    shards: UnevenShards  # numbers tokens as `mask` does
+    # how many sequences lie end to end, so that tensors are (1, tokens). None: tensors stay (rows, seq), and every row
+    # is sharded in the same way
     rows: int | None = None
-    restarts: tuple[int, ...] = (0,)
+    restarts: tuple[int, ...] = (0,)  # positions at which a model's position_ids begin again at 0, ascending
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that all ranks hold together: of one sequence, or of all rows if they are laid end to
-        end."""
+        """Tokens that all ranks hold together: of one sequence, or of all rows if they lie end to end."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @property
@@ -45,15 +42,15 @@ class BatchLayout:
         return f"of {self.tokens} tokens {self.digest:08x}"
 
     def mask_with_window(self, window: int | None) -> Mask:
-        """The mask, restricted to a layer's window of so many tokens; None: the mask itself."""
+        """Return the mask, restricted to a layer's window of so many tokens; None: the mask itself."""
         return self.mask if window is None else _with_window(self.mask, window)
 
     def positions(self, ulysses: int, rank: int) -> Tensor:
-        """The positions of an SP rank's tokens, int64, on the CPU."""
+        """Return the positions of an SP rank's tokens, int64 (its tokens,), on the CPU. ulysses: the Ulysses size."""
         return positions_held(self.shards, ulysses, rank)
 
     def position_ids(self, ulysses: int, rank: int) -> Tensor:
-        """The position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU."""
+        """Return the position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU."""
         positions, restarts = self.positions(ulysses, rank), torch.tensor(self.restarts, device="cpu")
         return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
 

@@ -1,6 +1,6 @@
-"""Batches for sequence parallel training: labels are shifted, tensors sharded, and the loss's divisor is added.
+"""Prepare batches for sequence parallel training: shift labels, shard tensors, and add the divisor of the loss.
 
-The right gradient is d(sum of all token losses) / N, where N is the number of labels that count in one optimiser step,
+The right gradient is d(sum of all token losses) / N, where N is the number of labels that count in one optimizer step,
 over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
 micro-steps. So each rank divides its local sum by `num_items_in_batch = N / (world * G)`, and N must be known before
 the first backward.
@@ -37,29 +37,42 @@ def shard_microbatches(
     steps: int | None,
     device: torch.device | str | None = None,
 ) -> list[dict[str, Any]]:
-    """This rank's part of every micro-batch of an optimizer step.
+    """Return this rank's shard of every micro-batch of an optimizer step.
 
-    All ranks that share sequences must be given the same micro-batches. Collective over the world. Raises InputError or
-    DisagreementError on every rank, before training.
+    All ranks that share sequences must pass the same micro-batches. Collective over the world.
 
-    microbatches: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...)
-    such as input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them.
-    Documents are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths,
-    `seq_idx`. Values that are not tensors, tensors (B,) and tensors of no dimension pass through. causal: whether
-    attention is. steps: G, where it is known. device: where this rank's tensors go; None leaves each where it is.
+    The loss that a rank computes from its shard is its local part; `sp.mean_loss` returns the loss of all. It holds G
+    times the gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average
+    gradients over the world, as DDP does.
 
-    Returns for each batch a dict:
-    - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
-    - `shift_labels`: labels, moved to the token that predicts them before sharding; -100 across a document's end;
-    - `position_ids`: int64, global, or within documents where there are some;
-    - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
-    - `placement`, where the configured layout does not say everything: for documents, for left padding (any padding
-      with causal=False), and for a length that ranks cannot share equally. With documents or left padding, rows lie
-      end to end, and tensors are (1, this rank's tokens, ...).
+    Args:
+        sp: the SequenceParallel.
+        microbatches: G mappings of names to values:
+            - `labels`: int64 (B, S), -100 for tokens that do not count; not shifted;
+            - `input_ids` and other tensors (B, S, ...), with an entry for each token;
+            - `attention_mask`: (B, S), 0 for padding, which is before or after a row's tokens but not between them;
+            - documents, as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, or
+              `seq_idx`;
+            - values that are not tensors, tensors (B,) and tensors of no dimension, which are returned as they are.
+        causal: whether attention is causal.
+        steps: G, where it is known.
+        device: where this rank's tensors are copied to; None leaves each on its device.
 
-    The loss that a rank then computes is its local part; `sp.mean_loss` gives the loss of all. It holds G times the
-    gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average gradients
-    over the world, as DDP does.
+    Returns:
+        A dict for each micro-batch:
+            - every tensor (B, S, ...), sharded to (B, local tokens, ...);
+            - `shift_labels`: labels, moved before sharding to the token that predicts them; -100 across a document's
+              end;
+            - `position_ids`: int64 (B, local tokens), global, or within documents where there are some;
+            - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
+            - `placement`: a BatchLayout, where the configured layout does not say everything: for documents, for left
+              padding (any padding with causal=False), and for a length that ranks cannot share equally. With documents
+              or left padding, rows lie end to end, and tensors are (1, local tokens, ...).
+
+    Raises:
+        InputError: before training, on a rank whose micro-batches cannot be sharded; on all ranks, if they have
+            different numbers of micro-batches.
+        DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches.
     """
     sharded: list[dict[str, Any]] = []
     counts, fingerprints, error = [0, 0], None, None
@@ -68,9 +81,9 @@ def shard_microbatches(
         sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_seqpar_error("making the micro-batches of a step failed", reason)
-    peers = Part(sp.data_rank, sp.groups.control)
-    how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": mismatch_hints.of_batches}
-    most = assert_ranks_agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
+    peer_group = Part(sp.data_rank, sp.groups.control)
+    options: dict[str, Any] = {"alike": peer_group, "call": "shard_batches", "advice": mismatch_hints.of_batches}
+    most = assert_ranks_agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **options)
     world = dist.get_world_size()
     total, from_padding, batches = all_reduce_sum(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:
@@ -92,9 +105,13 @@ def _prepare(
     steps: int | None,
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """(this rank's shard of each batch; [labels that count in these parts, labels that only left padding could
-    predict]; a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
-    fingerprints."""
+    """Return what a rank needs from its micro-batches, without communication.
+
+    Returns:
+        (this rank's shard of each micro-batch; [labels that count in these shards, labels of the whole micro-batches
+        that only left padding could predict]; a fingerprint of each whole micro-batch, which ranks of a sequence
+        compare).
+    """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
     sharded = [_shard(sp, batch) for batch in checked]
     if not microbatches or (steps is not None and len(microbatches) != steps):
@@ -108,27 +125,38 @@ def _prepare(
     return on_device, [count, from_padding], [fingerprint(batch) for batch in microbatches]
 
 
-def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """(this rank's shard of a whole batch that a model is called with; how many labels count in the whole batch).
+def shard_call(sp: Sharding, batch: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return this rank's shard of a whole batch that a model is called with. It does not communicate.
 
-    The batch is as in `shard_microbatches`, but labels may be missing, and inputs_embeds may replace input_ids. The
-    part has no `num_items_in_batch`. Communicates nothing. Raises InputError where the batch cannot be sharded."""
-    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    batch = dict(given)
-    if batch.get("labels") is None:
-        batch["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
-    checked = check_batch(sp, batch, causal=True)
+    Args:
+        sp: the SequenceParallel.
+        batch: as in `shard_microbatches`, but `labels` may be missing, and `inputs_embeds` (B, S, hidden) may replace
+            `input_ids`.
+
+    Returns:
+        (the shard, without `num_items_in_batch`; how many labels count in the whole batch).
+
+    Raises:
+        InputError: if the batch cannot be sharded.
+    """
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    whole = dict(batch)
+    if whole.get("labels") is None:
+        whole["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
+    checked = check_batch(sp, whole, causal=True)
     _warn_if_padded_left(checked)
     shard = _shard(sp, checked)
-    if given.get("labels") is None:
+    if batch.get("labels") is None:
         del shard["labels"], shard["shift_labels"]
     return _on_device(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
 
 
 def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are the first of each
-    row, and those predicted across a document's end or from padding. Communicates nothing. Raises InputError where the
-    batch cannot be sharded."""
+    """Return the labels of a whole batch, int64 (B, S), with -100 for those that do not count.
+
+    These are the first of each row, and those predicted across a document's end or from padding. It does not
+    communicate. Raises InputError where the batch cannot be sharded.
+    """
     checked = check_batch(sp, batch, causal=True)
     _warn_if_padded_left(checked)
     return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)
@@ -136,25 +164,23 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedBatch:
-    """A whole batch that was checked. tensors: those (B, S, ...) or 0-dim, without mask, positions and documents.
-    ends: bool (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU, False for
-    padding; None: no padding. placement: None where the configured layout is enough."""
+    """A whole batch that was checked."""
 
-    tensors: dict[str, Any]
-    ends: Tensor
-    mask: Tensor | None
-    placement: BatchLayout | None
+    tensors: dict[str, Any]  # (B, S, ...) or 0-dim, and all other values, without mask, positions and documents
+    ends: Tensor  # bool (B, S): whether a token is the last of its document or row
+    mask: Tensor | None  # bool (B, S) on the CPU, False for padding; None: no padding
+    placement: BatchLayout | None  # None where the configured layout is enough
 
 
 def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:
-    """Checks a whole batch. Communicates nothing. Raises InputError where it cannot be sharded."""
+    """Check a whole batch. It does not communicate. Raises InputError where the batch cannot be sharded."""
     labels = labels_of(batch)
     rows, seq = labels.shape
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
         by_row = isinstance(value, Tensor) and value.shape == (rows,) and name not in TOKENS
-        shared = isinstance(value, Tensor) and not by_row and (value.dim() > 0 or name in TOKENS)
-        if shared and value.shape[:2] != labels.shape:
+        has_tokens = isinstance(value, Tensor) and not by_row and (value.dim() > 0 or name in TOKENS)
+        if has_tokens and value.shape[:2] != labels.shape:
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}, or be ({rows},), one "
                 f"number a row; got {name} {tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or "
@@ -163,14 +189,14 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     check_range(batch, sp.vocabulary)
     mask = _checked_mask(batch.get("attention_mask"), labels)
     on_left = mask is not None and not bool(mask[:, 0].all())
-    documents = separate = _documents_of(batch, mask, rows, seq)
+    documents = segments = _documents_of(batch, mask, rows, seq)
     if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
-        separate = _padding_as_documents(documents or (seq,) * rows, mask)
-    placement = sp.place(rows * seq, separate, causal=causal) if separate else sp.place(seq, causal=causal)
-    if separate and placement is not None:
+        segments = _padding_as_documents(documents or (seq,) * rows, mask)
+    placement = sp.place(rows * seq, segments, causal=causal) if segments else sp.place(seq, causal=causal)
+    if segments and placement is not None:
         placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
     starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
-    starts[[*Mask.documents_of(separate or (seq,) * rows), rows * seq]] = True
+    starts[[*Mask.documents_of(segments or (seq,) * rows), rows * seq]] = True
     checked = CheckedBatch(tensors=tensors, ends=starts[1:].view(rows, seq), mask=mask, placement=placement)
     # a label on the first padding token, often the end of the text, is predicted from a real one
     if mask is not None and (count := int(((_shifted(checked) != IGNORE) & ~mask.to(labels.device)).sum())):
@@ -182,9 +208,11 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
 
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
-    """How many tokens each document of a whole batch has, without padding; a row is one document unless the batch says
-    otherwise. The batch has input_ids or inputs_embeds, and needs no labels. Raises InputError where its documents or
-    its padding cannot be read."""
+    """Return how many tokens each document of a whole batch has, without padding.
+
+    Each row is one document unless the batch says otherwise. The batch has input_ids (B, S) or inputs_embeds
+    (B, S, hidden), and needs no labels. Raises InputError where its documents or its padding cannot be read.
+    """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise InputError(
@@ -194,12 +222,20 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     rows, seq = tokens.shape[:2]
     mask = _checked_mask(batch.get("attention_mask"), tokens[:, :, 0] if tokens.dim() > 2 else tokens)
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
-    return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
+    return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
 
 
 def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | None:
-    """The error of a batch whose position_ids do not count up through whole rows of `seq` tokens, or through documents
-    in them; None where they do."""
+    """Return the error of a batch whose position_ids do not count up through its rows, or through documents in them.
+
+    Args:
+        batch: a whole batch.
+        rows: how many rows the batch has.
+        seq: tokens of a row.
+
+    Returns:
+        The error; None where the positions are right.
+    """
     try:
         mask = _checked_mask(batch.get("attention_mask"), torch.empty(rows, seq))
         _documents_of(batch, mask, rows, seq)
@@ -209,22 +245,22 @@ def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | N
 
 
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
-    """The lengths of the documents that the batch names, padding included; None: it names none."""
-    given = dict(batch)
-    if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
-        given["position_ids"] = _continued_through_padding(positions, mask)
-    return documents_of(given, rows, seq)
+    """Return the lengths of the documents that the batch names, padding included; None where it names none."""
+    continued = dict(batch)
+    if mask is not None and isinstance(positions := continued.get("position_ids"), Tensor):
+        continued["position_ids"] = _continued_through_padding(positions, mask)
+    return documents_of(continued, rows, seq)
 
 
 def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
-    """The attention mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
+    """Return a mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         raise InputError(f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {describe(mask)}")
     mask = mask.detach().cpu()
-    if bool((other := (mask != 0) & (mask != 1)).any()):
-        row, token = other.nonzero()[0].tolist()
+    if bool((invalid := (mask != 0) & (mask != 1)).any()):
+        row, token = invalid.nonzero()[0].tolist()
         raise InputError(
             f"attention_mask must be 0 for padding and 1 for every token; got {mask[row, token].item():g} at token "
             f"{token} of row {row}, give numbers of documents as seq_idx, or positions that begin again"
@@ -242,19 +278,21 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
 
 
 def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
-    """position_ids with new values at padding, where collators put anything. After a row's tokens the positions go on;
-    before them they count from 0."""
+    """Return position_ids with new values at padding, where collators put anything.
+
+    After a row's tokens the positions go on; before them they count from 0.
+    """
     rows, seq = mask.shape
     if positions.shape not in ((seq,), (1, seq), (rows, seq)):
         return positions  # documents_of raises for this shape
-    at = torch.arange(seq, device="cpu")
-    last = torch.where(mask, at, -1).cummax(1).values  # for each token, the index of the last real token up to it
-    given = positions.cpu().expand(rows, seq)
-    return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
+    token = torch.arange(seq, device="cpu")
+    last = torch.where(mask, token, -1).cummax(1).values  # for each token, the index of the last real token up to it
+    by_row = positions.cpu().expand(rows, seq)
+    return torch.where(last < 0, token, by_row.gather(1, last.clamp(min=0)) + token - last)
 
 
 def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
-    """Lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
+    """Return lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
     flat = mask.flatten()
     edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
     cuts = sorted({*Mask.documents_of(lengths), *edges, flat.numel()})
@@ -264,14 +302,14 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
 def _shard(sp: Sharding, batch: CheckedBatch) -> dict[str, Any]:
     placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
     whole = {**batch.tensors, "shift_labels": _shifted(batch)}
-    parts = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim() > 1}  # others are of whole rows
-    sharded = {name: sp.shard(x, 1, placement) if name in parts else x for name, x in whole.items()}
+    by_token = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim() > 1}  # others are of whole rows
+    sharded = {name: sp.shard(x, 1, placement) if name in by_token else x for name, x in whole.items()}
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:
         positions = positions.expand(rows, -1)
     # trusted together with this placement alone, so that a model notices where the placement is left out
-    maker = sp if placement is None else placement
-    sharded["position_ids"] = trusted.trust(positions.to(batch.tensors["labels"].device), maker)
+    trusted_by = sp if placement is None else placement
+    sharded["position_ids"] = trusted.trust(positions.to(batch.tensors["labels"].device), trusted_by)
     if sp.keeps_masks and batch.mask is not None:
         mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
         sharded["attention_mask"] = trusted.trust(mask, sp)
@@ -284,7 +322,7 @@ def _warn_if_padded_left(batch: CheckedBatch) -> None:
 
 
 def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
-    """The batch with its tensors on a device. Positions and masks that were made here stay trusted, and unchecked."""
+    """Return the batch with its tensors on a device. Positions and masks made here stay trusted, and unchecked."""
     if device is None:
         return batch
     moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -294,15 +332,17 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
 
 
 def _shifted(batch: CheckedBatch) -> Tensor:
-    """The labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
+    """Return labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
     labels = batch.tensors["labels"]
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
 
 
 def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Name of a tensor -> its dtype, shape and a digest of its values, which must be equal on all ranks of a
-    sequence."""
+    """Return for each tensor, by name, its dtype, shape and a digest of its values.
+
+    They must be equal on all ranks of a sequence.
+    """
     digests = {}
     for name, x in sorted(batch.items()):
         if isinstance(x, Tensor):

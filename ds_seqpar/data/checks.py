@@ -1,4 +1,4 @@
-"""Checks of the token ids and labels of a whole batch: dtypes, shapes and ranges, and labels predicted from padding."""
+"""Check the token ids and labels of a whole batch: dtypes, shapes and ranges, and labels predicted from padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORE = -100  # the label of a token that does not count in the loss
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a batch, int64 (rows, tokens). Raises InputError where they are missing or something else."""
+    """Return the labels of a batch, int64 (rows, tokens). Raises InputError where they are missing or malformed."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {describe(batch)}")
     labels = batch.get("labels")
@@ -34,10 +34,14 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
-    """Raises InputError for a label that is neither a class of the model's head nor -100, and for an unknown token id.
+    """Raise InputError for a label that is neither a class of the model's head nor -100, and for an unknown token id.
 
-    batch: has labels, and may have input_ids of their shape. vocabulary: None where the model is not known. Every rank
-    checks the whole batch. Otherwise only the rank that holds a wrong token would fail, and the others would wait.
+    Every rank checks the whole batch. Otherwise only the rank that holds a wrong token would fail, and the others would
+    wait.
+
+    Args:
+        batch: has labels, and may have input_ids of their shape.
+        vocabulary: None where the model is not known.
     """
     tokens, classes = vocabulary or (None, None)
     labels, ids = batch["labels"], batch.get("input_ids")
@@ -61,16 +65,20 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None
 
 
 def _first_of(x: Tensor, wrong: Tensor) -> str:
-    """The first value of x (rows, tokens) where `wrong` (bool, as x) holds, and its place, in words."""
-    at = tuple(wrong.nonzero()[0].tolist())
-    return f"{int(x[at])} at token {at[1]} of row {at[0]}"
+    """Return the first value of x (rows, tokens) where `wrong` (bool, as x) is true, and its place, in words."""
+    index = tuple(wrong.nonzero()[0].tolist())
+    return f"{int(x[index])} at token {index[1]} of row {index[0]}"
 
 
 def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
-    """How many rows begin with padding and have a label that counts at their first real token: only padding could
-    predict it.
+    """Return how many rows begin with padding and have a label that counts at their first real token.
 
-    labels: int64 (rows, tokens). mask: bool of the same shape on the CPU, False for padding; None: no padding."""
+    Only padding could predict such a label.
+
+    Args:
+        labels: int64 (rows, tokens).
+        mask: bool of the same shape on the CPU, False for padding; None: no padding.
+    """
     if mask is None:
         return 0
     first = mask[:, 1:] & ~mask[:, :-1]
@@ -79,7 +87,7 @@ def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
 
 @functools.cache
 def warn_of_left_padding() -> None:
-    """Warns once in a process."""
+    """Warn once in a process."""
     warnings.warn(
         "padding on the left: the first token of a row has a label, which only padding could predict. Such labels do "
         "not count here, while an unsplit model counts them. Set them to -100, and both give the same loss "
@@ -89,7 +97,7 @@ def warn_of_left_padding() -> None:
 
 
 def describe(x: object) -> str:
-    """For messages: dtype and shape of a tensor, "none" for None, else the name of the type."""
+    """Return dtype and shape of a tensor, "none" for None, else the name of the type, for messages."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     return "none" if x is None else type(x).__name__

@@ -1,4 +1,4 @@
-"""Reads the documents of a batch from any of the forms that collators use. Several forms must agree.
+"""Read the documents of a batch from any of the forms that collators use. Several forms must agree.
 
 Rows of a batch lie end to end: position row * seq + i of the batch is token i of that row.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-Lengths = tuple[int, ...]  # of all documents of a batch, in order; no document goes on in the next row
+Lengths = tuple[int, ...]  # tokens of each document of a batch, in order; no document goes on in the next row
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 NUMBERED = ("seq_idx", "document_ids")
 # lengths that some collators add; they do not say where documents lie
@@ -22,55 +22,65 @@ IMPLIED = ("max_length_q", "max_length_k", "max_seqlen", "seq_lengths")
 
 
 def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | None:
-    """The lengths of the documents of a batch of `rows` sequences of `seq` tokens; None where each row is one.
+    """Return the lengths of the documents of a batch of `rows` sequences of `seq` tokens.
 
-    Read from `position_ids` that begin again at 0, from cumulative lengths (`cu_seq_lens_q`, `cu_seq_lens_k`,
-    `cu_seqlens`: int, (documents + 1,)), or from a number for each token (`seq_idx`, `document_ids`: int, (rows, seq)).
-    Raises InputError for another form, and where several forms disagree, as with cumulative lengths of another batch.
+    Args:
+        batch: names documents by any of
+            - `position_ids` that begin again at 0, (rows, seq), (1, seq) or (seq,);
+            - cumulative lengths, `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
+            - a number for each token, `seq_idx` or `document_ids`: int, (rows, seq).
+        rows: sequences of the batch.
+        seq: tokens of each.
+
+    Returns:
+        Tokens of each document, in order; None where each row is one document.
+
+    Raises:
+        InputError: for another form, and where several forms disagree, as with cumulative lengths of another batch.
     """
-    found: dict[str, Lengths] = {}
+    lengths: dict[str, Lengths] = {}
     readers: list[tuple[tuple[str, ...], Callable]] = [
         (("position_ids",), _restarts), (CUMULATIVE, _cumulative), (NUMBERED, _numbered)
     ]  # fmt: skip
     for names, read in readers:
         for name in names:
             if batch.get(name) is not None:
-                found[name] = read(name, batch[name], rows, seq)
-    if not found and (alone := [name for name in IMPLIED if batch.get(name) is not None]):
+                lengths[name] = read(name, batch[name], rows, seq)
+    if not lengths and (only := [name for name in IMPLIED if batch.get(name) is not None]):
         raise InputError(
-            f"documents must be said by position_ids that begin again with each, or by {CUMULATIVE[0]}; got {alone[0]} "
+            f"documents must be said by position_ids that begin again with each, or by {CUMULATIVE[0]}; got {only[0]} "
             "alone, give one of these too"
         )
-    if not found:
+    if not lengths:
         return None
-    first, *others = found
-    for name in others:
-        if found[name] != found[first]:
+    first, *other_names = lengths
+    for name in other_names:
+        if lengths[name] != lengths[first]:
             raise InputError(
-                f"documents must be the same in all that says where they are; got {len(found[first])} in {first} and "
-                f"{len(found[name])} others in {name}, give one of them (cumulative lengths may be another batch's)"
+                f"documents must be the same in all that says where they are; got {len(lengths[first])} in {first} and "
+                f"{len(lengths[name])} others in {name}, give one of them (cumulative lengths may be another batch's)"
             )
-    return None if found[first] == (seq,) * rows else found[first]
+    return None if lengths[first] == (seq,) * rows else lengths[first]
 
 
 def without_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without what `documents_of` reads: these values are of whole sequences and must not be sharded."""
-    read = {"position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED}
-    return {name: x for name, x in batch.items() if name not in read}
+    """Return the batch without what `documents_of` reads: values of whole sequences, which must not be sharded."""
+    document_names = {"position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED}
+    return {name: x for name, x in batch.items() if name not in document_names}
 
 
 def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
-    given = _integers(name, positions)
-    if given.shape not in ((seq,), (1, seq), (rows, seq)):
+    values = _integers(name, positions)
+    if values.shape not in ((seq,), (1, seq), (rows, seq)):
         raise InputError(
-            f"position_ids must be of shape ({rows}, {seq}); got {tuple(given.shape)}, give such, or none where each "
+            f"position_ids must be of shape ({rows}, {seq}); got {tuple(values.shape)}, give such, or none where each "
             "row is one document"
         )
-    flat = given.expand(rows, seq) if given.dim() < 2 or given.shape[0] != rows else given
+    flat = values.expand(rows, seq) if values.dim() < 2 or values.shape[0] != rows else values
     begins = torch.ones_like(flat, dtype=torch.bool)
     begins[:, 1:] = flat[:, 1:] != flat[:, :-1] + 1
-    if len(wrong := (begins & (flat != 0)).nonzero()):
-        row, token = wrong[0].tolist()
+    if len(skips := (begins & (flat != 0)).nonzero()):
+        row, token = skips[0].tolist()
         raise InputError(
             "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it, without "
             f"skips (PoSE); got {int(flat[row, token])} at token {token} of row {row}, give such, or none where each "
@@ -80,33 +90,33 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
 
 
 def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
-    given = _integers(name, numbers)
-    if given.shape != (rows, seq):
+    values = _integers(name, numbers)
+    if values.shape != (rows, seq):
         raise InputError(
-            f"{name} must be of shape ({rows}, {seq}); got {tuple(given.shape)}, give each token its document's number"
+            f"{name} must be of shape ({rows}, {seq}); got {tuple(values.shape)}, give each token its document's number"
         )
-    begins = torch.ones_like(given, dtype=torch.bool)
-    begins[:, 1:] = given[:, 1:] != given[:, :-1]
+    begins = torch.ones_like(values, dtype=torch.bool)
+    begins[:, 1:] = values[:, 1:] != values[:, :-1]
     return _lengths_of(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 
 
 def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
-    given = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]  # some pad by repeating
-    ascending = all(a < b for a, b in itertools.pairwise(given))
-    if len(given) < 2 or given[0] != 0 or not ascending or given[-1] > rows * seq:
+    ends = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]  # some pad by repeating
+    ascending = all(a < b for a, b in itertools.pairwise(ends))
+    if len(ends) < 2 or ends[0] != 0 or not ascending or ends[-1] > rows * seq:
         raise InputError(
-            f"{name} must ascend from 0 to the batch's {rows * seq} tokens; got {str(given)[:60]}, give those of this "
+            f"{name} must ascend from 0 to the batch's {rows * seq} tokens; got {str(ends)[:60]}, give those of this "
             "batch"
         )
-    if given[-1] < rows * seq:
-        # the padding after the last document is one more document in each row: one ends at every later end of a row
-        given += [*range(-(-(given[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
-    if across := [end for end in range(seq, rows * seq, seq) if end not in given]:
+    if ends[-1] < rows * seq:
+        # the padding after the last document is one more document in each row, which ends with the row
+        ends += [*range(-(-(ends[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
+    if crossed := [end for end in range(seq, rows * seq, seq) if end not in ends]:
         raise InputError(
-            f"documents must end where their row does; got a document in {name} that goes on past token {across[0]}, "
+            f"documents must end where their row does; got a document in {name} that goes on past token {crossed[0]}, "
             f"where a row of {seq} tokens ends; put each document wholly in one row"
         )
-    return _lengths_of(given[:-1], rows * seq)
+    return _lengths_of(ends[:-1], rows * seq)
 
 
 def _lengths_of(starts: list[int], end: int) -> Lengths:

@@ -1,4 +1,4 @@
-"""Data loaders that give the ranks of a sequence the same batches, and other groups other ones.
+"""Data loaders that return the same batches on all ranks of a sequence, and different ones to other groups.
 
 A loader over the whole data set is dealt to groups as accelerate deals one to ranks: group d of D takes the batches d,
 d + D, and so on. With every batch all ranks agree that each has one, so an error of one rank is raised on all.
@@ -29,18 +29,22 @@ ORDER, BATCHES = "order of examples", "batches"  # what ranks compare, by name
 class Loader:
     """The batches of a DataLoader that are this group's, the same on all of its ranks. See `SequenceParallel.loader`.
 
-    What it does not have itself (`dataset`, `batch_size`, `num_workers`) is the DataLoader's. epoch: what `set_epoch`
-    was told last, for samplers and data sets that shuffle by it. batches: how many of this epoch were given.
+    Attributes that it does not have itself (`dataset`, `batch_size`, `num_workers`) are the DataLoader's.
+
+    Args:
+        sp: the SequenceParallel.
+        loader: a DataLoader of torch, or DeepSpeed's own.
+        read_once: whether only the first rank of a group reads, and sends the batches to the others.
     """
 
     def __init__(self, sp: Sharding, loader: Any, read_once: bool = False) -> None:
         self.sp, self.read_once = sp, read_once
-        self.epoch: int | None = None
-        self.batches = 0
-        self._random: list[torch.Tensor] = []  # random states at the beginning of the epoch, which its order comes from
+        self.epoch: int | None = None  # of the last `set_epoch`, for samplers and data sets that shuffle by it
+        self.batches = 0  # how many batches of this epoch were returned
+        self._random: list[torch.Tensor] = []  # random states at the start of the epoch, which determine its order
         self._state: dict[str, Any] | None = None  # of `load_state_dict`, for the next epoch
         self._order: _Indices | None = None  # of the whole loader
-        self._indices: _Indices | None = None  # those of them that this group reads
+        self._indices: _Indices | None = None  # of the batches that this group reads
         error = None
         try:
             self.given = loader
@@ -60,28 +64,29 @@ class Loader:
         return len(self.loader)
 
     def _dealt(self, loader: Any) -> Any:
-        """A copy of the loader that reads this group's batches alone."""
+        """Return a copy of the loader that reads this group's batches alone."""
         if not isinstance(loader, DataLoader):
-            if hasattr(loader, "data_sampler"):  # DeepSpeed's own, of initialize
+            if hasattr(loader, "data_sampler"):  # DeepSpeed's own, from initialize
                 return loader
             raise ConfigError(f"sp.loader needs a DataLoader of torch; got {type(loader).__name__}, make one of it")
-        own = copy.copy(loader)  # of the same class and with the same settings, which a DataLoader does not let change
-        whole = not is_dealt(self.sp, loader) and self.sp.data_size > 1
+        # of the same class and with the same settings, which a DataLoader does not let change
+        group_loader = copy.copy(loader)
+        must_deal = not is_dealt(self.sp, loader) and self.sp.data_size > 1
         if isinstance(loader.dataset, IterableDataset):
-            vars(own)["dataset"] = self._dealt_stream(loader) if whole else loader.dataset
+            vars(group_loader)["dataset"] = self._dealt_stream(loader) if must_deal else loader.dataset
         elif loader.batch_sampler is not None:
             self._order = _Indices(loader.batch_sampler, self.sp.data_size if not is_dealt(self.sp, loader) else 0)
             dealt: Any = self._order
-            if whole:
+            if must_deal:
                 dealt = _accelerate().BatchSamplerShard(dealt, self.sp.data_size, self.sp.data_rank)
             self._indices = _Indices(dealt)
-            vars(own)["batch_sampler"] = self._indices
-        elif whole:
+            vars(group_loader)["batch_sampler"] = self._indices
+        elif must_deal:
             raise ConfigError(
                 "sp.loader deals batches to groups; got batch_size=None, which makes none, give the DataLoader "
                 "sampler=sp.sampler(dataset)"
             )
-        return own
+        return group_loader
 
     def _dealt_stream(self, loader: DataLoader) -> IterableDataset:
         shard = _accelerate().IterableDatasetShard(
@@ -91,15 +96,15 @@ class Loader:
             num_processes=self.sp.data_size,
             process_index=self.sp.data_rank,
         )
-        shard.epoch = 0  # it is read even where set_epoch was never called
+        shard.epoch = 0  # accelerate reads it even where set_epoch was never called
         return shard
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler, and the data set, where they shuffle by the epoch's number."""
+        """Set the epoch of the sampler and of the data set, where they shuffle by its number."""
         self.epoch = epoch
-        for part in (*_samplers(self.given), getattr(self.loader, "dataset", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        for source in (*_samplers(self.given), getattr(self.loader, "dataset", None)):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
 
     # ---- an epoch
 
@@ -114,9 +119,9 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         state, self._state = self._state, None
         self.batches = state["batches"] if state else 0
-        own = self._batches_from(state)
+        local_batches = self._batches_from(state)
         while True:
-            batch, compared, error = self._next_batch(own) if self._reads else (None, {}, None)
+            batch, compared, error = self._next_batch(local_batches) if self._reads else (None, {}, None)
             if self._sends_to_group:
                 batch, compared = self._broadcast_batch(batch, compared)
             groups = self.sp.groups
@@ -130,7 +135,7 @@ class Loader:
         self.batches = 0
 
     def _batches_from(self, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """The batches that this rank reads, from where the state ends."""
+        """Yield the batches that this rank reads, after those that the state counts."""
         generators = self._generators()
         if state is None:
             self._random = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
@@ -139,8 +144,8 @@ class Loader:
         self._random, skipped = state["random"], state["batches"]
         with torch.random.fork_rng(devices=[]):  # a sampler draws its order before its first batch
             torch.set_rng_state(self._random[0])
-            for generator, its in zip(generators, self._random[1:], strict=True):
-                generator.set_state(its)
+            for generator, generator_state in zip(generators, self._random[1:], strict=True):
+                generator.set_state(generator_state)
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])
                 skipped = 0
@@ -151,14 +156,14 @@ class Loader:
         yield from itertools.chain(first, batches)
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that an epoch's order may come from, beside torch's global one."""
-        found = [getattr(part, "generator", None) for part in (self.given, *_samplers(self.given))]
-        return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
+        """Return the generators that may determine an epoch's order, beside torch's global one."""
+        generators = [getattr(source, "generator", None) for source in (self.given, *_samplers(self.given))]
+        return list({id(x): x for x in generators if isinstance(x, torch.Generator)}.values())
 
-    def _next_batch(self, own: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
-        """(the next batch, pickled where it is sent to others; what all ranks compare; the error, if any)."""
+    def _next_batch(self, local_batches: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
+        """Return (the next batch, pickled if it is sent to others; what all ranks compare; the error, if any)."""
         try:
-            batch, compared = next(own), {BATCHES: "another", "number": self.batches}
+            batch, compared = next(local_batches), {BATCHES: "another", "number": self.batches}
             if self._sends_to_group:
                 batch = pickle.dumps(batch)
         except StopIteration:
@@ -170,7 +175,7 @@ class Loader:
         return batch, compared, None
 
     def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The batch of the group's first rank, on all ranks of the group."""
+        """Return the batch of the group's first rank, on all ranks of the group."""
         group, message = self.sp.groups.control, [(batch, compared)]
         with explaining_failure(CALL, group):
             dist.broadcast_object_list(
@@ -179,10 +184,10 @@ class Loader:
         [(content, compared)] = message
         return None if content is None else pickle.loads(content), compared
 
-    # ---- going on with an epoch that was left
+    # ---- continuing an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this epoch is, for `torch.save`: rank 0's is good for all ranks."""
+        """Return the position in this epoch, for `torch.save`. That of rank 0 is valid on all ranks."""
         if self._state is not None:
             return self._state
         state = {"epoch": self.epoch, "batches": self.batches, "random": self._random, "groups": self.sp.data_size}
@@ -191,10 +196,17 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next epoch is the one that the state was taken in, from the batch after its last one. A data set with an
-        index is not read for the batches before, a stream is. What workers draw for augmentation begins anew.
+        """Continue the epoch in which a state was taken, from the batch after its last one, in the next iteration.
 
-        Raises ConfigError for the state of a loader for another number of groups."""
+        A data set with an index is not read for the batches before; a stream is. What workers draw for augmentation is
+        not restored.
+
+        Args:
+            state: from `state_dict`.
+
+        Raises:
+            ConfigError: if the state was taken with another number of groups.
+        """
         if state["groups"] != self.sp.data_size:
             raise ConfigError(
                 f"a loader's state holds for as many groups as it was taken with; got one of {state['groups']} for "
@@ -206,10 +218,10 @@ class Loader:
 
 
 class _Indices:
-    """A batch sampler around another one. skip: how many batches the next epoch leaves out. compared: how many batches,
-    from the first on, go into `digest`, which is equal on ranks whose samplers draw the same order."""
+    """A batch sampler around another one. Ranks whose samplers draw the same order have the same `digest`."""
 
     def __init__(self, batches: Iterable[Any], compared: int = 0) -> None:
+        # compared: how many batches, from the first on, enter `digest`. skip: how many the next epoch leaves out
         self.given, self.compared, self.skip = batches, compared, 0
         self.digest = hashlib.blake2b(digest_size=4)
         self.batch_size = getattr(batches, "batch_size", None)
@@ -229,27 +241,29 @@ class _Indices:
 
 
 def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
-    """Whether a loader's sampler, or its data set of `datasets`, deals to groups by itself. Raises ConfigError for one
-    that deals to others than these groups, such as to ranks."""
-    for part in (*_samplers(loader), getattr(loader.dataset, "_distributed", None)):
-        parts = getattr(part, "num_replicas", getattr(part, "world_size", None))
-        if parts is None or not hasattr(part, "rank"):
+    """Whether a loader's sampler, or its data set of `datasets`, deals batches to groups by itself.
+
+    Raises ConfigError for one that deals to others than these groups, such as to ranks.
+    """
+    for source in (*_samplers(loader), getattr(loader.dataset, "_distributed", None)):
+        count = getattr(source, "num_replicas", getattr(source, "world_size", None))
+        if count is None or not hasattr(source, "rank"):
             continue
-        if (parts, part.rank) != (sp.data_size, sp.data_rank):
+        if (count, source.rank) != (sp.data_size, sp.data_rank):
             raise ConfigError(
                 f"the ranks of a sequence must be given the same samples, by sp.data_rank {sp.data_rank} of "
-                f"sp.data_size {sp.data_size}; got a loader for rank {part.rank} of {parts} by its "
-                f"{type(part).__name__}, use sampler=sp.sampler(dataset), or leave that out"
+                f"sp.data_size {sp.data_size}; got a loader for rank {source.rank} of {count} by its "
+                f"{type(source).__name__}, use sampler=sp.sampler(dataset), or leave that out"
             )
         return True
     return False
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """The samplers that a loader gets its indices from."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = [getattr(loader, name, None) for name in ("sampler", "data_sampler")]
-    return [x for x in (*found, batches, getattr(batches, "sampler", None)) if x is not None]
+    """Return the samplers that a loader gets its indices from."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, name, None) for name in ("sampler", "data_sampler")]
+    return [x for x in (*samplers, batch_sampler, getattr(batch_sampler, "sampler", None)) if x is not None]
 
 
 def _length(dataset: Any) -> int | None:
@@ -260,7 +274,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _accelerate() -> Any:
-    """accelerate's module of data loaders. Raises ConfigError where accelerate is not installed."""
+    """Return accelerate's module of data loaders. Raises ConfigError where accelerate is not installed."""
     try:
         from accelerate import data_loader
     except ModuleNotFoundError as error:
@@ -272,7 +286,7 @@ def _accelerate() -> Any:
 
 
 def _loading_error(reason: Exception) -> SeqParError:
-    """The error for loading that failed. For a worker torch gives a traceback, whose last line is the reason."""
+    """Return the error for loading that failed. For a worker torch gives a traceback, whose last line is the reason."""
     *_, last = str(reason).strip().splitlines() or [""]
     if "Original Traceback" not in str(reason):
         return as_seqpar_error("loading data failed", reason)
@@ -281,9 +295,9 @@ def _loading_error(reason: Exception) -> SeqParError:
     return error
 
 
-def _cause(given: Mapping[int, Fields]) -> str:
-    """The cause and the remedy where ranks have different batches; "" where they are not known."""
-    names = differing(given)
+def _cause(by_rank: Mapping[int, Fields]) -> str:
+    """Return the cause and the remedy where ranks have different batches; "" where they are not known."""
+    names = differing(by_rank)
     if ORDER in names:
         return (
             "their samplers draw other orders, as from other seeds: seed all ranks alike before each epoch, or give "

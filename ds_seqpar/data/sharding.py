@@ -1,5 +1,6 @@
-"""Moves tensors between global order and one rank's tokens, by the configured layout or a BatchLayout; and averages
-losses.
+"""Shard tensors to one rank's tokens, gather them in global order, and average losses over ranks.
+
+Which rank has which tokens is given by the configured layout or by a BatchLayout.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Sharding:
     """The methods of SequenceParallel that shard and gather tensors. SequenceParallel sets the attributes."""
 
     config: SequenceParallelConfig
-    size: int
-    rank: int
-    data_rank: int
-    data_size: int
+    size: int  # ranks that share a sequence
+    rank: int  # this rank's SP rank, its number among them
+    data_rank: int  # number of this rank's group among those that share a sequence
+    data_size: int  # how many such groups there are
     comm: TorchComm
     calls: Calls
     mask_users: weakref.WeakSet[Any]
@@ -54,23 +55,35 @@ class Sharding:
 
     @property
     def control_world(self) -> dist.ProcessGroup:
-        """The process group of all ranks, for CPU tensors."""
+        """The process group of all ranks that carries CPU tensors."""
         return self.groups.world
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The largest vocabularies (of tokens, of labels) of the patched models now; None where no model is patched."""
+        """The largest vocabularies (of tokens, of labels) of the models that are patched now; None without any."""
         sizes = [read(model) for model, read in self.vocabularies.items()]
         return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
 
     @property
     def multiple(self) -> int:
-        """All ranks share a sequence equally if its tokens are a multiple of this number."""
+        """The number of which a sequence's length must be a multiple for all ranks to have equally many tokens."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
     def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> BatchLayout | None:
-        """How a sequence of `seq` tokens is shared: None where the configured layout says so alone. documents: the
-        lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
+        """Return how a sequence is sharded where the configured layout alone does not say it. The same on every rank.
+
+        Args:
+            seq: tokens of the sequence.
+            documents: lengths, in tokens, of the documents laid end to end in the sequence; None: it is one document.
+            causal: whether attention is causal.
+
+        Returns:
+            The layout of the sequence. None where the configured layout is enough: without documents, and with a `seq`
+            that `multiple` divides.
+
+        Raises:
+            InputError: if `seq` is not a positive whole number, or `documents` do not add up to it.
+        """
         count = whole_number(seq)
         if count is None or count < 1:
             raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r:.80}")
@@ -87,18 +100,35 @@ class Sharding:
         return BatchLayout(mask, shards, restarts=starts)
 
     def position_ids(self, seq: int, placement: BatchLayout | None = None) -> Tensor:
-        """The positions of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU. They are global;
-        with a placement those in their documents, and `seq` is not read. Ranks may have some tokens more or less than
-        others where seq / size is no whole number."""
+        """Return the positions of this rank's tokens in a sequence.
+
+        Args:
+            seq: tokens of the sequence; not read with a placement.
+            placement: of the batch, as `shard_batches` returned it.
+
+        Returns:
+            int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. Where
+            seq / size is no whole number, ranks differ in how many tokens they have.
+        """
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
         positions = self.held(_as_int(seq), self.place(seq), self.rank)
-        return positions.clone()  # the cached tensor must not be the caller's to change
+        return positions.clone()  # the caller must not change the cached tensor
 
     def shard(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
-        """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
-        a batch from `shard_batches` that has one; where rows lie end to end in it, x has (rows, tokens) on dim - 1 and
-        dim. Raises InputError for a tensor of other tokens."""
+        """Return this rank's tokens of a tensor of the whole sequence. It does not communicate.
+
+        Args:
+            x: (..., seq, ...), in global order; with a placement whose rows lie end to end, (..., rows, seq, ...).
+            dim: the dim of the tokens; rows that lie end to end are on dim - 1.
+            placement: of the batch, where `shard_batches` returned one.
+
+        Returns:
+            (..., local tokens, ...); for rows that lie end to end, (..., 1, local tokens, ...).
+
+        Raises:
+            InputError: if x has no such dim, or not the tokens of the placement.
+        """
         dim = _as_int(dim)
         if not _has_dim(x, dim):
             raise InputError(
@@ -109,22 +139,33 @@ class Sharding:
         if placement is not None and placement.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
-        own = self.held(seq, placement or self.place(seq), self.rank).to(x.device)
-        return x[None].index_select(dim % x.dim() + 1, own)[0]  # of one dim torch has none for uint16, 32 and 64
+        positions = self.held(seq, placement or self.place(seq), self.rank).to(x.device)
+        return x[None].index_select(dim % x.dim() + 1, positions)[0]  # torch cannot select from 1-d uint16, 32 and 64
 
     def gather(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
-        """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
-        placement: that of the batch, where it has one; nothing in a tensor shows that it was left out.
+        """Return the whole tensor, in global order, on every rank: the inverse of `shard`.
 
-        Raises InputError for a tensor that autograd follows: only the caller knows whether the gradients that ranks
-        send it are parts to be summed or copies of one another.
+        Collective over the ranks that share the sequence.
+
+        Args:
+            x: (..., local tokens, ...), this rank's tokens; (..., 1, local tokens, ...) for rows that lie end to end.
+            dim: the dim of the tokens.
+            placement: of the batch, where it has one. Nothing in a tensor shows that it was left out.
+
+        Returns:
+            (..., seq, ...); for rows that lie end to end, (..., rows, seq, ...).
+
+        Raises:
+            InputError: if x has other tokens than this rank's, or requires grad. Only the caller knows whether the
+                gradients that ranks send are terms to be summed or copies of one another.
+            DisagreementError: on all ranks, if they pass other dims, shapes, dtypes, devices or placements.
         """
         dim = _as_int(dim)
         compared: dict[str, object] = {"dim": dim}
         error = self._gather_error(x, dim, placement)
         if error is None:
             other_dims = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
-            compared |= {"shape beside the tokens": other_dims, **_kind(x)}
+            compared |= {"shape beside the tokens": other_dims, **_dtype_and_device(x)}
         if placement is not None:
             compared["placement"] = str(placement)
         assert_ranks_agree(self.groups.control, "tensor to gather", compared, error=error, call="gather")
@@ -141,26 +182,35 @@ class Sharding:
         whole = assembled(x.movedim(dim, 0), orders, seq, self.group_for(x), "gather")
         whole = whole.movedim(0, dim)
         if placement is not None and placement.rows is not None:
-            at = dim % whole.dim()
-            whole = whole.unflatten(at, (placement.rows, -1)).squeeze(at - 1)
+            token_dim = dim % whole.dim()
+            whole = whole.unflatten(token_dim, (placement.rows, -1)).squeeze(token_dim - 1)
         return whole
 
     def held(self, seq: int, placement: BatchLayout | None, rank: int) -> Tensor:
-        """The positions of an SP rank's tokens in a sequence of `seq`, or in that of a placement, int64, on the CPU."""
+        """Return the positions of an SP rank's tokens in a sequence of `seq` or in a placement, int64, on the CPU."""
         inner = self.size // self.config.ulysses
         shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
         return positions_held(shards, self.config.ulysses, rank)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of x, any shape, over the ranks that share the sequence, for a loss that every one of them has whole,
-        and that is not linear in tokens. The gradient that reaches this rank's x is `size` times the loss's own, which
-        is right where gradients are averaged over ranks, as ZeRO and DDP do. Backward communicates nothing.
+        """Return the sum of x over the ranks that share the sequence.
 
-        Collective over the sequence's ranks. Raises InputError or DisagreementError on all of them for other shapes or
-        dtypes on some, and for a dtype that has no sums between processes.
+        For a loss that every one of these ranks needs whole, and that is not linear in tokens. The gradient that
+        reaches this rank's x is `size` times that of the loss, which is right where gradients are averaged over ranks,
+        as ZeRO and DDP do. Backward communicates nothing. Collective over the ranks that share the sequence.
+
+        Args:
+            x: of any shape, the same on all ranks.
+
+        Returns:
+            The sum, of x's shape and dtype.
+
+        Raises:
+            InputError: for a dtype that cannot be summed between processes.
+            DisagreementError: on all ranks, if shapes, dtypes or devices differ.
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
-        compared = {} if error else {"shape": tuple(x.shape), **_kind(x)}
+        compared = {} if error else {"shape": tuple(x.shape), **_dtype_and_device(x)}
         assert_ranks_agree(
             self.groups.control, "tensor to sum over ranks", compared, error=error, call="sum_over_ranks"
         )
@@ -192,11 +242,11 @@ class Sharding:
                 "gather x.detach() or call it under torch.no_grad()"
             )
         if placement is None and seq is None:
-            return None  # until all ranks' tokens are known
-        wanted = len(self.held(seq or 0, placement, self.rank))
-        if x.shape[dim] != wanted:
+            return None  # all ranks' tokens are not known yet
+        expected = len(self.held(seq or 0, placement, self.rank))
+        if x.shape[dim] != expected:
             return InputError(
-                f"gather needs this rank's {wanted} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
+                f"gather needs this rank's {expected} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
                 "what was sharded, and the placement that shard_batches returned where it did"
             )
         if placement is not None and placement.rows is not None and (dim % x.dim() == 0 or x.shape[dim - 1] != 1):
@@ -208,23 +258,29 @@ class Sharding:
 
 
 def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """The whole tensor (seq, ...) of all Ulysses ranks' parts. local (local tokens, ...): this rank's shard. orders:
-    for each Ulysses rank the positions of its tokens. Collective over the group; None: this rank alone. call: the
-    user's call, for errors."""
+    """Return the whole tensor (seq, ...) of all ranks' shards. Collective over the group.
+
+    Args:
+        local: (local tokens, ...), this rank's shard.
+        orders: for each rank of the group, the positions of its tokens.
+        seq: tokens of the whole.
+        group: the ranks that have shards; None for this rank alone.
+        call: the user's call, for errors.
+    """
     dtype, longest = local.dtype, max(len(order) for order in orders)
     local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
-    parts = local.new_empty(len(orders), longest, *local.shape[1:])
+    shards = local.new_empty(len(orders), longest, *local.shape[1:])
     if group is None:
-        parts[0].copy_(local)
+        shards[0].copy_(local)
     else:
-        if len(local) < longest:  # all_gather needs parts of one size
+        if len(local) < longest:  # all_gather needs shards of one size
             local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
         with explaining_failure(call, group):
-            received = list(parts.flatten(1).view(torch.uint8).unbind())
+            received = list(shards.flatten(1).view(torch.uint8).unbind())
             dist.all_gather(received, local.flatten().view(torch.uint8), group=group)
     whole = local.new_empty(seq, *local.shape[1:])
-    for part, order in zip(parts, orders, strict=True):
-        whole[order.to(whole.device)] = part[: len(order)]
+    for shard, order in zip(shards, orders, strict=True):
+        whole[order.to(whole.device)] = shard[: len(order)]
     return _viewed(whole, dtype)
 
 
@@ -234,12 +290,12 @@ SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # that ev
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bits as elements of another dtype of as many bytes."""
+    """Return the same bits as elements of another dtype of as many bytes."""
     return x.flatten().view(dtype).view(x.shape)
 
 
 def _as_int(x: Any) -> Any:
-    """A whole number of numpy or torch as an int; anything else as it is."""
+    """Return a whole number of NumPy or torch as an int, and anything else as it is."""
     number = whole_number(x)
     return x if number is None else number
 
@@ -248,12 +304,12 @@ def _has_dim(x: object, dim: object) -> bool:
     return isinstance(x, Tensor) and type(dim) is int and -x.dim() <= dim < x.dim()
 
 
-def _kind(x: Tensor) -> dict[str, object]:
+def _dtype_and_device(x: Tensor) -> dict[str, object]:
     return {"dtype": x.dtype, "device": x.device.type}
 
 
 def _tensor_error(call: str, x: object) -> InputError | None:
-    """The error for what has no elements that could be sent; None for a tensor that has them."""
+    """Return the error for what has no elements that could be sent; None for a tensor that has them."""
     got = input_checks.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
     if isinstance(x, Tensor) and not got:
         got = "a quantized one" if x.is_quantized else "one on the meta device" if x.is_meta else ""
@@ -267,8 +323,10 @@ def _sum_error(x: Tensor) -> InputError | None:
 
 
 class WithValue(Function):
-    """(x, value, factor) -> value, whose gradient reaches x times the factor: for numbers that other ranks have a part
-    in. x + (value - x.detach()) would be NaN where x is infinite."""
+    """(x, value, factor) -> value; the gradient of x is that of `value` times the factor.
+
+    For numbers to which other ranks contribute. x + (value - x.detach()) would be NaN where x is infinite.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, factor: float) -> Tensor:
@@ -281,14 +339,14 @@ class WithValue(Function):
 
 
 def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
-    """Raises InputError unless a tensor has all tokens of the placement, in the placement's rows."""
-    wanted: tuple[int, ...] = (placement.tokens,)
+    """Raise InputError unless a tensor has all tokens of the placement, in the placement's rows."""
+    expected: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
-        wanted = placement.rows, placement.tokens // placement.rows
-    axes = [dim - len(wanted) + 1 + at for at in range(len(wanted))]
-    if dim % x.dim() < len(wanted) - 1 or tuple(x.shape[axis] for axis in axes) != wanted:
+        expected = placement.rows, placement.tokens // placement.rows
+    axes = [dim - len(expected) + 1 + offset for offset in range(len(expected))]
+    if dim % x.dim() < len(expected) - 1 or tuple(x.shape[axis] for axis in axes) != expected:
         raise InputError(
-            f"shard needs the {' x '.join(map(str, wanted))} tokens of the placement; got {input_checks.shape_of(x)} "
+            f"shard needs the {' x '.join(map(str, expected))} tokens of the placement; got {input_checks.shape_of(x)} "
             f"and dim {dim}, give it a tensor of the batch that the placement was returned for"
         )
 
@@ -296,31 +354,42 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 # ---- losses
 
 
-def mean_of(groups: Groups, given: object) -> tuple[float, Tensor]:
-    """(the mean of all ranks' losses, in double precision; the mean of this rank's losses in their own dtype, with
-    their graph). Collective. Raises InputError or DisagreementError on all ranks."""
-    losses, own, exact, error = [], torch.zeros((), device="cpu"), 0.0, None
+def mean_of(groups: Groups, losses: object) -> tuple[float, Tensor]:
+    """Return the mean of all ranks' losses, and that of this rank's with its graph. Collective over the world.
+
+    Args:
+        groups: this rank's groups.
+        losses: a floating point tensor of one element, or an iterable of such: one for each micro-batch.
+
+    Returns:
+        (the mean over all ranks, computed in fp64; the mean of this rank's losses, 0-dim, in their dtype).
+
+    Raises:
+        InputError: on the rank that was given something else.
+        DisagreementError: on all other ranks, and on all if the numbers of losses differ.
+    """
+    checked, local_mean, exact_mean, error = [], torch.zeros((), device="cpu"), 0.0, None
     try:
-        losses = _losses(given)
-        own = torch.stack([loss.reshape(()) for loss in losses]).mean()
-        exact = float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
+        checked = _losses(losses)
+        local_mean = torch.stack([loss.reshape(()) for loss in checked]).mean()
+        exact_mean = float(torch.stack([x.detach().double().cpu().reshape(()) for x in checked]).mean())
     except Exception as reason:  # of a generator of losses, of tensors on several devices
         error = as_seqpar_error("averaging losses failed", reason)
-    number = {"number of losses": len(losses)}
-    assert_ranks_agree(groups.world, "losses", number, error=error, after=groups.control, call="mean_loss")
-    return all_reduce_sum(groups.world, [exact], "mean_loss")[0] / dist.get_world_size(), own
+    compared = {"number of losses": len(checked)}
+    assert_ranks_agree(groups.world, "losses", compared, error=error, after=groups.control, call="mean_loss")
+    return all_reduce_sum(groups.world, [exact_mean], "mean_loss")[0] / dist.get_world_size(), local_mean
 
 
-def _losses(given: object) -> list[Tensor]:
-    wanted = (
+def _losses(value: object) -> list[Tensor]:
+    requirement = (
         "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
     )
-    several = isinstance(given, Iterable) and not isinstance(given, Mapping) and getattr(given, "dim", lambda: 1)()
-    losses: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
+    several = isinstance(value, Iterable) and not isinstance(value, Mapping) and getattr(value, "dim", lambda: 1)()
+    losses: list[Any] = list(value) if several else [value]  # type: ignore[call-overload]
     if not losses:
-        raise InputError(f"{wanted}; got none")
+        raise InputError(f"{requirement}; got none")
     for loss in losses:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"{wanted}; got {what}")
+            got = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"{requirement}; got {got}")
     return losses

@@ -1,4 +1,4 @@
-"""Ranks check that they agree before they communicate, so that a mistake on one rank raises on all and none hangs."""
+"""Ranks check that they agree before they communicate, so that an error of one rank is raised on all and none hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .comm import all_reduce_max, explaining_failure
 from .process_exit import printed_by
 
 Fields = dict[str, str]
-# the fields of each rank that differs -> a clause of a sentence, or ""; None: the difference may stay
+# (fields by rank, of ranks that differ) -> a clause of a sentence, or ""; None: the difference is no error
 Advice = Callable[[Mapping[int, Fields]], str | None]
 BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward.py`
 LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
@@ -23,7 +23,7 @@ LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
 
 def assert_ranks_agree(
     group: dist.ProcessGroup | None,
-    what: str,
+    name: str,
     value: object,
     *,
     error: SeqParError | None = None,
@@ -33,80 +33,102 @@ def assert_ranks_agree(
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
-    """Raises on all ranks of a group unless all have the same value and none has an error. Returns the greatest
-    `number` of any rank. It takes log4(ranks) steps of four integers.
+    """Raise on all ranks of a group unless all pass the same value and none passes an error.
 
-    group: one that carries CPU tensors; None for this rank alone.
-    value: must be the same, by repr, on all ranks of the group, or with `alike` on those of its part. Mappings,
-    dataclasses, and lists and tuples of them are compared field by field, and an error names the fields that differ. A
-    value that is compared often may be given as `Compared`.
-    error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
-    after: a part of the group whose ranks first make sure that all of them make this call, and none is in a backward,
-    for which it would wait there. alike does it too.
-    call: the function that users call to come here, named where a rank does not come.
-    advice: says why ranks differ, and what to do, where that is known.
+    It takes log4(ranks) steps of four integers.
+
+    Args:
+        group: a group that carries CPU tensors; None for this rank alone.
+        name: of the value, in errors; the same on all ranks.
+        value: what must be the same, by repr, on all ranks of the group, or with `alike` on those of its part.
+            Mappings, dataclasses, and lists and tuples of them are compared field by field, and an error names the
+            fields that differ. A value that is compared often may be passed as `Compared`.
+        error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
+        number: a number whose maximum is needed.
+        alike: the part of the group whose ranks must have the same value.
+        after: a part of the group whose ranks first check that all of them make this call, and that none is in a
+            backward, for which it would wait there. `alike` has the same effect.
+        call: the function that users call to come here, named where a rank does not make the call.
+        advice: returns why ranks differ, and what to do, where that is known.
+
+    Returns:
+        The greatest `number` of any rank.
+
+    Raises:
+        SeqParError: `error`, on the rank that passed it.
+        DisagreementError: on all other ranks, and on all if values differ.
+        CommunicationError: if a rank does not make the call.
     """
-    value = value if isinstance(value, Compared) else Compared(what, value)
-    failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
-    # all ranks know the result, so either all of them take the slow path or none
+    value = value if isinstance(value, Compared) else Compared(name, value)
+    has_error, digest, subject = int(error is not None), value.digest, call or f"the comparison of {name}"
+    # all ranks get the same result, so either all of them take the slow path or none
     after = alike.group if alike else after
-    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(what), 0, doing)[0]:
-        _raise_difference(after, what, value.fields, error, 0, None)
+    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(name), 0, subject)[0]:
+        _raise_difference(after, name, value.fields, error, 0, None)
     if alike is None or alike.group is group:
-        wrong, most = _compare(group, failed, digest, number, doing)
+        wrong, greatest = _compare(group, has_error, digest, number, subject)
     else:
-        wrong, most = _compare(group, failed, digest_of(what), number, doing)  # do all ranks make this call?
+        wrong, greatest = _compare(group, has_error, digest_of(name), number, subject)  # do all ranks make this call?
         if not wrong:
-            differs, _ = _compare(alike.group, 0, digest, 0, doing)
-            wrong, _ = _compare(group, differs, 0, 0, doing)
+            differs, _ = _compare(alike.group, 0, digest, 0, subject)
+            wrong, _ = _compare(group, differs, 0, 0, subject)
     if wrong:
-        _raise_difference(group, what, value.fields, error, alike.number if alike else 0, advice)
-    return most
+        _raise_difference(group, name, value.fields, error, alike.number if alike else 0, advice)
+    return greatest
 
 
 def digest_of(*content: object) -> int:
+    """Return a hash of the contents' repr that is the same in every process, of 56 bits."""
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "big")
 
 
 class Compared:
     """A value in the form in which ranks compare it: its fields and their digest."""
 
-    def __init__(self, what: str, value: object) -> None:
+    def __init__(self, name: str, value: object) -> None:
         self._fields = fields_of(value)
-        self.digest = digest_of(what, sorted(self._fields.items()))
+        self.digest = digest_of(name, sorted(self._fields.items()))
 
     @property
     def fields(self) -> Fields:
-        """Read only where ranks differ."""
+        """The fields by name, read only where ranks differ."""
         return self._fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a larger group whose ranks must have the same value. number: of the part; group: of its ranks."""
+    """A part of a larger group whose ranks must have the same value."""
 
-    number: int
-    group: dist.ProcessGroup | None
+    number: int  # of the part
+    group: dist.ProcessGroup | None  # of its ranks
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, doing: str) -> tuple[int, int]:
-    """(1 where any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
+def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, subject: str) -> tuple[int, int]:
+    """Return (1 if any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
     if group is None:
         return wrong, number
-    with explaining_failure(doing, group) as wait:
+    with explaining_failure(subject, group) as wait:
         if _size(group) == 1:
             return wrong, number
-        wrong, most, least, number = all_reduce_max((wrong, digest, -digest, number), group, wait)
-    return int(wrong or most != -least), number
+        wrong, greatest, negated_least, number = all_reduce_max((wrong, digest, -digest, number), group, wait)
+    return int(wrong or greatest != -negated_least), number
 
 
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
-    """The sum over ranks of each number, in fp64: the same bits on all ranks, since gloo adds up each element in one
-    place. Collective; call it after an agreement, so that all ranks come."""
+    """Return the sum over ranks of each number, in fp64.
+
+    It has the same bits on all ranks, since gloo adds up each element in one place. Collective; call it after an
+    agreement, so that all ranks make the call.
+
+    Args:
+        group: a group that carries CPU tensors.
+        numbers: this rank's summands, as many as on every other rank.
+        call: the user's call, for errors.
+    """
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     with explaining_failure(call, group):
         dist.all_reduce(total, group=group)
@@ -114,14 +136,16 @@ def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str
 
 
 def rank_values(group: dist.ProcessGroup, value: object, call: str) -> str:
-    """The value of each rank, for a sentence: "ranks 0-2: 4; rank 3: 2". Collective and slow; call it after an
-    agreement, so that all ranks come."""
+    """Return the value of each rank, for a sentence: "ranks 0-2: 4; rank 3: 2".
+
+    Collective and slow; call it after an agreement, so that all ranks make the call.
+    """
     values = all_gather_objects(group, (call, str(value)))
     return _grouped({rank: text for rank, (_, text) in enumerate(values)})
 
 
 def fields_of(value: object) -> Fields:
-    """Name -> repr of each part that is compared by itself. A tuple inside is one part, as shapes are."""
+    """Return the repr of each field that is compared by itself, by name. A tuple inside is one field, as shapes are."""
     return dict(_fields(value))
 
 
@@ -129,49 +153,60 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, list):
-        value = {f"[{number}]": part for number, part in enumerate(value)}
-    if isinstance(value, tuple) and not name and not all(isinstance(part, int) for part in value):
-        value = {str(number): part for number, part in enumerate(value)}  # not shown: see _named
-        yield from ((name, part) for name, part in value.items() if isinstance(part, str))  # as "causal=True"
-        value = {name: part for name, part in value.items() if not isinstance(part, str)}
+        value = {f"[{number}]": item for number, item in enumerate(value)}
+    if isinstance(value, tuple) and not name and not all(isinstance(item, int) for item in value):
+        value = {str(number): item for number, item in enumerate(value)}  # not shown: see _named
+        yield from ((name, item) for name, item in value.items() if isinstance(item, str))  # as "causal=True"
+        value = {name: item for name, item in value.items() if not isinstance(item, str)}
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _fields(part, f"{name} {key}".strip())
+        for key, item in value.items():
+            yield from _fields(item, f"{name} {key}".strip())
     else:
         yield name, repr(value)
 
 
 def _raise_difference(
     group: dist.ProcessGroup | None,
-    what: str,
+    name: str,
     fields: Fields,
     error: SeqParError | None,
     part: int,
     advice: Advice | None,
 ) -> None:
-    """Gathers errors and fields (slow), and raises one sentence on every rank, which one rank prints if uncaught."""
-    reports = all_gather_objects(group, (what, fields, error and str(error), part))
-    names = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it."""
+    reports = all_gather_objects(group, (name, fields, error and str(error), part))
+    global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     sentences = [sentence for _, _, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
     if any(sentences):
         first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
-        cause = names[first]
+        failed_rank = global_ranks[first]
         raise printed_by(
-            error or DisagreementError(f"rank {cause} cannot go on: {sentences[first]}"), cause, f"{key}/{cause}"
+            error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}"),
+            failed_rank,
+            f"{key}/{failed_rank}",
         )
-    calls_differ = len({what for what, *_ in reports}) > 1
-    parts = [0 if calls_differ else part for *_, part in reports]
-    for part in sorted(set(parts)):
-        members = [rank for rank, of in enumerate(parts) if of == part]
-        why = advice({names[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
-        if why is not None and (difference := differences({names[rank]: reports[rank][:2] for rank in members}, why)):
-            who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
-            raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
+    calls_differ = len({name for name, *_ in reports}) > 1
+    part_of_rank = [0 if calls_differ else number for *_, number in reports]
+    for part in sorted(set(part_of_rank)):
+        members = [rank for rank, number in enumerate(part_of_rank) if number == part]
+        why = advice({global_ranks[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
+        if why is not None and (
+            difference := differences({global_ranks[rank]: reports[rank][:2] for rank in members}, why)
+        ):
+            audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
+            raise printed_by(
+                DisagreementError(f"{audience} must be given the same {difference}"), global_ranks[members[0]], key
+            )
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
-    """The objects of all ranks, by rank. local: that of this one, a tuple that begins with a name for errors."""
+    """Return the objects of all ranks, by group rank. Collective over the group.
+
+    Args:
+        group: a group that carries CPU tensors; None for this rank alone.
+        local: this rank's object, a tuple whose first item is a name for errors.
+    """
     if group is None or _size(group) == 1:
         return [local]
     objects: list[Any] = [None] * _size(group)
@@ -181,16 +216,19 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
 
 
 def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
-    """What differs between ranks, in words, or "" if nothing does. by_rank: rank -> (what it compares, its fields).
-    why: the cause and what to do, where they are known.
+    """Return what differs between ranks, in words, or "" if nothing does.
 
-    Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
+    Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
+
+    Args:
+        by_rank: rank -> (name of what it compares, its fields).
+        why: the cause and what to do, where they are known.
     """
-    if len({what for what, _ in by_rank.values()}) > 1:
-        in_backward = [what == BACKWARD for what, _ in by_rank.values()]
+    if len({compared for compared, _ in by_rank.values()}) > 1:
+        in_backward = [compared == BACKWARD for compared, _ in by_rank.values()]
         by_call = {
-            rank: f"{what} through {next(iter(fields))}" if what == BACKWARD and fields else what
-            for rank, (what, fields) in by_rank.items()
+            rank: f"{compared} through {next(iter(fields))}" if compared == BACKWARD and fields else compared
+            for rank, (compared, fields) in by_rank.items()
         }
         return f"calls{f', but some are in backward: {LEFT_OUT}' if any(in_backward) else ''}; got {_grouped(by_call)}"
     first = next(iter(by_rank.values()))
@@ -206,7 +244,7 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
 
 
 def differing(by_rank: Mapping[int, Fields]) -> list[str]:
-    """The names of the fields in which ranks differ, in order."""
+    """Return the names of the fields in which ranks differ, in order."""
     names = {name: None for fields in by_rank.values() for name in fields}
     return [name for name in names if len({fields.get(name) for fields in by_rank.values()}) > 1]
 

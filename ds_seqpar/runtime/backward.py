@@ -1,12 +1,12 @@
 """Ranks agree on what runs backward, and in which order, before anything of it is sent.
 
-Autograd runs a graph task for each call of `backward` or `grad`. It runs the nodes of a task that are ready by their
+Autograd runs a graph task for each call of `backward` or `grad`. It runs those nodes of a task that are ready by their
 sequence numbers, the latest first. So ranks that have the same nodes run them in the same order. They compare once for
-each task: at the first node that communicates, on the numbers of all those that the task will run.
+each task: at the first node that communicates, on the numbers of all such nodes that the task will run.
 
-A node is known by the number of the call that was made in its forward. It may be attention's own, or that of a function
-around it whose backward runs attention again, as reentrant checkpoints, head chunks and compiled graphs do. What
-such a node's backward runs was agreed on with the node.
+A node is identified by the number of the call that was made in its forward. It may be attention's own, or that of a
+function around it whose backward runs attention again, as reentrant checkpoints, head chunks and compiled graphs do.
+What such a node's backward runs was agreed on with the node.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from .groups import Groups, check_thread
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A call that communicates in backward. of: the number of its SequenceParallel, and the ranks that share it.
-    number: among the calls of that. what, shape: for errors. inside: whether a node that ranks agreed on made it, to
-    run its backward at once. task: the graph task that runs it, or ran it last."""
+    """A call that communicates in backward."""
 
-    of: tuple[int, tuple[int, ...]]
-    number: int
-    what: str
-    shape: tuple[int, ...]
-    inside: bool
-    task: int = -1
+    of: tuple[int, tuple[int, ...]]  # number of its SequenceParallel, and the ranks that share it
+    number: int  # among the calls of that SequenceParallel
+    what: str  # for errors
+    shape: tuple[int, ...]  # for errors
+    inside: bool  # whether a node that ranks agreed on made it, to run its backward at once
+    task: int = -1  # the graph task that runs it, or ran it last
 
     def named(self, last: int) -> str:
-        """Its name in errors, among `last` calls; another one for each call."""
+        """Return its name in errors, which is unique among the `last` calls."""
         shape = f", of {tuple(self.shape)}" if self.shape else ""
         of = f", of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
         return f"{self.what} (call {self.number} of {last}{shape}{of})"
@@ -49,10 +47,10 @@ class _Call:
 
 @dataclasses.dataclass
 class _Task:
-    """The graph task that ranks agreed on last. left: its calls that are still to come, in order."""
+    """The graph task that ranks agreed on last."""
 
     number: int = -1
-    left: deque[_Call] = dataclasses.field(default_factory=deque)
+    left: deque[_Call] = dataclasses.field(default_factory=deque)  # its calls that did not run yet, in order
 
 
 _calls: weakref.WeakKeyDictionary[BackwardCFunction, _Call] = weakref.WeakKeyDictionary()  # by the node that runs it
@@ -60,37 +58,57 @@ _agreed = _Task()
 
 
 class Calls:
-    """Counts the calls of one SequenceParallel that communicate, the same on all its ranks. groups: None for ranks of
-    one process, which need not agree."""
+    """Counts the calls of one SequenceParallel that communicate, the same on all its ranks.
+
+    Args:
+        groups: its groups; None for ranks of one process, which need not agree.
+    """
 
     def __init__(self, groups: Groups | None) -> None:
         self.groups, self.count, self.of = groups, 0, (0, tuple[int, ...]())
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
-    def follow(self, what: str, shape: tuple[int, ...] = ()) -> None:
-        """Counts a call, before it sends anything, and remembers it for the nodes in whose forward this is."""
+    def follow(self, name: str, shape: tuple[int, ...] = ()) -> None:
+        """Count a call, and associate it with the nodes in whose forward this is. Call it before anything is sent.
+
+        Args:
+            name: of the call, for errors.
+            shape: of its tensor, for errors.
+        """
         if not self.of[1]:
             return
         inside = self.run_again()
         self.count += 1
-        call = _Call(self.of, self.count, what, shape, inside)
+        call = _Call(self.of, self.count, name, shape, inside)
         for node in _nodes_around(sys._getframe(1)):
             _calls.setdefault(node, call)
 
     def run_again(self) -> bool:
-        """In a backward that makes a call again, as a checkpoint's does, `enter`. Returns whether ranks agreed on the
-        node that makes it. To be called before that call sends anything."""
+        """Call `enter` if this is in a backward, which makes a call again as a checkpoint's does.
+
+        Call it before the call sends anything.
+
+        Returns:
+            Whether ranks agreed on the node that makes the call.
+        """
         if torch._C._current_graph_task_id() < 0:
             return False
         self.enter()
         return _current() is not None
 
     def enter(self, again: bool = False) -> None:
-        """Raises DisagreementError on all ranks unless all are about to run the same calls' backward, in one order. It
-        sends only where the graph task was not agreed on, or where nodes come in another order than was agreed on.
+        """Raise on all ranks unless all are about to run the same calls' backward, in one order.
 
-        To be called in each backward before it sends anything. again: agree even where that was done."""
+        It sends only where the graph task was not agreed on, or where nodes run in another order than was agreed on.
+        Call it in each backward before that sends anything.
+
+        Args:
+            again: agree even where that was done.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
         if self.groups is None or not self.of[1]:
             return
         check_thread()
@@ -98,9 +116,9 @@ class Calls:
         if call is not None and (call.inside or call.task == task):
             call.inside, call.task = False, task
             return
-        known = task == _agreed.number and (call is None or (bool(_agreed.left) and _agreed.left[0] is call))
-        if again or not known:
-            calls = [one for one in self._to_run(task) if one is not call]
+        is_agreed = task == _agreed.number and (call is None or (bool(_agreed.left) and _agreed.left[0] is call))
+        if again or not is_agreed:
+            calls = [other for other in self._to_run(task) if other is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
             with torch._C._DisableTorchDispatch():  # a selective checkpoint would look for this among what it saved
                 assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
@@ -110,14 +128,14 @@ class Calls:
             _agreed.left.popleft()
 
     def _to_run(self, task: int) -> list[_Call]:
-        """The calls that the current graph task will run, in order. Those of other ranks are left out."""
-        mine = [(node, call) for node, call in _calls.items() if call.of[1] == self.of[1] and not call.inside]
+        """Return the calls that the current graph task will run, in order, without those of other ranks' groups."""
+        candidates = [(node, call) for node, call in _calls.items() if call.of[1] == self.of[1] and not call.inside]
         will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-        runs = [(node._sequence_nr(), call) for node, call in mine if call.task != task and will_run(node)]
-        return [call for _, call in sorted(runs, key=lambda one: one[0], reverse=True)]
+        numbered = [(node._sequence_nr(), call) for node, call in candidates if call.task != task and will_run(node)]
+        return [call for _, call in sorted(numbered, key=lambda item: item[0], reverse=True)]
 
 
-BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # where a rank does not come
+BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # named where a rank does not run it
 
 
 class _Order(Compared):
@@ -129,26 +147,28 @@ class _Order(Compared):
 
     @property
     def fields(self) -> Fields:
-        """The place of each call."""
+        """The place of each call in the order, by its name."""
         names = [call.named(self.last) for call in self.calls]
         return {name: f"as number {place}" if place > 1 else "first" for place, name in enumerate(names, 1)}
 
 
-def _advice(given: Mapping[int, Fields]) -> str:
-    from .mismatch_hints import of_backward  # here: few runs have ranks that differ
+def _advice(by_rank: Mapping[int, Fields]) -> str:
+    from .mismatch_hints import of_backward  # imported only where ranks differ, in few runs
 
-    return of_backward(given)
+    return of_backward(by_rank)
 
 
 def _current() -> _Call | None:
-    """The call whose backward autograd's current node runs."""
+    """Return the call whose backward autograd's current node runs."""
     node = torch._C._current_autograd_node()
     return _calls.get(node) if isinstance(node, BackwardCFunction) else None
 
 
 def _nodes_around(frame: FrameType | None) -> list[BackwardCFunction]:
-    """The nodes of all autograd functions in whose forward a frame is. Where gradients are off, the innermost ones are
-    not those that will be run."""
+    """Return the nodes of all autograd functions in whose forward a frame is.
+
+    Where gradients are off, the innermost ones are not those that will be run.
+    """
     nodes = []
     while frame is not None:
         code = frame.f_code

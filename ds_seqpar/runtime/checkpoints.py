@@ -1,5 +1,6 @@
-"""Checkpoints in which attention runs once: the first run saves what attention returns, the second one replays it
-(DistFlashAttn, section 3.3). So attention's forward, and all that it sends, happens once a step.
+"""Checkpoints in which attention runs once: the first run saves what attention returns, and the second replays it.
+
+So attention's forward, and all that it sends, happens once a step (DistFlashAttn, section 3.3).
 
 A checkpoint runs a function, frees the tensors that it made, and runs it again once gradients are asked for. Saved
 results are matched to calls of attention by the order of the calls alone. So any kind of checkpoint will do, and
@@ -32,34 +33,36 @@ Result = TypeVar("Result")
 class Replay:
     """The results of attention in one checkpointed call of a function, in the order of the calls of attention.
 
-    saves: whether the first run saves them. checkpoint_saves: whether a checkpoint does; a head chunk's own backward
-    may save them without one (see `HeadChunkReplay`). store: the host memory that they go to; None leaves them on the
-    device. runs: how often the function was run. saved: the results that no later run has replayed yet.
-    head_chunk_results: those that each `HeadChunkResults` of this call holds."""
+    Args:
+        saves: whether the first run saves them.
+        store: the host memory that they are copied to; None leaves them on the device.
+    """
 
     outer: Replay | None = None
 
     def __init__(self, saves: bool, store: Store | None) -> None:
-        self.saved: deque[list[HostTensor | Tensor]] = deque()
+        self.saved: deque[list[HostTensor | Tensor]] = deque()  # results that no later run has replayed yet
+        # those that each `HeadChunkResults` of this call holds
         self.head_chunk_results: list[list[list[HostTensor | Tensor]]] = []
+        # whether results are saved; whether a checkpoint saves them: a head chunk's own backward may without one
         self.saves = self.checkpoint_saves = saves
-        self.runs, self.store = 0, store
+        self.runs, self.store = 0, store  # runs: how often the function was run
 
     def pack(self, result: Tensors) -> list[HostTensor | Tensor]:
-        """The tensors of a result without their graph, in host memory where there is a store."""
+        """Return the tensors of a result without their graph, in host memory where there is a store."""
         pack = (lambda x: x) if self.store is None else self.store.pack
-        return [pack(x.detach()) for x in result]  # the caller's become part of a graph
+        return [pack(x.detach()) for x in result]  # the caller's tensors become part of a graph
 
     def unpack(self, packed: list[HostTensor | Tensor]) -> Tensors:
-        """The inverse of `pack`."""
+        """Return the tensors of a packed result: the inverse of `pack`."""
         unpack = (lambda x: x) if self.store is None else self.store.unpack
         return tuple(map(unpack, packed))
 
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-        """Runs the function. Attention inside of it finds this replay."""
+        """Run the function. Attention inside of it finds this replay."""
         self.runs += 1
         if self.runs > 2:
-            self.saved.clear()  # of a second run that ended early
+            self.saved.clear()  # left by a second run that ended early
         self.head_chunk_results = []
         token = _current.set(self)
         try:
@@ -78,7 +81,7 @@ class Replay:
         return self.has_next or (self.outer is not None and self.outer.replays_next)
 
     def next_result(self) -> Tensors | None:
-        """The next result, if it was saved, here or in a checkpoint around this one; else None."""
+        """Return the next result, if it was saved, here or in a checkpoint around this one; else None."""
         if self.has_next:
             return self.unpack(self.saved.popleft())
         result = None if self.outer is None else self.outer.next_result()
@@ -87,7 +90,7 @@ class Replay:
         return result
 
     def save(self, result: Tensors) -> None:
-        """Saves a result, if this is the first run and results are saved."""
+        """Save a result, if this is the first run and results are saved."""
         if self.runs == 1 and self.saves:
             self.saved.append(self.pack(result))
 
@@ -95,8 +98,12 @@ class Replay:
 class HeadChunkReplay(Replay):
     """The results of attention in a function whose own backward runs it again, as that of head chunks does.
 
-    The function's caller saves the results, and gives them to the replay of the second run. Without results this is the
-    replay of the first run. checkpoint_saves: said in the second run, as the replay of the first run had it."""
+    The function's caller saves the results, and passes them to the replay of the second run.
+
+    Args:
+        results: of the first run; None: this is the replay of the first run.
+        checkpoint_saves: for the second run, that of the first run's replay.
+    """
 
     def __init__(self, results: Tensors | None = None, checkpoint_saves: bool = False) -> None:
         super().__init__(True, None)
@@ -108,16 +115,16 @@ class HeadChunkReplay(Replay):
             self.saved.append(list(results))
 
     def tensors(self) -> Tensors:
-        """All tensors that attention returned in the first run."""
+        """Return all tensors that attention returned in the first run."""
         return tuple(x for result in self.saved for x in result if isinstance(x, Tensor))
 
 
 class HeadChunkResults:
-    """A stack of the head chunks' results, for a backward that runs head chunks again inside of a checkpointed
-    function.
+    """A stack of head chunks' results, for a backward that runs head chunks again inside of a checkpointed function.
 
-    It is filled in the function's second run alone, just before backward. The results go to host memory where the
-    checkpoint's do. Backward takes the last head chunk first, so that the one before it is fetched meanwhile."""
+    It is filled in the function's second run alone, just before backward. The results are copied to host memory where
+    the checkpoint's are. Backward takes the last head chunk first, so that the one before it is fetched meanwhile.
+    """
 
     def __init__(self, replay: Replay) -> None:
         self.replay, self.number = replay, len(replay.head_chunk_results)
@@ -125,21 +132,21 @@ class HeadChunkResults:
 
     @classmethod
     def in_checkpoint(cls) -> HeadChunkResults | None:
-        """A stack of the checkpointed function that runs now; None outside of one."""
+        """Return a stack of the checkpointed function that runs now; None outside of one."""
         replay = _innermost()
         return None if replay is None else cls(replay)
 
     def push(self, result: Tensors) -> None:
-        """Adds a head chunk's result, if this is the function's second run."""
+        """Add a head chunk's result, if this is the function's second run."""
         if self.replay.runs > 1:
             self.replay.head_chunk_results[self.number].append(self.replay.pack(result))
 
     def pop(self) -> Tensors:
-        """Takes the last head chunk's result off the stack."""
+        """Remove the last head chunk's result from the stack, and return it."""
         return self.replay.unpack(self.replay.head_chunk_results[self.number].pop())
 
     def on_device(self) -> list[Any]:
-        """The results still on the stack, to be changed in place; none where they are in host memory."""
+        """Return the results still on the stack, to be changed in place; empty where they are in host memory."""
         return self.replay.head_chunk_results[self.number] if self.replay.store is None else []
 
 
@@ -150,10 +157,15 @@ _current: ContextVar[Replay | None] = ContextVar("ds_seqpar_replay", default=Non
 def replaying(
     function: Callable[..., Result], store: Store | None = None, *, saves: bool = True
 ) -> Callable[..., Result]:
-    """The function, for one call of a checkpoint: `checkpoint(replaying(layer), x)`.
+    """Return the function for one call of a checkpoint: `checkpoint(replaying(layer), x)`.
 
-    The second run uses up what the first one saved. A third one, where a graph is retained, computes again. store: host
-    memory for what is saved. saves: where False nothing is, but attention knows that it is checkpointed."""
+    The second run uses up what the first one saved. A third one, where a graph is retained, computes again.
+
+    Args:
+        function: what the checkpoint runs.
+        store: host memory for what is saved; None leaves it on the device.
+        saves: False saves nothing, but attention knows that it is checkpointed.
+    """
     replay = Replay(saves, store)
 
     @functools.wraps(function, updated=())
@@ -164,10 +176,11 @@ def replaying(
 
 
 def _innermost() -> Replay | None:
-    """The replay of the innermost checkpoint around this call; None outside of one.
+    """Return the replay of the innermost checkpoint around this call; None outside of one.
 
     Also None in a checkpoint of torch's own inside of ours. That one computes again when ours is over, and must then
-    find what it found in forward: nothing."""
+    find what it found in forward: nothing.
+    """
     replay = _current.get()
     frame: FrameType | None = sys._getframe(1)
     while replay is not None and frame is not None and frame.f_code is not Replay.run.__code__:
@@ -183,7 +196,7 @@ def is_checkpointed() -> bool:
 
 
 def which_run() -> str:
-    """Which run of a checkpointed function this is, for ranks to compare: what they send differs by it."""
+    """Return which run of a checkpointed function this is, for ranks to compare: what they send differs by it."""
     replay = _innermost()
     return "none" if replay is None else "first run" if replay.runs == 1 else "run again"
 
@@ -201,13 +214,13 @@ def is_replayed() -> bool:
 
 
 def replayed() -> Tensors | None:
-    """The saved result that the next call of attention returns, or None."""
+    """Return the saved result that the next call of attention returns, or None."""
     replay = _innermost()
     return None if replay is None else replay.next_result()
 
 
 def save(result: Tensors) -> None:
-    """Saves a result of attention in every checkpoint around this call that is in its first run and saves results."""
+    """Save a result of attention in every checkpoint around this call that is in its first run and saves results."""
     replay = _innermost()
     while replay is not None:
         replay.save(result)
@@ -217,7 +230,13 @@ def save(result: Tensors) -> None:
 class Checkpoint:
     """A checkpoint function, `checkpoint(function, *args, **kwargs)`, in which attention runs once if `saves`.
 
-    The tensors that it saves go to a store of host memory, where there is one. What is compiled, the compiler saves."""
+    In compiled code the compiler decides what is saved.
+
+    Args:
+        checkpoint: the checkpoint function that it calls.
+        saves: whether results of attention are saved.
+        store: host memory for the tensors that are saved; None leaves them on the device.
+    """
 
     def __init__(self, checkpoint: Callable[..., Any], saves: bool, store: Store | None = None) -> None:
         self.checkpoint, self.saves, self.store = checkpoint, saves, store

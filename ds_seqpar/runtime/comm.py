@@ -1,4 +1,4 @@
-"""Sends and receives over torch.distributed, and counts what it receives. Nothing else calls isend and irecv."""
+"""Send and receive over torch.distributed, and count what is received. Nothing else calls isend and irecv."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from .process_exit import LOST
 from .waits import Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
-Sizes = tuple[Sequence[int], Sequence[int]]  # elements that go to each member of a group, and that come from each
+Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
 
 
 class Message(NamedTuple):
-    """The bytes of one unit, to or from `peer`, a CP rank. kind, elements: of the unit, for counting. tag: the same
-    on both ends."""
+    """The bytes of one unit, sent to or received from another CP rank."""
 
-    peer: int
-    kind: str
-    elements: int
-    buffer: Tensor
-    tag: int
+    peer: int  # CP rank
+    kind: str  # of the unit, for counting
+    elements: int  # of the unit, for counting
+    buffer: Tensor  # bytes
+    tag: int  # the same on both ends
 
 
 class Handle(Protocol):
@@ -38,50 +37,73 @@ class Handle(Protocol):
 
 
 class Comm(Protocol):
-    """The transport of a walk. received: elements that arrived from other ranks, by kind. early: how many steps before
-    a message is sent its receive is posted at the latest, in plans with overlap (see `compiler.lower`)."""
+    """The transport of a walk."""
 
-    received: Counter
+    received: Counter  # elements that arrived from other ranks, by kind
+    # in plans with overlap, a receive is posted at least so many steps before its message is sent; see `compiler.lower`
     early: int
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        """Starts all messages. After the handle's wait the receives' buffers are filled, and the sends' may be
-        overwritten."""
+        """Start all messages. After the handle's wait, receive buffers are filled and send buffers may be reused."""
         ...
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The CP ranks in the order that they have in a collective."""
+        """Return the CP ranks in the order that they have in a collective."""
         ...
 
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
-        """Each of the ranks sends equally many bytes; they arrive in `order`. sent.elements: those that one rank
-        sends."""
+        """Start an all-gather of equally many bytes from each rank.
+
+        Args:
+            ranks: the CP ranks that take part.
+            sent: this rank's bytes; its `elements` are those that one rank sends.
+            received: filled with the bytes of all ranks, in `order`.
+        """
         ...
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
-        """Sends bytes to each of the ranks, and receives from each, in `order`. sizes: how many. elements: how many
-        elements arrive from other ranks."""
+        """Start an all-to-all of bytes.
+
+        Args:
+            ranks: the CP ranks that take part.
+            kind: of the units, for counting.
+            elements: how many elements arrive from other ranks, for counting.
+            sent: the bytes for each rank, in `order`.
+            received: filled with the bytes from each rank, in `order`.
+            sizes: how many bytes are sent to, and received from, each rank.
+        """
         ...
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
-        """An all-to-all among the Ulysses ranks. The first sizes[0][0] elements of `sent` go to Ulysses rank 0, and so
-        on; the first sizes[1][0] of `received` come from it."""
+        """Start an all-to-all among the Ulysses ranks.
+
+        Args:
+            kind: of the units, for counting.
+            sent: the first sizes[0][0] elements are sent to Ulysses rank 0, and so on.
+            received: its first sizes[1][0] elements are filled by Ulysses rank 0, and so on.
+            sizes: how many elements are sent to, and received from, each Ulysses rank.
+        """
         ...
 
     def parts_of_all(self, x: Tensor) -> Tensor:
-        """The x (n,) of each rank that shares the sequence, (ranks, n), in one order on all of them."""
+        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them."""
         ...
 
 
 class Works:
-    """Refers to torch's works and their tensors until `wait`: a dropped isend loses its message. works: one for each
-    message, receives first, or one for all messages; they are waited for in this order.
+    """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
 
     NCCL sends on a stream of its own, after all that the current stream was given before the post. In `wait` the
-    current stream waits for it, and the host does not. So between the two nobody may use the tensors. As long as this
-    object refers to them, their memory goes to no other tensor.
+    current stream waits for it, and the host does not. So the tensors must not be used between the two. While this
+    object refers to them, their memory is not reused.
+
+    Args:
+        what: the operation, for errors.
+        group: the group of the works.
+        works: one for each message, receives first, or one for all messages; waited for in this order.
+        tensors: those that are sent and received.
     """
 
     def __init__(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> None:
@@ -105,15 +127,21 @@ DESTROYED = (
 
 
 class explaining_failure(Wait):  # a class, since a generator would cost time at every transfer
-    """A context that raises a failure of communication as a CommunicationError, of one sentence that tells a rank that
-    ended from one that did not come. The backend's error is its cause. Groups that are no more raise ConfigError. Where
-    it takes long, it is said for whom this rank waits. what: what failed, the subject of the sentence."""
+    """A context that raises a failed communication as a CommunicationError.
+
+    Its sentence tells a rank that ended from one that did not take part; the backend's error is its cause. Destroyed
+    groups raise ConfigError. If the context lasts long, a line on stderr says which rank is waited for (see `waits`).
+
+    Args:
+        what: what failed, the subject of the sentence.
+        group: the group that communicates; None for this rank alone.
+    """
 
     def __enter__(self) -> Wait:
         self.begin()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, _: object) -> None:
         self.end()
         if isinstance(error, SeqParError | torch.OutOfMemoryError):
             return
@@ -124,7 +152,7 @@ class explaining_failure(Wait):  # a class, since a generator would cost time at
 
 
 def _reason(message: str, wait: Wait) -> str:
-    """The rest of the sentence. message: the backend's."""
+    """Return the rest of the sentence. message: the backend's."""
     if TIMED_OUT.search(message):
         return (
             f"timed out after {timeout(wait.group).total_seconds():g} s: {wait.whom()} did not take part in it; all "
@@ -140,18 +168,20 @@ def _reason(message: str, wait: Wait) -> str:
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
-AGREEMENT_TAG = (
-    0x5EA9  # the first tag that `all_reduce_max` uses, unusual since users may send in the group of all ranks too
-)
+AGREEMENT_TAG = 0x5EA9  # first tag of `all_reduce_max`; unusual, since users may send in the group of all ranks too
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
-    """For each i the greatest numbers[i] of any rank, each of 63 bits, on all ranks of a group for CPU tensors.
+    """Return the maximum over ranks of each number, on all ranks of a group for CPU tensors.
 
-    It takes log4(ranks) steps, where gloo's own reductions go round all ranks. In step s a rank sends its greatest so
-    far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice does
-    not change a greatest number. All receives are posted at the start, so that no peer waits for this rank to post one.
-    wait: is told who is waited for.
+    It takes log4(ranks) steps, where gloo's own reductions are rings over all ranks. In step s a rank sends its maximum
+    so far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice
+    does not change a maximum. All receives are posted at the start, so that no peer waits for this rank to post one.
+
+    Args:
+        numbers: integers of at most 63 bits, as many on all ranks.
+        group: a group that carries CPU tensors.
+        wait: is told which rank is waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     local, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
@@ -165,11 +195,12 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
         return start(tensor, group=group, tag=AGREEMENT_TAG + step, **peers), (peer, count)
 
     receives = [
-        [post(dist.irecv, buffer, s, rank - far, 4**s) for buffer, far in zip(others[s], step, strict=True)]
+        [post(dist.irecv, buffer, s, rank - distance, 4**s) for buffer, distance in zip(others[s], step, strict=True)]
         for s, step in enumerate(steps)
     ]
     for s, step in enumerate(steps):
-        sends = [post(dist.isend, local, s, rank + far, 1) for far in step]  # ends once its receiver has come
+        # a send completes once its receiver takes part
+        sends = [post(dist.isend, local, s, rank + distance, 1) for distance in step]
         for work, awaited in (*receives[s], *sends):
             wait.awaited = awaited
             work.wait()
@@ -179,7 +210,7 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
 
 @functools.lru_cache(maxsize=64)
 def distances(size: int) -> list[list[int]]:
-    """For each step of `all_reduce_max`, how far from a rank the ranks are that it sends to."""
+    """Return for each step of `all_reduce_max` how far from a rank the ranks are that it sends to."""
     steps, reach = [], 1
     while reach < size:
         steps.append([distance for distance in (reach, 2 * reach, 3 * reach) if distance < size])
@@ -193,8 +224,7 @@ def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Gr
 
 
 def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
-    """For NCCL, which must start messages that are posted together as one. Else ranks that both send first would wait
-    for each other."""
+    """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -203,33 +233,40 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
     return dist.batch_isend_irecv(ops) if ops else []
 
 
-EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`: far from those of a program
-EARLY_OVER_GLOO = 1  # step; see `Comm.early`
+EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`, far from a program's tags
+EARLY_OVER_GLOO = 1  # steps; see `Comm.early`
 SENDS_AHEAD = 3  # of a Ulysses exchange, before its first message has arrived; docs/archive measured other numbers
 
 
 def _all_to_all_over_gloo(
     received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
 ) -> list:
-    """An all-to-all that posts all receives before the first send, where gloo's own mixes both; measured in
-    docs/archive.
+    """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
 
-    received, sent: from and to each rank of the group, this one included; empty tensors are not sent. A rank sends to
-    the next rank first, then to the one after, so that no two ranks begin with the same one.
-    ahead: how many sends are posted at once. Before each further send this waits for the next message to arrive. So a
-    link has few messages on it at a time, and none arrives while none is sent. None: all sends are posted at once.
+    Measured in docs/archive. A rank sends to the next rank first, then to the one after, so that no two ranks begin
+    with the same one.
+
+    Args:
+        received: for each rank of the group, the tensor that it fills; empty ones are not received.
+        sent: for each rank of the group, this one included, the tensor that is sent to it; empty ones are not sent.
+        group: the group.
+        ahead: how many sends are posted at once. Before each further send this waits for the next message to arrive. So
+            a link has few messages on it at a time, and none arrives while none is sent. None: all sends are posted at
+            once.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)  # far: how many ranks away a peer is
+    size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
     receives: dict[int, Any] = {
-        far: dist.irecv(received[rank - far], group=group, group_src=(rank - far) % size, tag=EXCHANGE_TAG)
-        for far in range(1, size)
-        if received[rank - far].numel()
+        distance: dist.irecv(
+            received[rank - distance], group=group, group_src=(rank - distance) % size, tag=EXCHANGE_TAG
+        )
+        for distance in range(1, size)
+        if received[rank - distance].numel()
     }
     sends: list[Any] = []
-    for far in range(1, size):
-        if ahead is not None and far - ahead in receives:
-            receives.pop(far - ahead).wait()  # never twice: gloo would wait for another message
-        peer = (rank + far) % size
+    for distance in range(1, size):
+        if ahead is not None and distance - ahead in receives:
+            receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
+        peer = (rank + distance) % size
         if sent[peer].numel():
             sends.append(dist.isend(sent[peer], group=group, group_dst=peer, tag=EXCHANGE_TAG))
     received[rank].copy_(sent[rank])
@@ -237,14 +274,14 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, size: int, group: Group) -> list:
-    """An all-gather. Over gloo each rank sends to all, since gloo's own goes round and waits at every step."""
+    """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
     if sent.device.type != "cpu":
         return [ALL_GATHER(received, sent, group=group, async_op=True)]
     return _all_to_all_over_gloo(received.split([sent.numel()] * size), [sent] * size, group)
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list:
-    """An all-to-all. sizes: of the parts of sent and of received. ahead: as `_all_to_all_over_gloo` takes it."""
+    """Start an all-to-all. sizes: of the parts of `sent` and `received`. ahead: as for `_all_to_all_over_gloo`."""
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
         return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
@@ -252,13 +289,13 @@ def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahea
 
 
 class TorchComm:
-    """The transport over process groups (gloo or NCCL). received_bytes: all bytes that arrived from other ranks."""
+    """The transport over process groups (gloo or NCCL)."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.early = EARLY_OVER_GLOO if groups.inner is not None and communicator_device(groups.inner) is None else 0
         self.received: Counter = Counter()
-        self.received_bytes = 0
+        self.received_bytes = 0  # all bytes that arrived from other ranks
 
     def _count(self, kind: str, elements: int, received: int) -> None:
         self.received[kind] += elements
@@ -274,15 +311,14 @@ class TorchComm:
         return Works("a transfer", inner, works, buffers)
 
     def parts_of_all(self, x: Tensor) -> Tensor:
-        """The x (n,) of each rank that shares the sequence, (ranks, n), in one order on all of them."""
         group = self.groups.sp
         if group is None:
             return x[None]
-        parts = x.new_empty(dist.get_world_size(group), len(x))
+        gathered = x.new_empty(dist.get_world_size(group), len(x))
         with explaining_failure("the sum of keys over ranks", group):
-            works = _all_gather(parts.view(-1), x, len(parts), group)
-        Works("the sum of keys over ranks", group, works, [x, parts]).wait()
-        return parts
+            works = _all_gather(gathered.view(-1), x, len(gathered), group)
+        Works("the sum of keys over ranks", group, works, [x, gathered]).wait()
+        return gathered
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.collectives[ranks].order

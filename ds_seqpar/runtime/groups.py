@@ -1,10 +1,12 @@
-"""Makes the process groups of a topology. A rank makes only the groups that it is in, so their number does not grow
-with the world. Groups with the same ranks are made once, and no group is made for one rank.
+"""Make the process groups of a topology.
+
+A rank makes only the groups that it is in, so their number does not grow with the world. Groups with the same ranks are
+made once, and no group is made for one rank.
 
 torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
 not, but then names a group by how many groups this rank has. Members may differ in that number, and would wait for
-one another for ever. The number also comes again once a group was freed, with the old addresses in the store. So groups
-are named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
+one another for ever. A number also recurs once a group was freed, with the old addresses in the store. So groups are
+named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -32,24 +34,24 @@ Group = dist.ProcessGroup
 
 
 def control_world() -> Group:
-    """A group of all ranks that carries CPU tensors, for agreement. To be called before anything communicates."""
+    """Return a group of all ranks that carries CPU tensors, for agreement. Call it before anything communicates."""
     wait_at_exit()
     world = all_ranks()
     return world if "cpu" in backends(world) else dist.new_group(backend="gloo", timeout=timeout())
 
 
 def all_ranks() -> Group:
-    """torch's group of all ranks."""
+    """Return torch's group of all ranks."""
     return distributed_c10d._get_default_group()
 
 
 def is_up(group: Group | None) -> bool:
-    """Whether torch knows the group, or for None the group of all ranks: not after `destroy_process_group`."""
+    """Whether torch knows the group (None: the group of all ranks), which `destroy_process_group` ends."""
     return dist.is_initialized() and (group is None or group in distributed_c10d._world.pg_map)
 
 
 def timeout(group: Group | None = None) -> timedelta:
-    """How long an operation of the group (default: of all ranks) may take, as the group was made with."""
+    """Return how long an operation of the group (default: of all ranks) may take, as set when the group was made."""
     group = group or all_ranks()
     backend = group._get_backend(group._device_types[0])
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -63,14 +65,17 @@ _bound: threading.Thread | None = None  # the thread that may communicate
 
 
 def bind_thread() -> None:
-    """Makes the current thread the only one that may communicate. In two at once ranks could pair a call in one with a
-    call in the other, since which thread comes first differs between ranks."""
+    """Make the current thread the only one that may communicate.
+
+    With two, ranks could pair a call in one with a call in the other, since which thread comes first differs between
+    ranks.
+    """
     global _bound
     _bound = threading.current_thread()
 
 
 def check_thread() -> None:
-    """Raises ConfigError in any other thread, but not in autograd's own, which run backward on a device."""
+    """Raise ConfigError in any other thread, except autograd's own, which run backward on a device."""
     current = threading.current_thread()
     of_autograd = isinstance(current, threading._DummyThread) and torch._C._current_graph_task_id() >= 0
     if _bound not in (None, current) and not of_autograd:
@@ -83,41 +88,33 @@ def check_thread() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveGroup:
-    """A group for a schedule's collectives. order: its CP ranks, by their rank in the group (torch sorts them by
-    global rank)."""
+    """A group for a schedule's collectives."""
 
     group: Group
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # its CP ranks, by their rank in the group (torch sorts them by global rank)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's groups; None in place of a group that would hold this rank only.
+    """This rank's groups; None in place of a group that would hold this rank only."""
 
-    sp: the ranks that share its sequence; sp_order[i]: the SP rank of that group's rank i. inner: the ranks that run
-    the schedule; cp_rank: this one's number among them; cp_order[p]: the group rank of CP rank p. ulysses: the
-    Ulysses ranks that exchange heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
-    collectives: the groups of schedules' collectives, by their CP ranks. made: the groups that were made for this
-    object, and are freed with it, their threads and sockets too. number: of this set of groups, the same on all ranks.
-    """
-
-    world: Group
-    made: tuple[Group, ...]
-    sp: Group | None
-    sp_order: tuple[int, ...]
-    inner: Group | None
-    cp_rank: int
-    cp_order: tuple[int, ...]
-    ulysses: Group | None
-    control: Group | None
-    collectives: dict[tuple[int, ...], CollectiveGroup]
-    number: int
+    world: Group  # all ranks, for CPU tensors
+    made: tuple[Group, ...]  # those made for this object, and freed with it, their threads and sockets too
+    sp: Group | None  # the ranks that share this rank's sequence
+    sp_order: tuple[int, ...]  # sp_order[i]: SP rank of rank i of `sp`
+    inner: Group | None  # the ranks that run the schedule
+    cp_rank: int  # this rank's number among those
+    cp_order: tuple[int, ...]  # cp_order[p]: rank in `inner` of CP rank p
+    ulysses: Group | None  # the Ulysses ranks that exchange heads
+    control: Group | None  # the ranks of `sp`, for CPU tensors
+    collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedules' collectives, by their CP ranks
+    number: int  # of this set of groups, the same on all ranks
 
     def close(self) -> None:
-        """Frees the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
-        made = list(vars(self).get("made", ()))
+        """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
+        groups = list(vars(self).get("made", ()))
         vars(self).clear()
-        free(made)
+        free(groups)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -125,31 +122,35 @@ class Groups:
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Frees the groups that no communicator on a device has, since nothing refers to them any more, not even a
-        backward to come. NCCL's stay, since other ranks may not free them now."""
+        """Free the groups that have no communicator on a device: nothing uses them any more, not even a later backward.
+
+        NCCL's stay, since other ranks may not free them now.
+        """
         if not is_finalizing():
-            made = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
+            groups = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
             vars(self).clear()
-            free(made)
+            free(groups)
 
 
-def free(made: list[Group]) -> None:
-    """Frees the groups of the list, and empties it; nothing else may refer to them. An operation that never completed
-    keeps its group's thread until it times out. Such a thread is not waited for."""
-    for number in range(len(made)):
+def free(groups: list[Group]) -> None:
+    """Free the groups of the list, and empty it; nothing else may refer to them.
+
+    An operation that never completed keeps its group's thread until it times out. Such a thread is not waited for.
+    """
+    for number in range(len(groups)):
         with contextlib.suppress(ValueError):  # destroyed already, with the group of all ranks
-            dist.destroy_process_group(made[number])
-    thread = threading.Thread(target=made.clear, daemon=True)
+            dist.destroy_process_group(groups[number])
+    thread = threading.Thread(target=groups.clear, daemon=True)
     thread.start()
     thread.join(IDLE_TIMEOUT)
 
 
 def create(topology: Topology, rank: int, world: Group) -> Groups:
-    """This rank's groups. Collective over all ranks. world: from `control_world`."""
+    """Return this rank's groups. Collective over all ranks. world: from `control_world`."""
     maker = _Maker(rank, world)
     sp_axes = ("ulysses", *topology.cp_axes)
     sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
-    # attention has groups of its own: in that of all ranks its messages would meet those of others
+    # attention has groups of its own: in the group of all ranks its messages could be mistaken for others
     inner = maker.own("inner", cp_ranks)
     ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
     collectives = {}
@@ -159,7 +160,7 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
             collectives[tuple(topology.index(r, *topology.cp_axes) for r in ranks)] = CollectiveGroup(group, order)
     sp = maker.own_or_all("sp", sp_ranks)
     control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
-    group_ranks = {r: number for number, r in enumerate(sorted(cp_ranks))}
+    group_ranks = {r: group_rank for group_rank, r in enumerate(sorted(cp_ranks))}
     _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
     return Groups(
         world=world,
@@ -180,8 +181,10 @@ _numbers = itertools.count(1)  # of sets of groups that this process has made
 
 
 class _Maker:
-    """Makes this rank's groups. All ranks must call the same methods in the same order, each with its own ranks. A
-    device's communicators are split off that of the world, which all ranks must do together."""
+    """Makes this rank's groups. All ranks must call the same methods in the same order, each with its own ranks.
+
+    A device's communicators are split off that of the world, which all ranks must do together.
+    """
 
     def __init__(self, rank: int, world: Group) -> None:
         number = torch.tensor([next(_numbers)], device="cpu")
@@ -192,19 +195,19 @@ class _Maker:
         self.made: list[Group] = []
 
     def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """A group that only this SequenceParallel uses; None where there is one rank."""
+        """Return a group that only this SequenceParallel uses; None for one rank."""
         ranks = tuple(sorted(ranks))
         if len(ranks) > 1 and ranks not in self.by_ranks:
             self.by_ranks[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
         return self.by_ranks.get(ranks)
 
     def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """The group of all ranks if these are all, else a group as `own` makes it."""
+        """Return the group of all ranks if these are all, else a group as `own` makes it."""
         ranks = tuple(ranks)
         return all_ranks() if 1 < len(ranks) == dist.get_world_size() else self.own(purpose, ranks)
 
     def for_cpu(self, ranks: Iterable[int]) -> Group:
-        """A group of more than one rank that carries CPU tensors."""
+        """Return a group of more than one rank that carries CPU tensors."""
         ranks = tuple(sorted(ranks))
         return self.world if len(ranks) == dist.get_world_size() else self._make("control", ranks, "gloo", None)
 
@@ -220,19 +223,21 @@ class _Maker:
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",
         )
-        distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self.made.append(group)
         return group
 
 
 def _torch_helper() -> Callable[..., tuple[Group, object]]:
-    """torch's private function that `new_group` calls. Raises ConfigError where this torch has none, or one with other
-    arguments."""
+    """Return torch's private function that `new_group` calls.
+
+    Raises ConfigError where this torch has none, or one with other arguments.
+    """
     arguments = (1, 0, [0], "gloo", None)
-    named = dict.fromkeys(("group_name", "timeout", "device_id", "group_desc"))
+    keywords = dict.fromkeys(("group_name", "timeout", "device_id", "group_desc"))
     try:
         helper = distributed_c10d._new_process_group_helper
-        inspect.signature(helper).bind(*arguments, **named)
+        inspect.signature(helper).bind(*arguments, **keywords)
     except (AttributeError, TypeError) as error:
         raise ConfigError(
             f"ds_seqpar makes process groups by a function of torch that torch {torch.__version__} does not have as it "
@@ -241,9 +246,8 @@ def _torch_helper() -> Callable[..., tuple[Group, object]]:
     return helper
 
 
-def _warm_up(used: set[Group | None], made: list[Group]) -> None:
-    """Has each communicator called by all its members, as its first call must be; a schedule's first transfer need not
-    be."""
-    for group in [group for group in (*made, all_ranks()) if group in used]:
+def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
+    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be."""
+    for group in [group for group in (*new_groups, all_ranks()) if group in used]:
         if device := communicator_device(group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,6 +1,7 @@
-"""Why ranks differ and what to do, where the fields that they compared show it: the advice of `agreement.agree`.
+"""Find why ranks differ and what to do, where the fields that they compared show it: `advice` of `assert_ranks_agree`.
 
-Each function takes rank -> fields of ranks that differ, and returns a clause of a sentence, or "" if it knows no cause.
+Each function takes rank -> fields of ranks that differ, and returns a clause of a sentence, or "" where the cause is
+unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of i
 
 
 def of_batches(by_rank: Mapping[int, Fields]) -> str:
-    """The cause where ranks of one sequence hold other samples, in equally many batches with the same columns."""
+    """Return the cause where ranks of a sequence hold other samples, in equally many batches with the same columns."""
     names = differing(by_rank)
     same_columns = all(name in fields for name in names for fields in by_rank.values())
     if not same_columns or not any(name.endswith(SAMPLES) for name in names):
@@ -29,19 +30,21 @@ def of_batches(by_rank: Mapping[int, Fields]) -> str:
     )
     if len(by_samples) == len(by_rank):
         return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"
-    *few, _ = sorted(by_samples.values(), key=len)
-    others = ranks_in_words([rank for ranks in few for rank in ranks])
-    return f"{others} has other samples than the rest, as from another seed or data set: {remedy}"
+    *minorities, _ = sorted(by_samples.values(), key=len)
+    deviating = ranks_in_words([rank for ranks in minorities for rank in ranks])
+    return f"{deviating} has other samples than the rest, as from another seed or data set: {remedy}"
 
 
-WEIGHT = "mean size of "  # how fields of weights in training begin; a parameter's name follows
-# relative difference of weights that may stay: rounding differs between kinds of devices, also where gradients are one
+WEIGHT = "mean size of "  # prefix of the fields of weights in training; a parameter's name follows
+# allowed relative difference of weights: rounding differs between types of devices, even with the same gradients
 ROUNDING = 1e-4
 
 
 def of_models(by_rank: Mapping[int, Fields]) -> str | None:
-    """The cause where ranks have other weights, or other placements, in a sharded forward; None where weights differ
-    by rounding alone."""
+    """Return the cause where ranks have other weights, or other placements, in a sharded forward.
+
+    Returns None where weights differ by rounding alone.
+    """
     names = differing(by_rank)
     if names and all(name.startswith(WEIGHT) for name in names):
         weights = [[float(fields[name]) for fields in by_rank.values()] for name in names]
@@ -63,7 +66,7 @@ def of_models(by_rank: Mapping[int, Fields]) -> str | None:
 
 
 def of_kernels(by_rank: Mapping[int, Fields]) -> str:
-    """The cause where configurations are the same, but ranks would choose other kernels."""
+    """Return the cause where configurations are the same, but ranks would choose other kernels."""
     if not all(name.startswith("kernels ") for name in differing(by_rank)):
         return ""
     return (
@@ -73,18 +76,18 @@ def of_kernels(by_rank: Mapping[int, Fields]) -> str:
 
 
 def of_attention(by_rank: Mapping[int, Fields]) -> str:
-    """The cause where a call of attention dropped its batch's placement, or has another batch's."""
+    """Return the cause where a call of attention dropped its batch's placement, or has another batch's."""
     names, has_shards = differing(by_rank), ["shards" in fields for fields in by_rank.values()]
     if any(has_shards) and {"shards", "mask"} & set(names):
         return f"a placement {'belongs to another batch' if all(has_shards) else 'was left out'}: {PLACEMENT}"
-    beside_tokens = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in by_rank.values()}
-    if "q" in names and len(beside_tokens) == 1:
+    other_dims = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in by_rank.values()}
+    if "q" in names and len(other_dims) == 1:
         return f"ranks hold unequal numbers of tokens, which a placement says: {PLACEMENT}"
     return ""
 
 
 def of_backward(by_rank: Mapping[int, Fields]) -> str:
-    """The cause where ranks run other calls' backward, or run them in another order."""
+    """Return the cause where ranks run other calls' backward, or run them in another order."""
     fewest, *others = sorted((set(fields) for fields in by_rank.values()), key=len)
     if any(fewest < calls for calls in others):
         return f"some run fewer calls: {LEFT_OUT}"

@@ -1,8 +1,8 @@
-"""How a rank ends: which rank prints an error that many raise, how much of it, and what the interpreter waits for.
+"""What happens when a rank ends: which rank prints an error that many raise, and what the interpreter waits for.
 
-If every rank printed it, the sentence would drown in its copies and in frames of libraries. So one rank prints it, with
-the frames of the user's own files, and the sentence last. Where ranks write to one place, the others print nothing. The
-error is whole on every rank, for callers that catch it; only what Python prints of an uncaught one is changed. An
+If every rank printed it, the sentence would be lost among its copies and frames of libraries. So one rank prints it,
+with the frames of the user's own files, and the sentence last. Where ranks write to one file, the others print nothing.
+The error is whole on every rank, for callers that catch it; only what Python prints of an uncaught one is changed. An
 excepthook does that. It is set where communication begins, or when the first such error is raised, and calls the hook
 that was there before. DS_SEQPAR_TRACEBACK=full leaves all frames.
 
@@ -36,38 +36,43 @@ from ..errors import CommunicationError, SeqParError
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
-# how long other ranks wait for the one that prints: a launcher ends all ranks after the first
+# how long other ranks wait for the one that prints; a launcher ends all ranks after the first
 PRINT_TIMEOUT = timedelta(seconds=5)
 LOST = re.compile(
     r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended",
     re.IGNORECASE,
 )
-# where files are that are not the user's: Python's, installed packages', and, by `printed_once`, ours
+# folders of files that are not the user's: Python's, installed packages', and, by `printed_once`, ours
 LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Printer:
-    """Who prints an error. rank: the global rank. key: what this rank sets in `store`, a `dist.Store`, once it has
-    printed; both are missing where ranks have not agreed on the error."""
+    """Which rank prints an error. `key` and `store` are missing where ranks have not agreed on the error."""
 
-    rank: int
-    key: str = ""
-    store: Any = None
+    rank: int  # global
+    key: str = ""  # what that rank sets in `store` once it has printed
+    store: Any = None  # a dist.Store
 
 
 def printed_by(error: SeqParError, rank: int, key: str) -> SeqParError:
-    """The error, which every rank of a group is about to raise. If nobody catches it, global rank `rank` prints it.
+    """Return an error that every rank of a group is about to raise, set to be printed by one of them if it is uncaught.
 
-    key: the same on all of them, and no other error's."""
-    store = dist.distributed_c10d._get_default_store()  # now: torch may drop it before the error is printed
+    Args:
+        error: this rank's error.
+        rank: the global rank that prints it.
+        key: identifies the error: the same on all ranks of the group, and different for every other error.
+    """
+    store = dist.distributed_c10d._get_default_store()  # read here, since torch may drop it before the error is printed
     return _with(error, Printer(rank=rank, key=f"ds_seqpar/told/{key}", store=store))
 
 
 def printed_once(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """A decorator for functions that users call on every rank. One rank prints the error that all raise; while they
-    cannot talk yet that is rank 0, and every other prints a line with its sentence. Files in the function's folder are
-    no user's."""
+    """Decorate a function that users call on every rank, so that one rank prints the error that all raise.
+
+    While ranks cannot communicate yet, that is rank 0, and every other prints a line with its sentence. Files in the
+    function's folder do not count as the user's.
+    """
     LIBRARIES.add(os.path.dirname(inspect.getfile(function)) + os.sep)
 
     @functools.wraps(function)
@@ -95,37 +100,39 @@ def _set_hook() -> None:
         sys.excepthook = hook
 
 
-def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+def _print(before: Callable, error_type: type, error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, SeqParError) and not is_lost(error):
-        return before(kind, error, trace)
-    printer, me = getattr(error, "printer", None), _rank()
+        return before(error_type, error, trace)
+    printer, rank = getattr(error, "printer", None), _rank()
     if (printer is None or not printer.key) and dist.is_initialized():
-        printer = _first_to_print(error, me)
-    if printer is None or printer.rank == me:
-        before(kind, error, _shortened(error))
+        printer = _first_to_print(error, rank)
+    if printer is None or printer.rank == rank:
+        before(error_type, error, _shortened(error))
         if printer is not None and printer.key:
             sys.stderr.flush()
             _mark_printed(printer)
     elif not printer.key:
         where = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}: " if trace else ""
-        print(f"[rank{me}]: {where}{kind.__name__}: {error}", file=sys.stderr)
+        print(f"[rank{rank}]: {where}{error_type.__name__}: {error}", file=sys.stderr)
     elif (place := _was_printed(printer)) == "":
-        before(kind, error, _shortened(error))
+        before(error_type, error, _shortened(error))
     elif place != _place_of_stderr():
-        print(f"[rank{me}]: {kind.__name__}, see rank {printer.rank}", file=sys.stderr)
+        print(f"[rank{rank}]: {error_type.__name__}, see rank {printer.rank}", file=sys.stderr)
     return None
 
 
-def _first_to_print(error: BaseException, me: int) -> Printer | None:
-    """Of the ranks that raise this error without having agreed on it, the first to come here. Lost connections are one
-    error, whatever each rank was doing. None: nobody knows, for the store's rank has ended."""
-    what = "lost" if is_lost(error) else f"{type(error).__name__}: {error}"
-    digest = hashlib.blake2b(what.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+def _first_to_print(error: BaseException, rank: int) -> Printer | None:
+    """Return which rank prints an error that ranks raise without having agreed on it: the first that calls this.
+
+    Lost connections are one error, whatever each rank was doing. Returns None where the store's rank has ended.
+    """
+    identity = "lost" if is_lost(error) else f"{type(error).__name__}: {error}"
+    digest = hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
     key = f"ds_seqpar/told/{digest}"
     try:
         store = dist.distributed_c10d._get_default_store()
         if store.add(f"{key}/ranks", 1) == 1:
-            store.set(f"{key}/first", str(me))
+            store.set(f"{key}/first", str(rank))
         store.wait([f"{key}/first"], PRINT_TIMEOUT)
         return Printer(rank=int(store.get(f"{key}/first")), key=key, store=store)
     except (dist.DistNetworkError, dist.DistStoreError):
@@ -138,26 +145,28 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """The error's traceback with the frames of the user's files alone; those of its causes are cut alike. What the
-    backend said of a lost connection is in our sentence."""
+    """Return the error's traceback with the frames of the user's files only; those of its causes are cut alike.
+
+    What the backend said of a lost connection is in our sentence.
+    """
     if os.environ.get("DS_SEQPAR_TRACEBACK") == "full":
         return error.__traceback__
     if isinstance(error, CommunicationError):
         error.__cause__, error.__suppress_context__ = None, True
-    whole: BaseException | None = error
-    while whole is not None:
-        whole.__traceback__ = _own_frames(whole.__traceback__)
-        whole = whole.__cause__ or (None if whole.__suppress_context__ else whole.__context__)
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = _own_frames(cause.__traceback__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return error.__traceback__
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     if trace is None:
         return None
-    rest, file = _own_frames(trace.tb_next), trace.tb_frame.f_code.co_filename
+    next_trace, file = _own_frames(trace.tb_next), trace.tb_frame.f_code.co_filename
     if file.startswith((*LIBRARIES, "<frozen")):
-        return rest
-    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+        return next_trace
+    return TracebackType(next_trace, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def _rank() -> int:
@@ -165,7 +174,7 @@ def _rank() -> int:
 
 
 def _place_of_stderr() -> str:
-    """The file, pipe or terminal that errors go to: the same for ranks whose launcher leaves them one."""
+    """Return an identifier of stderr's file, pipe or terminal: the same for ranks whose launcher gives them one."""
     status = os.fstat(2)
     return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
 
@@ -178,12 +187,12 @@ def _mark_printed(printer: Printer) -> None:
 
 
 def _was_printed(printer: Printer) -> str:
-    """Where that rank has printed the error; "": it has not."""
+    """Return where the printer's rank has printed the error; "" if it has not."""
     try:
         printer.store.wait([printer.key], PRINT_TIMEOUT)
         return printer.store.get(printer.key).decode()
     except dist.DistNetworkError:
-        return "a rank that has ended"  # the one with the store, which has printed before, or seen it printed
+        return "a rank that has ended"  # the rank of the store, which has printed before, or seen it printed
     except dist.DistStoreError:
         return ""  # that rank caught its error
 
@@ -195,32 +204,31 @@ IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processo
 
 
 def wait_at_exit() -> None:
-    """Has the process end only once gloo's threads are idle, and print errors as above. To be called wherever
-    communication begins."""
+    """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
     _set_hook()
     atexit.unregister(wait_until_idle)  # once is enough, however many SequenceParallel there are
     atexit.register(wait_until_idle)
 
 
 def wait_until_idle() -> None:
-    """Returns once no thread of gloo's has run, or waited for the interpreter's lock, for a while; at the latest after
-    `IDLE_TIMEOUT`.
+    """Return once no thread of gloo's has run, or waited for the interpreter's lock, for a while.
 
-    A thread that waits for the lock wakes up every switch interval, which its counters show. It gets the lock while
-    this function sleeps."""
+    It returns after `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch interval,
+    which its counters show. It gets the lock while this function sleeps.
+    """
     if not os.path.isdir(TASKS):  # not Linux
         return time.sleep(0.2)
-    deadline, before = time.monotonic() + IDLE_TIMEOUT, None
-    while (now := _gloo_threads()) != before or not all(state.startswith("S") for state in now.values()):
+    deadline, previous = time.monotonic() + IDLE_TIMEOUT, None
+    while (states := _gloo_threads()) != previous or not all(state.startswith("S") for state in states.values()):
         if time.monotonic() > deadline:
             return None
-        before = now
+        previous = states
         time.sleep(max(0.01, 2 * min(sys.getswitchinterval(), 1.0)))
     return None
 
 
 def _gloo_threads() -> dict[str, str]:
-    """Thread -> its state, and how often it has left the processor."""
+    """Return for each of gloo's threads its state and how often it has left the processor, by thread id."""
     states = {}
     for thread in os.listdir(TASKS):
         try:

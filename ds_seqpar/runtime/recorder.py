@@ -1,4 +1,4 @@
-"""Records when a rank executes the instructions of its programs. Without a recorder a walk records nothing.
+"""Record when a rank executes the instructions of its programs. Without a recorder a walk records nothing.
 
 While a program runs, only time stamps ("marks") are taken; on accelerators they are events of the current stream. What
 each mark belongs to is read from the program afterwards.
@@ -28,7 +28,7 @@ Marks = tuple[Mark, Mark]  # start and end
 
 
 class HostClock:
-    """Takes marks by time.perf_counter."""
+    """Takes marks with time.perf_counter."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Takes marks as events of the current stream, and gives them in seconds of time.perf_counter."""
+    """Takes marks as events of the current stream, and converts them to seconds of time.perf_counter."""
 
     def __init__(self, device: torch.device) -> None:
         self.module = torch.get_device_module(device)
@@ -59,8 +59,12 @@ class DeviceClock:
 class Recorder:
     """Collects the marks of one rank's walks, and turns them into events.
 
-    rank: number of this rank among those of the sequence. watch: whether a thread waits for each message from its post
-    on, so that its end is known even before the walk waits for it. For CPU ranks only: a device waits by streams."""
+    Args:
+        rank: this rank's number among those of the sequence.
+        device: of this rank's tensors; it chooses the clock.
+        watch: whether a thread waits for each message from its post on, so that its end is known even before the walk
+            waits for it. For CPU ranks only: a device waits by streams.
+    """
 
     def __init__(self, rank: int, device: torch.device, watch: bool = False) -> None:
         self.rank = rank
@@ -69,21 +73,21 @@ class Recorder:
         self.recorded: list[Span | TimedWalk] = []  # in the order in which they began
 
     def timed(self, walk: Walk) -> TimedWalk:
-        """A function to call in place of `walk.advance`. It records each instruction."""
+        """Return a function to call in place of `walk.advance`, which records each instruction."""
         timed = TimedWalk(walk, self.clock.mark, self.work_type)
         self.recorded.append(timed)
         return timed
 
     @contextlib.contextmanager
     def span(self, kind: str, label: str, bytes: int = 0) -> Iterator[None]:
-        """A context that is recorded as one event. bytes: what it receives."""
+        """Return a context that is recorded as one event. bytes: what it receives."""
         span = Span(kind, label, bytes, self.clock.mark())
         self.recorded.append(span)
         yield
         span.end = self.clock.mark()
 
     def events(self) -> tuple[Event, ...]:
-        """All events so far in the order in which they began: messages when they were posted. Waits for the device."""
+        """Return all events so far, by when they began (messages: when they were posted). Waits for the device."""
         events: list[Event] = []
         walks = 0
         for recorded in self.recorded:
@@ -98,43 +102,43 @@ class Recorder:
 
 
 class Span:
-    """The event of a `Recorder.span` context. end: None while the context runs, and if it raised."""
+    """The event of a `Recorder.span` context."""
 
     def __init__(self, kind: str, label: str, bytes: int, start: Mark) -> None:
         self.kind, self.label, self.bytes, self.start = kind, label, bytes, start
-        self.end: Mark | None = None
+        self.end: Mark | None = None  # None while the context runs, and if it raised
 
 
 class TimedWalk:
-    """A walk that is recorded. marks: start and end of each instruction that ended. works: ticket -> its works."""
+    """A walk that is recorded."""
 
     def __init__(self, walk: Walk, mark: Callable[[], Mark], work_type: type[TimedWork]) -> None:
         self.walk: Walk | None = walk
         self.bound, self.mark, self.work_type = walk.bound, mark, work_type
-        self.marks: list[Marks] = []
-        self.works: dict[int, list[TimedWork]] = {}
+        self.marks: list[Marks] = []  # of each instruction that ended
+        self.works: dict[int, list[TimedWork]] = {}  # by ticket
 
     def __call__(self) -> None:
         assert self.walk is not None
-        walk, at = self.walk, self.walk.at
+        walk, position = self.walk, self.walk.at
         start = self.mark()
         walk.advance()
         self.marks.append((start, self.mark()))
-        one = walk.program.code[at]
-        if isinstance(one, Started):
-            handle = walk.tickets[one.ticket]
+        instruction = walk.program.code[position]
+        if isinstance(instruction, Started):
+            handle = walk.tickets[instruction.ticket]
             assert isinstance(handle, Works)  # virtual ranks, which have other handles, are not recorded
-            handle.works = self.works[one.ticket] = [self.work_type(work, self.mark) for work in handle.works]
+            handle.works = self.works[instruction.ticket] = [self.work_type(work, self.mark) for work in handle.works]
         if walk.at == len(walk.program.code):
-            self.walk = None  # keeps none of its tensors alive
+            self.walk = None  # do not keep its tensors alive
 
 
 class TimedWork:
-    """A torch work that takes a mark when a wait for it ends. end: that mark; None before."""
+    """A torch work that takes a mark when a wait for it ends."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
         self.work, self.mark = work, mark
-        self.end: Mark | None = None
+        self.end: Mark | None = None  # None before the wait ends
 
     def wait(self) -> None:
         self.work.wait()
@@ -143,7 +147,7 @@ class TimedWork:
 
 
 class WatchedWork(TimedWork):
-    """A TimedWork for which a thread of its own waits from the start, since a work must be waited for only once."""
+    """A TimedWork for which a thread of its own waits from the start, since a work may be waited for only once."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
         super().__init__(work, mark)
@@ -154,7 +158,7 @@ class WatchedWork(TimedWork):
     def watch(self) -> None:
         try:
             super().wait()
-        except BaseException as error:  # raised again by who waits
+        except BaseException as error:  # raised again by `wait`
             self.failed = error
 
     def wait(self) -> None:
@@ -171,80 +175,100 @@ class _WalkEvents:
         self.program, self.seconds = timed.bound.program, seconds
         self.marks = [(seconds(start), seconds(end)) for start, end in timed.marks]
         self.done = list(zip(self.program.code, self.marks, strict=False))  # an error leaves fewer marks
-        self.waits = {one.ticket: marks for one, marks in self.done if isinstance(one, op.Wait)}
+        self.waits = {instruction.ticket: marks for instruction, marks in self.done if isinstance(instruction, op.Wait)}
 
     def events(self) -> list[Event]:
-        """The walk itself, then its instructions and messages in order; empty where no instruction ended."""
+        """Return the walk itself, then its instructions and messages in order; nothing where no instruction ended."""
         if not self.marks:
             return []
         name = f"{self.program.name} {self.program.direction}"
         events = [self.event("walk", (self.marks[0][0], self.marks[-1][1]), name)]
         labels: dict[int, str] = {}
-        for one, marks in self.done:
-            if isinstance(one, Started):
-                messages = self.messages(one, marks[0])
-                labels[one.ticket] = " ".join(m.label for m in messages if m.kind != "send") or messages[0].label
-                events += [self.event("post", marks, " ".join(m.label for m in messages), one.step), *messages]
-            elif isinstance(one, op.Wait):
-                events.append(self.event("wait", marks, labels[one.ticket], one.step))
+        for instruction, marks in self.done:
+            if isinstance(instruction, Started):
+                messages = self.messages(instruction, marks[0])
+                labels[instruction.ticket] = (
+                    " ".join(m.label for m in messages if m.kind != "send") or messages[0].label
+                )
+                events += [self.event("post", marks, " ".join(m.label for m in messages), instruction.step), *messages]
+            elif isinstance(instruction, op.Wait):
+                events.append(self.event("wait", marks, labels[instruction.ticket], instruction.step))
             else:
-                what, blocks = _unit(one)
-                events.append(self.event(KINDS[type(one)], marks, label_of(one), one.step, what=what, blocks=blocks))
+                unit_kind, blocks = _unit(instruction)
+                events.append(
+                    self.event(
+                        KINDS[type(instruction)],
+                        marks,
+                        label_of(instruction),
+                        instruction.step,
+                        what=unit_kind,
+                        blocks=blocks,
+                    )
+                )
         return events
 
-    def event(self, kind: str, marks: tuple[float, float], label: str, step: int = -1, **more: Any) -> Event:
+    def event(self, kind: str, marks: tuple[float, float], label: str, step: int = -1, **fields: Any) -> Event:
         direction = self.program.direction
-        return Event(self.rank, kind, *marks, label, call=self.call, direction=direction, step=step, **more)
+        return Event(self.rank, kind, *marks, label, call=self.call, direction=direction, step=step, **fields)
 
-    def messages(self, one: Started, start: float) -> list[Event]:
-        """The events of the messages that an instruction starts: receives, then sends, in the order of their works."""
-        waited, last = self.waits.get(one.ticket, (None, self.marks[-1][1]))
-        messages = self.fields(one)
-        ends = [last if work.end is None else self.seconds(work.end) for work in self.works[one.ticket]]
+    def messages(self, instruction: Started, start: float) -> list[Event]:
+        """Return the events of an instruction's messages: receives, then sends, in the order of their works."""
+        waited, last = self.waits.get(instruction.ticket, (None, self.marks[-1][1]))
+        messages = self.fields(instruction)
+        ends = [last if work.end is None else self.seconds(work.end) for work in self.works[instruction.ticket]]
         if len(ends) != len(messages):  # several messages may share one work; a collective's works are one message
             ends = ends[-1:] * len(messages)
         return [
-            self.event(kind, (start, end), label, one.step, waited=waited, **more)
-            for (kind, label, more), end in zip(messages, ends, strict=True)
+            self.event(kind, (start, end), label, instruction.step, waited=waited, **fields)
+            for (kind, label, fields), end in zip(messages, ends, strict=True)
         ]
 
-    def fields(self, one: Started) -> list[tuple[str, str, dict[str, Any]]]:
-        """(kind, label, further fields) for the event of each message."""
-        if isinstance(one, op.ExchangeStart):
-            sizes = self.bound.exchange_sizes(one.exchange)
+    def fields(self, instruction: Started) -> list[tuple[str, str, dict[str, Any]]]:
+        """Return (kind, label, further fields) for the event of each message."""
+        if isinstance(instruction, op.ExchangeStart):
+            sizes = self.bound.exchange_sizes(instruction.exchange)
             size = sizes.arriving(self.bound.heads.ulysses.rank) * sizes.itemsize
-            return [("exchange", one.label, {"what": "+".join(one.exchange.fields), "bytes": size})]
-        if not isinstance(one, op.Post):
-            kind, whole = one.collective.unit
-            return [("move", one.label, {"what": kind, "blocks": (whole,), "bytes": _arriving(self.bound, one)})]
+            return [("exchange", instruction.label, {"what": "+".join(instruction.exchange.fields), "bytes": size})]
+        if not isinstance(instruction, op.Post):
+            unit_kind, block = instruction.collective.unit
+            return [
+                (
+                    "move",
+                    instruction.label,
+                    {"what": unit_kind, "blocks": (block,), "bytes": _arriving(self.bound, instruction)},
+                )
+            ]
         messages = []
-        for kind, t in [*(("move", t) for t in one.receives), *(("send", t) for t in one.sends)]:
-            (what, key), size = t.unit, self.bound.unit_bytes(t.slot, *t.unit)
-            more = {"what": what, "blocks": (key,), "peer": t.peer, "bytes": size}
-            messages.append((kind, self.route(kind, t), more))
+        for kind, transfer in [
+            *(("move", transfer) for transfer in instruction.receives),
+            *(("send", transfer) for transfer in instruction.sends),
+        ]:
+            (unit_kind, key), size = transfer.unit, self.bound.unit_bytes(transfer.slot, *transfer.unit)
+            fields = {"what": unit_kind, "blocks": (key,), "peer": transfer.peer, "bytes": size}
+            messages.append((kind, self.route(kind, transfer), fields))
         return messages
 
     def route(self, kind: str, transfer: Transfer) -> str:
-        """The label of a message as the simulator writes it: unit:source>destination."""
+        """Return the label of a message as the simulator writes it: unit:source>destination."""
         src, dst = (transfer.peer, self.program.rank)[:: 1 if kind == "move" else -1]
         return f"{unit_name(transfer.unit)}:{src}>{dst}"
 
 
-def _arriving(bound: BoundProgram, one: op.GatherStart | op.ScatterStart) -> int:
-    """Bytes of a collective that other ranks send to this one."""
-    collective: Collective = one.collective
-    part, others = collective.key_of(bound.program.rank), len(collective.ranks) - 1
-    slot = one.sent if isinstance(one, op.GatherStart) else one.received
-    return others * bound.unit_bytes(slot, collective.kind, part)
+def _arriving(bound: BoundProgram, instruction: op.GatherStart | op.ScatterStart) -> int:
+    """Return the bytes of a collective that other ranks send to this one."""
+    collective: Collective = instruction.collective
+    key, others = collective.key_of(bound.program.rank), len(collective.ranks) - 1
+    slot = instruction.sent if isinstance(instruction, op.GatherStart) else instruction.received
+    return others * bound.unit_bytes(slot, collective.kind, key)
 
 
-def _unit(one: Instruction) -> tuple[str, tuple[Key, ...]]:
-    """(kind, blocks) of the unit that an instruction works on. A product has no kind, and the blocks of q and of kv."""
-    match one:
+def _unit(instruction: Instruction) -> tuple[str, tuple[Key, ...]]:
+    """Return (kind, blocks) of an instruction's unit. A product has no kind, and the blocks of q and of kv."""
+    match instruction:
         case op.Product(q=q, kv=kv):
             return "", (q, kv)
         case op.Pack() | op.Assemble() | op.Merge() | op.Export() | op.Fold():
-            return one.unit[0], (one.unit[1],)
+            return instruction.unit[0], (instruction.unit[1],)
         case op.PackHeads(exchange=exchange) | op.UnpackHeads(exchange=exchange):
             return "+".join(exchange.fields), ()
         case _:

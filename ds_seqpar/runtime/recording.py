@@ -21,8 +21,11 @@ ROUNDS = 8  # barriers by which clocks are compared
 
 
 class Record:
-    """What `SequenceParallel.record` returns. Inside its `with` block every attention of this rank is recorded: in
-    forward, in backward, and where a checkpoint runs it again. There may be one record at a time."""
+    """When this rank executed what in attention, as `SequenceParallel.record` returns it.
+
+    Inside its `with` block every attention of this rank is recorded: in forward, in backward, and where a checkpoint
+    runs it again. There may be one record at a time; a second one raises ConfigError at its `with`.
+    """
 
     def __init__(
         self, runtime: Runtime, rank: int, device: torch.device, group: dist.ProcessGroup | None, watch: bool
@@ -44,28 +47,43 @@ class Record:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """This rank's events, in the order in which they began; none before the block has ended. Seconds are those of
-        time.perf_counter. `ds_seqpar.compiler.overlap.timeline.Event` says what they hold."""
+        """This rank's events, in the order in which they began; empty before the block has ended.
+
+        Times are seconds of time.perf_counter. `ds_seqpar.compiler.overlap.timeline.Event` says what an event holds.
+        """
         return self._events
 
     @property
     def timeline(self) -> Timeline:
-        """This rank's events."""
+        """This rank's events as a Timeline."""
         return Timeline(self._events)
 
     def save(self, file: str | Path) -> None:
-        """Writes this rank's events as a trace for ui.perfetto.dev (`timeline.trace_of` says how they are laid out).
-        All ranks' in one: `record.gather().save(file)`. Raises ConfigError where the file cannot be written."""
+        """Write this rank's events as a trace for ui.perfetto.dev; `timeline.trace_of` describes its layout.
+
+        `record.gather().save(file)` writes those of all ranks in one file.
+
+        Args:
+            file: the path to write to.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
         self.timeline.save(file)
 
     def gather(self) -> Timeline:
-        """All ranks' events, by rank, in seconds of the first rank's clock; every rank gets them. Collective over the
-        ranks that share the sequence; raises DisagreementError on all of them where one calls something else,
-        CommunicationError where one of them does not come.
+        """Return all ranks' events on every rank. Collective over the ranks that share the sequence.
 
-        Clocks are compared by barriers, which no rank leaves before all have come. Clocks that the barriers do not tell
-        apart count as one clock, as those of processes of one machine are. Others are right to about half a barrier's
-        time.
+        Clocks are compared by barriers, which no rank leaves before all have arrived. Clocks that the barriers cannot
+        tell apart count as one clock, as those of processes of one machine are. Others are right to about half a
+        barrier's time.
+
+        Returns:
+            The events by rank, in seconds of the first rank's clock.
+
+        Raises:
+            DisagreementError: on all these ranks, if one of them makes another call.
+            CommunicationError: if one of them does not make the call.
         """
         assert_ranks_agree(self._group, "records to gather", None, call="record.gather")
         barriers = []
@@ -78,23 +96,27 @@ class Record:
         records = sorted(
             all_gather_objects(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1]
         )
-        first, shared = records[0][2], []
-        for _, _, its_barriers, events in records:
-            lead = ahead(first, its_barriers)
-            shared += [shifted(event, -lead) if lead else event for event in events]
-        return Timeline(tuple(shared))
+        first, merged = records[0][2], []
+        for _, _, other, events in records:
+            lead = ahead(first, other)
+            merged += [shifted(event, -lead) if lead else event for event in events]
+        return Timeline(tuple(merged))
 
 
 class Barrier(NamedTuple):
-    """When a rank arrived at a barrier and when it left, by the rank's own clock."""
+    """When a rank arrived at a barrier and when it left, in seconds of the rank's own clock."""
 
     arrival: float
     departure: float
 
 
 def ahead(first: list[Barrier], other: list[Barrier]) -> float:
-    """By how many seconds the other clock is ahead of the first; 0 where the barriers allow it. first, other: the times
-    of the same barriers by both clocks."""
+    """Return by how many seconds the other clock is ahead of the first; 0 where the barriers allow it.
+
+    Args:
+        first: times of the barriers by the first clock.
+        other: times of the same barriers by the other clock.
+    """
     # no rank leaves before all have arrived, so other.departure - ahead >= first.arrival, and the other way round
     most = min(b.departure - a.arrival for a, b in zip(first, other, strict=True))
     least = max(b.arrival - a.departure for a, b in zip(first, other, strict=True))
@@ -102,6 +124,6 @@ def ahead(first: list[Barrier], other: list[Barrier]) -> float:
 
 
 def shifted(event: Event, by: float) -> Event:
-    """The event, with all its times `by` seconds later."""
+    """Return the event with all its times `by` seconds later."""
     waited = None if event.waited is None else event.waited + by
     return dataclasses.replace(event, start=event.start + by, end=event.end + by, waited=waited)

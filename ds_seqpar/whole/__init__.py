@@ -1,4 +1,4 @@
-"""Tensors of whole sequences in shards, and what is done on the shards."""
+"""Whole-sequence tensors that are sharded over ranks, and the functions of torch on them."""
 
 from . import rules as rules
 from .tensor import WholeTensor, plain, whole_loss, whole_of

@@ -17,15 +17,15 @@ aten = torch.ops.aten
 
 
 def _by_element(func: Any, arguments: dict[str, Any]) -> Any:
-    """The rule of operators that compute each element from those in the same place of all arguments."""
+    """Run operators that compute each element from those at the same place of all arguments."""
     like = next(x for x in wholes(arguments) if x._gathered is None)
-    if not all(_can_be_cut_like(x, like) for x in tree_leaves(arguments) if isinstance(x, Tensor)):
+    if not all(_can_be_sharded_like(x, like) for x in tree_leaves(arguments) if isinstance(x, Tensor)):
         return None
-    return _on_parts(func, arguments, like)
+    return _on_shards(func, arguments, like)
 
 
 def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
-    """The rule of operators along dims that are neither rows nor tokens."""
+    """Run operators along dims that are neither rows nor tokens."""
     like = next(x for x in wholes(arguments) if x._gathered is None)
     dims = like.dim() + (func.overloadpacket.__name__ == "unsqueeze")
     dim = arguments.get("dim")
@@ -33,12 +33,14 @@ def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
     same = [x.shape[: like.lead] == like.shape[: like.lead] for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     if not along or min(along) < like.lead or not all(same):
         return None
-    from_end = [d - dims for d in along]
-    return _on_parts(func, {**arguments, "dim": from_end if isinstance(dim, list | tuple) else from_end[0]}, like)
+    negative_dims = [d - dims for d in along]
+    return _on_shards(
+        func, {**arguments, "dim": negative_dims if isinstance(dim, list | tuple) else negative_dims[0]}, like
+    )
 
 
 def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
-    """The rule of reshaping, where rows and tokens stay, become one dim, or become two again."""
+    """Reshape, where rows and tokens stay, become one dim, or become two again."""
     x, size = arguments["self"], list(arguments.get("size", ()))
     if -1 in size:
         others = -torch.Size(size).numel()
@@ -52,7 +54,7 @@ def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, arguments: dict[str, Any]) -> Any:
-    """The rule of new tensors whose rows and tokens are those of `self`."""
+    """Make new tensors whose rows and tokens are those of `self`."""
     x, size = arguments["self"], list(arguments["size"])
     if size[: x.lead] != list(x.shape[: x.lead]):
         return None
@@ -62,8 +64,11 @@ def _new(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
-    """The rule of the negative log likelihood, by which cross entropy picks each token's loss from its
-    log-probabilities (rows * tokens, classes). One number a token is gathered for the sum or the mean, and no class."""
+    """Compute the negative log likelihood.
+
+    By it cross entropy picks each token's loss from its log-probabilities (rows * tokens, classes). One number a token
+    is gathered for the sum or the mean, and no class.
+    """
     x, reduction = arguments["self"], arguments["reduction"]
     if (
         not isinstance(x, WholeTensor)
@@ -94,15 +99,15 @@ def _has_wrong_class(target: Tensor, classes: int, ignored: int) -> bool:
     return bool((((target < 0) | (target >= classes)) & (target != ignored)).any())
 
 
-def _on_parts(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
-    """The operator's result on this rank's shards of its arguments, as WholeTensors that lie like `like`."""
+def _on_shards(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
+    """Return the operator's result on this rank's shards of its arguments, as WholeTensors sharded as `like`."""
     shards = tree_map(lambda x: _shard_like(x, like) if isinstance(x, Tensor) else x, arguments)
-    result, of = func(**shards), like if func.is_view else None
-    return tree_map(lambda x: WholeTensor(x, like.shard_spec, like.flat, of) if isinstance(x, Tensor) else x, result)
+    result, base = func(**shards), like if func.is_view else None
+    return tree_map(lambda x: WholeTensor(x, like.shard_spec, like.flat, base) if isinstance(x, Tensor) else x, result)
 
 
-def _can_be_cut_like(x: Tensor, like: WholeTensor) -> bool:
-    """Whether every rank can cut x as `like` is cut: x has the same rows and tokens, or is broadcast over them."""
+def _can_be_sharded_like(x: Tensor, like: WholeTensor) -> bool:
+    """Whether every rank can shard x like `like`: x has the same rows and tokens, or is broadcast over them."""
     if isinstance(x, WholeTensor):
         return x.dim() == like.dim() and x.is_like(like)
     missing = like.dim() - x.dim()
@@ -113,7 +118,7 @@ def _can_be_cut_like(x: Tensor, like: WholeTensor) -> bool:
 
 
 def _shard_like(x: Tensor, like: WholeTensor) -> Tensor:
-    """The shard of x that belongs to this rank's tokens of `like`."""
+    """Return the shard of x that belongs to this rank's tokens of `like`."""
     missing, shard_spec = like.dim() - x.dim(), like.shard_spec
     if isinstance(x, WholeTensor) or missing >= like.lead:
         return shard_of(x, shard_spec, like.flat) if isinstance(x, WholeTensor) else x

@@ -1,4 +1,4 @@
-"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody reads their values.
+"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until their values are read.
 
 To its user a `WholeTensor` is the whole tensor. It has the whole's shape, and every function of torch returns what it
 would return for the whole, gradients included. Inside it holds this rank's shard. Functions that work token by token
@@ -28,37 +28,32 @@ from ..errors import InputError
 from ..runtime.comm import explaining_failure
 from .shard_spec import ShardSpec
 
-Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, its arguments by name) -> its result; None: it needs the whole
+Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, arguments by name) -> result, or None if it needs the whole
 RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
 
 
 class WholeTensor(Tensor):
-    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a shard.
+    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a shard."""
 
-    shard: (1 or rows, local tokens, ...), this rank's tokens, without autograd. shard_spec: which rank has which
-    tokens. flat: whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor.
-    pieces: all views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was
-    gathered."""
-
-    shard: Tensor
-    shard_spec: ShardSpec
-    flat: bool
-    is_piece: bool
-    pieces: list[weakref.ref[WholeTensor]]
-    _gathered: Tensor | None
+    shard: Tensor  # (1 or rows, local tokens, ...), without autograd
+    shard_spec: ShardSpec  # which rank has which tokens
+    flat: bool  # whether rows and tokens are one dim
+    is_piece: bool  # whether it is a view or a slice of another WholeTensor
+    pieces: list[weakref.ref[WholeTensor]]  # all views and slices of one tensor; they share the list with it
+    _gathered: Tensor | None  # the whole, once it was gathered
 
     @staticmethod
     def __new__(
         cls: type[WholeTensor], shard: Tensor, shard_spec: ShardSpec, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
-        """of: the WholeTensor that it is a view or a slice of."""
+        """Wrap this rank's shard. of: the WholeTensor that the new one is a view or a slice of."""
         lead = (shard_spec.rows * shard_spec.tokens,) if flat else (shard_spec.rows, shard_spec.tokens)
-        made = Tensor._make_wrapper_subclass(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
-        made.shard, made.shard_spec, made.flat, made._gathered = shard, shard_spec, flat, None
-        made.is_piece, made.pieces = of is not None, [] if of is None else of.pieces
+        tensor = Tensor._make_wrapper_subclass(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
+        tensor.shard, tensor.shard_spec, tensor.flat, tensor._gathered = shard, shard_spec, flat, None
+        tensor.is_piece, tensor.pieces = of is not None, [] if of is None else of.pieces
         if of is not None:
-            made.pieces[:] = [piece for piece in made.pieces if piece() is not None] + [weakref.ref(made)]
-        return made
+            tensor.pieces[:] = [piece for piece in tensor.pieces if piece() is not None] + [weakref.ref(tensor)]
+        return tensor
 
     @property
     def placement(self) -> BatchLayout | None:
@@ -69,15 +64,16 @@ class WholeTensor(Tensor):
     def local(self) -> Tensor:
         """This rank's shard, (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
 
-        It has gradients. Compute a loss of it on every rank, and add them up by `sp.sum_over_ranks`."""
+        It has gradients. Compute a loss of it on every rank, and add them up by `sp.sum_over_ranks`.
+        """
         return _Local.apply(self)
 
     def whole(self) -> Tensor:
-        """The whole as a plain tensor, with gradients. The first call is collective over the ranks of the sequence."""
+        """Return the whole as a plain tensor with gradients. The first call is collective over the sequence's ranks."""
         return _Gathered.apply(self)
 
     def gathered(self) -> Tensor:
-        """The whole as a plain tensor, without gradients. The first call is collective over ranks of the sequence."""
+        """Return the whole as a plain tensor, without gradients. The first call is collective like that of `whole`."""
         if self._gathered is None:
             whole = self.shard_spec.gathered(self.shard)
             self._gathered = whole.flatten(0, 1) if self.flat else whole
@@ -85,7 +81,7 @@ class WholeTensor(Tensor):
 
     @property
     def lead(self) -> int:
-        """How many leading dims stand for rows and tokens: 1 if flat, else 2."""
+        """How many leading dims are rows and tokens: 1 if flat, else 2."""
         return 1 if self.flat else 2
 
     def is_like(self, other: WholeTensor) -> bool:
@@ -132,22 +128,31 @@ class WholeTensor(Tensor):
 
 
 def whole_of(shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
-    """The WholeTensor of all ranks' shards, with gradients.
+    """Return the WholeTensor of all ranks' shards, with gradients.
 
-    shard: (rows, local tokens, ...) or (1, local tokens, ...), as `shard_spec` says. Communicates where its values are
-    read, and in backward."""
+    It communicates where its values are read, and in backward.
+
+    Args:
+        shard: (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
+        shard_spec: which rank has which tokens.
+    """
     return _FromShard.apply(shard, shard_spec)
 
 
-def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
-    """The sum of the ranks' shards of a loss, a scalar. Collective over the ranks of a sequence, in backward too.
+def whole_loss(sp: Sharding, local: Tensor) -> Tensor:
+    """Return the sum of the ranks' shares of a loss, a scalar. Collective over ranks of a sequence, in backward too.
 
-    The gradient of a shard is `size` times that of the loss, because gradients are averaged over ranks."""
-    return _Sum.apply(own, sp)
+    The gradient of a share is `size` times that of the loss, because gradients are averaged over ranks.
+
+    Args:
+        sp: the SequenceParallel.
+        local: this rank's share of the loss, a scalar.
+    """
+    return _Sum.apply(local, sp)
 
 
 def shard_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
-    """This rank's shard of a whole tensor, plain or WholeTensor. flat: whether its rows and tokens are one dim."""
+    """Return this rank's shard of a whole tensor, plain or WholeTensor. flat: whether rows and tokens are one dim."""
     if isinstance(x, WholeTensor):
         if x._gathered is None and x.shard_spec.is_like(shard_spec):
             return x.shard
@@ -172,13 +177,13 @@ class _FromShard(Function):
 
 
 class _Sum(Function):
-    """A rank's shard of the loss -> the loss of all ranks of the sequence."""
+    """A rank's share of the loss -> the loss of all ranks of the sequence."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
-        ctx.sp, total = sp, own.detach().clone()
+    def forward(ctx: Any, local: Tensor, sp: Sharding) -> Tensor:
+        ctx.sp, total = sp, local.detach().clone()
         sp.calls.follow("whole loss")
-        if (group := sp.group_for(own)) is not None:  # torch takes None for all ranks
+        if (group := sp.group_for(local)) is not None:  # torch takes None for all ranks
             with explaining_failure("the sum of the loss over ranks", group):
                 dist.all_reduce(total, group=group)
         return total
@@ -207,7 +212,7 @@ class _Gathered(Function):
 class _Local(Function):
     """WholeTensor -> this rank's shard.
 
-    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromPart` will
+    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromShard` will
     again.
     """
 
@@ -223,50 +228,50 @@ class _Local(Function):
 
 
 class _Narrowed(Function):
-    """WholeTensor -> a slice of its rows and tokens. Each rank keeps those of them that it has."""
+    """WholeTensor -> a slice of its rows and tokens, of which each rank keeps those that it has."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
         ctx.shape, ctx.shard_spec, ctx.rows = x.shard.shape, x.shard_spec, rows
-        ctx.narrow, places = x.shard_spec.narrow(rows, tokens)
-        ctx.places = places.to(x.device)
+        ctx.narrow, kept = x.shard_spec.narrow(rows, tokens)
+        ctx.places = kept.to(x.device)
         shard = x.shard if x.shard_spec.joined else x.shard[rows]
         return WholeTensor(shard.index_select(1, ctx.places), ctx.narrow, of=x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        own = shard_of(grad, ctx.narrow)
-        whole = own.new_zeros(ctx.shape)
-        (whole if ctx.shard_spec.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
+        shard = shard_of(grad, ctx.narrow)
+        whole = shard.new_zeros(ctx.shape)
+        (whole if ctx.shard_spec.joined else whole[ctx.rows]).index_copy_(1, ctx.places, shard)
         return WholeTensor(whole, ctx.shard_spec), None, None
 
 
 def _sliced(x: Any, index: Any) -> Any:
-    """x[index] without communication, if the index takes rows and tokens by slices or numbers; else None."""
+    """Return x[index] without communication, if the index takes rows and tokens by slices or numbers; else None."""
     if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
         return None
     index = list(index) if isinstance(index, tuple) else [index]
     if any(i is None for i in index):
         return None
-    if (at := next((at for at, i in enumerate(index) if i is Ellipsis), None)) is not None:
-        index[at : at + 1] = [slice(None)] * (x.dim() - len(index) + 1)
+    if (position := next((position for position, i in enumerate(index) if i is Ellipsis), None)) is not None:
+        index[position : position + 1] = [slice(None)] * (x.dim() - len(index) + 1)
     index += [slice(None)] * (2 - len(index))
-    chosen, rest = index[:2], index[2:]
-    slices = [_as_slice(i, size) for i, size in zip(chosen, x.shape, strict=False)]
+    lead_index, rest = index[:2], index[2:]
+    slices = [_as_slice(i, size) for i, size in zip(lead_index, x.shape, strict=False)]
     if None in slices or slices == [slice(None)] * 2:
         return None
     narrowed = _Narrowed.apply(x, *slices)
-    numbers = sum(isinstance(i, int) for i in chosen)
+    numbers = sum(isinstance(i, int) for i in lead_index)
     if numbers:
         narrowed = narrowed.flatten(0, 1)  # one of the two dims has length 1
     if numbers == 2:
         narrowed = narrowed.select(0, 0)
-    return narrowed[(*(slice(None) for i in chosen if isinstance(i, slice)), *rest)] if rest else narrowed
+    return narrowed[(*(slice(None) for i in lead_index if isinstance(i, slice)), *rest)] if rest else narrowed
 
 
 def _as_slice(index: Any, size: int) -> slice | None:
-    """The slice that takes what a slice or a number takes; None for any other index."""
+    """Return the slice that takes what a slice or a number takes; None for any other index."""
     if isinstance(index, slice) and (index.step is None or index.step > 0):
         return index
     if type(index) is int and -size <= index < size:
@@ -275,7 +280,7 @@ def _as_slice(index: Any, size: int) -> slice | None:
 
 
 def _check_change(x: Any) -> None:
-    """Raises InputError for a piece, or a tensor with pieces: they share no memory, so a change would stay in one."""
+    """Raise InputError for a piece, or a tensor with pieces: they share no memory, so a change would stay in one."""
     if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(
             "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
@@ -284,7 +289,7 @@ def _check_change(x: Any) -> None:
 
 
 def _refuse_change(x: Any) -> NoReturn:
-    """Raises InputError: a WholeTensor has no memory that could be resized or replaced."""
+    """Raise InputError: a WholeTensor has no memory that could be resized or replaced."""
     raise InputError(
         "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
         f"{x.shard_spec.name}, make a new tensor"
@@ -292,7 +297,7 @@ def _refuse_change(x: Any) -> NoReturn:
 
 
 def plain(x: Any) -> Any:
-    """`x.whole()` of a WholeTensor; anything else as it is. The first call for x is collective."""
+    """Return `x.whole()` of a WholeTensor, and anything else as it is. The first call for x is collective."""
     return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
 
 
@@ -301,14 +306,14 @@ def _gathered(x: Any) -> Any:
 
 
 def wholes(*arguments: Any) -> list[WholeTensor]:
-    """All WholeTensors in arguments, nested ones included."""
+    """Return all WholeTensors in arguments, nested ones included."""
     return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an operator by name, with the defaults of those that were left out."""
-    known = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    return {**known, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    """Return all arguments of an operator by name, with the defaults of those that were left out."""
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return {**defaults, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
 
 
 # methods that read the memory of a tensor
