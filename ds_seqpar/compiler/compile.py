@@ -207,7 +207,7 @@ class Compiler:
         self._bound: OrderedDict[Hashable, BoundProgram] = OrderedDict()
         self._inner: OrderedDict[Hashable, Program] = OrderedDict()
         self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
-        self._patterns: OrderedDict[Hashable, BlockMask] = OrderedDict()
+        self._block_masks: OrderedDict[Hashable, BlockMask] = OrderedDict()
         self._linear_tiles: OrderedDict[Hashable, _LinearTiles] = OrderedDict()
 
     def bound_inner(
@@ -289,7 +289,7 @@ class Compiler:
     def block_mask(self, mask: Mask, shards: Shards) -> BlockMask:
         """Return which blocks meet (see `block_mask_of`)."""
         small = _stand_in(mask, shards)
-        return _cached(self._patterns, (mask, small), lambda: block_mask_of(mask, small))
+        return _cached(self._block_masks, (mask, small), lambda: block_mask_of(mask, small))
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
