@@ -94,19 +94,20 @@ def _content(program: Program, transfer: Transfer) -> tuple:
     return transfer.unit, program.slots[transfer.slot].head_chunk, transfer.tag
 
 
-def _collective(words: str, communicator: tuple, rank: int, ranks: Iterable[int], content: Any) -> Operation:
+def _collective(text: str, communicator: tuple, rank: int, ranks: Iterable[int], content: Any) -> Operation:
     """Return a collective as messages among all ranks that take part."""
     others = [peer for peer in ranks if peer != rank]
     return Operation(
-        words,
+        text,
         tuple((Channel(communicator, rank, peer), content) for peer in others),
         tuple((Channel(communicator, peer, rank), content) for peer in others),
     )
 
 
 def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]:
-    """Return, for each operation, the operations of other ranks that must run while it does, as (rank, index in its
-    queue).
+    """Return, for each operation, the operations of other ranks that must run at the same time.
+
+    Each of those is given as (rank, index in its queue).
     """
     ends: dict[Channel, tuple[list, list]] = defaultdict(lambda: ([], []))
     for rank, queue in enumerate(queues):

@@ -283,8 +283,9 @@ class _Tracker:
         self.make(instruction.received)
 
     def finish(self, instruction: op.Finish) -> None:
-        """Count results in the inputs' dtype: allocated one after the other, or all at once if a rank owns several
-        blocks.
+        """Count results in the inputs' dtype.
+
+        They are allocated one after the other, or all at once if a rank owns several blocks.
         """
         finished = 0
         if self.program.blocks_per_rank > 1:

@@ -254,10 +254,9 @@ def _foreign_operands(products: list[set[tuple[int, int]]], blocks_per_rank: int
 
 
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
-    """Return the rank that sends each operand, as in the plan; blocks of a gather are passed around a ring of its
-    members.
+    """Return the rank that sends each operand, as in the plan.
 
-    Ranks that only pass an operand on have an entry too.
+    Blocks of a gather are passed around a ring of its members. Ranks that only pass an operand on have an entry too.
     """
     source: dict[RankBlock, int] = {}
     for rank, steps in enumerate(plan.ranks):

@@ -23,9 +23,7 @@ LOCAL = -1
 
 
 def local_slot(index: int) -> int:
-    """Return the value that refers to block number `index` of the head chunk's input tensors, in place of a slot
-    number.
-    """
+    """Return the slot number that refers to block number `index` of the head chunk's input tensors."""
     return LOCAL - index
 
 
@@ -327,8 +325,9 @@ class Program:
     blocks_per_rank: int = 1
 
     def where(self, at: int, around: int = 2) -> str:
-        """Return a text about instruction number `at`: its step, `around` steps before and after it, and the ranks it
-        communicates with.
+        """Return a text about instruction number `at`, for error messages.
+
+        It has the instruction's step, `around` steps before and after it, and the ranks that take part in it.
         """
         step = self.code[at].step
         peers = sorted(

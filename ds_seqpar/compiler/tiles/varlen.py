@@ -83,10 +83,9 @@ def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile
 
 
 def _upper(region: _Region) -> Iterator[Tile]:
-    """Yield the tiles of a region whose left edge moves while its right one stays, for a kernel that needs a causal
-    edge.
+    """Yield the tiles of a region whose left edge moves while its right one stays.
 
-    In reverse order of rows and columns the left edge is one.
+    They are for a kernel that needs a causal edge: in reverse order of rows and columns the left edge is one.
     """
     q0, q1, a0, _, _, b1 = region
     yield Tile(q0, q1, a0, a0 + region.rows, "upper")
