@@ -1,4 +1,4 @@
-"""Time lines as pictures: rows of ranks, each with what a rank does and what arrives."""
+"""Timelines as pictures: one row per rank, with what the rank does and what it receives."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "
 # kind of event -> its text in the legend; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
          "post": "posting", "exchange": "Ulysses' exchange arriving", "agree": "agreeing"}  # fmt: skip
-ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # in a row's lower lane
+ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
 def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNSPLIT) -> None:
-    """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
-    where it is not installed, or the file cannot be written.
+    """Write the simulated timeline as an image, PNG or the format of the file's extension.
 
-    A row is a CP rank, whose Ulysses ranks do the same at the same time. Its upper lane: products and waits; its
-    lower lane: transfers and exchanges of heads that arrive. Time is in products of two blocks.
+    A row is a CP rank, whose Ulysses ranks do the same at the same time. Its upper lane shows products and waits, its
+    lower lane transfers and exchanges of heads that arrive. Time is in products of two blocks.
+
+    Raises:
+        ConfigError: if matplotlib is not installed, or the file cannot be written.
     """
     timeline = simulate(programs_of(plan, head_split), costs)
     bound = head_split.head_chunks * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
     ulysses_size, head_chunks = head_split[:2]
-    words = f" in Ulysses {ulysses_size}" * (ulysses_size > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
-    title = f"{plan.name}{words}, {plan.direction}: {ratio}"
+    split = f" in Ulysses {ulysses_size}" * (ulysses_size > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
+    title = f"{plan.name}{split}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"
     rows = {
         cp_rank: ranks_in_words(range(cp_rank * ulysses_size, (cp_rank + 1) * ulysses_size))
@@ -48,9 +50,15 @@ def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNS
 def draw_timelines(
     timelines: Mapping[str, Timeline], file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
 ) -> None:
-    """Writes time lines, by title, side by side: the same rows, and the same axis of time, on which each begins at 0.
+    """Write timelines, by title, side by side, with the same rows and the same time axis, on which each begins at 0.
 
-    rows: a rank that is drawn -> the row's label. second: how many seconds are one `unit`. Raises as `draw` does."""
+    Args:
+        rows: for each rank that is drawn, the label of its row.
+        second: the number of seconds in one `unit`.
+
+    Raises:
+        ConfigError: as `draw`.
+    """
     height = 1.2 + 0.62 * len(rows)
     figure = new_figure(13 * len(timelines), height)
     from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
@@ -71,7 +79,7 @@ def draw_timelines(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty picture, in inches. Raises ConfigError where matplotlib is not installed."""
+    """Return an empty figure; sizes are in inches. Raise ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -83,42 +91,46 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, file: str | Path) -> None:
-    """Writes a picture. Raises ConfigError for a file that cannot be written."""
+    """Write a figure. Raise ConfigError if the file cannot be written."""
     try:
         figure.savefig(file, dpi=110, bbox_inches="tight")
-    except (OSError, ValueError, RuntimeError) as error:  # no folder, an ending that is not known or needs LaTeX
+    # a missing folder, or an extension that is unknown or needs LaTeX
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
 
 
 def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float, width: float) -> None:
-    """Draws the events of some ranks, a row each. second: seconds of one unit of time; width: of the axis of time, in
-    units. All bars are one collection, since a bar by itself takes milliseconds."""
+    """Draw the events of some ranks, one row each.
+
+    `second` is the number of seconds in one unit of time, `width` the length of the time axis in units. All bars are
+    one collection, since a single bar takes milliseconds.
+    """
     from matplotlib.collections import PolyCollection
 
-    bars: list[tuple[Event, float, float]] = []  # each with the middle of its lane, and its height
+    bars: list[tuple[Event, float, float]] = []  # (event, center of its lane, height)
     for row, rank in enumerate(ranks):
         arriving = lanes(timeline.of(rank, *ARRIVING))
         count = 1 + max((lane for lane, _ in arriving), default=0)
-        height = 0.3 / count  # what overlaps shares the lane
+        height = 0.3 / count  # overlapping events share the lane
         bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in arriving]
-        # what encloses others lies below them
-        doing = timeline.of(rank, *(kind for kind in NAMES if kind not in ARRIVING))
-        bars += [(event, row - 0.2, 0.5) for event in sorted(doing, key=lambda event: event.start - event.end)]
-    corners, thin = [], []
+        # events that enclose others are drawn below them
+        upper = timeline.of(rank, *(kind for kind in NAMES if kind not in ARRIVING))
+        bars += [(event, row - 0.2, 0.5) for event in sorted(upper, key=lambda event: event.start - event.end)]
+    corners, too_thin = [], []
     for event, lane, height in bars:
         left, right = ((at - timeline.start) / second for at in (event.start, event.end))
         low, high = lane - height / 2, lane + height / 2
         corners.append([(left, low), (right, low), (right, high), (left, high)])
-        thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would leave nothing of it
+        too_thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would cover it
         _label(axes, event, left, right, lane, height, width)
     colors = [COLORS[event.kind] for event, _, _ in bars]
-    widths = [0 if narrow else 0.6 for narrow in thin]
+    widths = [0 if thin else 0.6 for thin in too_thin]
     axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=widths))
     axes.set_xlim(0, width)
 
 
 def _label(axes: Axes, event: Event, left: float, right: float, lane: float, height: float, width: float) -> None:
-    """Writes what an event is about, where its bar has room for it."""
+    """Write the label of an event, if its bar has room for it."""
     label = event.label.split(":")[0] if event.kind in ("move", "product", "exchange") else ""
     if label and height > 0.2 and (right - left) / max(width, 1e-9) * 150 > len(label):
         axes.text((left + right) / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)

@@ -1,4 +1,4 @@
-"""A bound program as text: one line for each instruction, then one for each slot with its bytes."""
+"""A bound program as text: one line per instruction, then one per slot with its bytes."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from ..compiler.schedules.plan import columns
 
 
 def listing(bound: BoundProgram) -> str:
-    """The text of one rank's bound program: its instructions in order, its slots, and its peak of memory in bytes.
+    """Return the text of one rank's bound program: its instructions in order, its slots, and its peak memory in bytes.
 
-    `[3]` is slot 3, and `local` are the tensors that the caller gave. `#2` is a ticket: what an instruction starts with
-    it runs until `wait #2`. The last column names the slots that are free after an instruction."""
+    `[3]` is slot 3, and `local` refers to tensors of the caller. `#2` is a ticket: what an instruction with this ticket
+    starts runs until `wait #2`. The last column has the slots that are free after an instruction.
+    """
     program = bound.program
     code = [["step", "instruction", "free after it"]]
     for instruction, freed in zip(program.code, program.frees, strict=True):
-        code.append([str(instruction.step), _words(instruction), " ".join(map(_slot, freed))])
+        code.append([str(instruction.step), _instruction_text(instruction), " ".join(map(_slot_text, freed))])
     slots = [["slot", "holds", "bytes"]]
     for number, (kind, role, keys, _, exchange) in enumerate(program.slots):
         units = dict.fromkeys(unit_name((kind, key)) for key in keys)
-        held = f"{role} {exchange.words}" if exchange else ", ".join(units)
-        held += " in the dtype of sums" * (role == "accum")
-        slots.append([_slot(number), held, str(bound.slot_bytes(number))])
+        content = f"{role} {exchange.words}" if exchange else ", ".join(units)
+        content += " in the dtype of sums" * (role == "accum")
+        slots.append([_slot_text(number), content, str(bound.slot_bytes(number))])
     head = f"{program.name} {program.direction}, the program of CP rank {program.rank} of {program.size}"
     peak = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"
     return "\n".join([head, *columns(code), "", *columns(slots), "", peak])
 
 
-def _words(one: Instruction) -> str:
-    """An instruction as text."""
-    shown = {field: _shown(one, field) for field in one._fields}
-    if isinstance(one, op.Post):
-        sends = [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in one.sends]
-        receives = [f"{_slot(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in one.receives]
+def _instruction_text(instruction: Instruction) -> str:
+    shown = {field: _field_text(instruction, field) for field in instruction._fields}
+    if isinstance(instruction, op.Post):
+        sends = [f"{_slot_text(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in instruction.sends]
+        receives = [f"{_slot_text(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in instruction.receives]
         shown["messages"] = ", ".join(sends + receives)
-    elif isinstance(one, op.Merge) and one.accumulator == LOCAL:
+    elif isinstance(instruction, op.Merge) and instruction.accumulator == LOCAL:
         shown["accumulator"] = "none"
-    return TEXTS[type(one)].format(**shown)
+    return TEXTS[type(instruction)].format(**shown)
 
 
-def _shown(one: Instruction, field: str) -> str:
-    """A field of an instruction as text."""
-    value = getattr(one, field)
-    if field in SLOTS[type(one)]:
-        return _slot(value)
+def _field_text(instruction: Instruction, field: str) -> str:
+    value = getattr(instruction, field)
+    if field in SLOTS[type(instruction)]:
+        return _slot_text(value)
     return SHOWN[field](value) if field in SHOWN else str(value)
 
 
-def _arrived(arrived: Sequence[tuple[HeadExchange, int]]) -> str:
-    return ", ".join(f"{' '.join(exchange.fields)} {_slot(slot)}" for exchange, slot in arrived) or "local tensors"
+def _arrived_text(arrived: Sequence[tuple[HeadExchange, int]]) -> str:
+    return ", ".join(f"{' '.join(exchange.fields)} {_slot_text(slot)}" for exchange, slot in arrived) or "local tensors"
 
 
-def _results(results: Sequence[tuple[Unit, int]]) -> str:
-    return ", ".join(f"{unit_name(unit)} {_slot(slot)}" for unit, slot in results)
+def _results_text(results: Sequence[tuple[Unit, int]]) -> str:
+    return ", ".join(f"{unit_name(unit)} {_slot_text(slot)}" for unit, slot in results)
 
 
-def _slot(slot: int) -> str:
+def _slot_text(slot: int) -> str:
     return "local" if is_local(slot) else f"[{slot}]"
 
 
@@ -85,14 +84,14 @@ TEXTS: dict[type, str] = {
     op.Leave: "leave head chunk {head_chunk}",
     op.UnpackHeads: "unpack heads of {exchange} from {received}",
 }
-# field of an instruction -> its value as text, for fields that are neither numbers nor slots
+# field of an instruction -> function from its value to text, for fields that are neither numbers nor slots
 SHOWN: dict[str, Callable[[Any], str]] = {
     "unit": unit_name,
     "collective": lambda collective: unit_name(collective.unit),
     "q": name_of,
     "kv": name_of,
-    "results": _results,
+    "results": _results_text,
     "exchange": lambda exchange: exchange.words,
     "ranks": lambda ranks: str(len(ranks)),
-    "arrived": _arrived,
+    "arrived": _arrived_text,
 }

@@ -1,7 +1,8 @@
-"""From settings, mask and lengths to the program of one rank. Each part is made once for what it depends on.
+"""The compiler: from settings, mask and lengths to the program of one rank.
 
-The structure says what is computed and moved in which order, in which slots. It depends on which blocks meet; under a
-causal or full mask no length changes that. A length gives slots their tokens and products their tiles.
+Each stage is cached by what it depends on. The structure of a program says what is computed and moved in which order,
+and in which slots. It depends on which blocks meet; under a causal or full mask no length changes that. The lengths
+determine the tokens of slots and the tiles of products.
 """
 
 from __future__ import annotations
@@ -25,32 +26,35 @@ from .sharding.shards import EvenShards, Shards, tokens_by_ulysses_rank
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
-CACHE_SIZE = 64  # entries of each cache: more masks and lengths than are in use at one time
-# tokens: where runs are at least this long, each edge of a tile is a linear function of the run's length
+CACHE_SIZE = 64  # entries of each cache: more than the masks and lengths in use at one time
+# in tokens: if runs are at least this long, each edge of a tile is a linear function of the length of the runs
 SAMPLE_LENGTH = 4
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings that plans are made from, whatever is attended to. forward, backward: the side that moves in that
-    direction, "kv", "q" or "auto". overlap: whether the overlap pass reorders the plan."""
+    """The settings that plans are made from, for any mask and lengths."""
 
     schedule: Schedule
     topology: Topology
-    forward: str = "auto"
-    backward: str = "auto"
-    overlap: bool = False
+    forward: str = "auto"  # the side that moves in forward: "kv", "q" or "auto"
+    backward: str = "auto"  # the side that moves in backward
+    overlap: bool = False  # whether the overlap pass reorders the plan
 
     @property
     def size(self) -> int:
         return self.topology.size(*self.topology.cp_axes)
 
     def moving_side(self, direction: str, block_mask: BlockMask, sizes: Mapping[str, int]) -> str:
-        """The side that moves: the one that is set, or the one that "auto" chooses. That is the side with which the
-        busiest rank receives the fewest bytes. If two sides tie: under a plain block mask the schedule's first side;
-        otherwise the side with the smaller total over all ranks. sizes: bytes of a block of each kind; all blocks count
-        as equally long."""
+        """Return the side that moves: the side that is set, or the one that "auto" chooses.
+
+        "auto" chooses the side with which the busiest rank receives the fewest bytes. If two sides tie, it is the
+        schedule's first side under a plain block mask, and otherwise the side with the smaller total over all ranks.
+
+        Args:
+            sizes: bytes of a block of each kind; all blocks count as equally long.
+        """
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
             return sides[0] if chosen == "auto" else chosen
@@ -61,8 +65,11 @@ class Recipe:
     def bytes_received(
         self, direction: str, moving_side: str, sizes: Mapping[str, int], block_mask: BlockMask | None = None
     ) -> list[float]:
-        """Bytes that each rank receives. Without a block mask, or where the schedule cannot count by one, they are
-        those of all products that the schedule can compute. sizes: bytes of a block of each kind."""
+        """Return the bytes that each rank receives.
+
+        Without a block mask, or if the schedule cannot count with one, these are the bytes for all products that the
+        schedule can compute. `sizes` has the bytes of a block of each kind.
+        """
         if block_mask:
             steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
             if isinstance(steps, Counted):
@@ -71,12 +78,12 @@ class Recipe:
         return self.schedule.received(axes, direction, moving_side, sizes)
 
     def plan(self, direction: str, block_mask: BlockMask, shape: Shape) -> Plan:
-        """The plan of all ranks. Raises ConfigError where the schedule has none for what is visible."""
+        """Return the plan of all ranks. Raise ConfigError if the schedule has none for the visible blocks."""
         sizes = shape.bytes_per_token(direction)
         return _plan(self, direction, block_mask, self.moving_side(direction, block_mask, sizes), tuple(sizes.items()))
 
     def steps(self, direction: str, block_mask: BlockMask, shape: Shape, rank: int) -> Steps:
-        """The steps of one rank. With overlap they are made from the plan of all ranks."""
+        """Return the steps of one rank. With overlap they are taken from the plan of all ranks."""
         if self.overlap:
             return self.plan(direction, block_mask, shape).ranks[rank]
         moving_side = self.moving_side(direction, block_mask, shape.bytes_per_token(direction))
@@ -85,8 +92,10 @@ class Recipe:
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _cheapest_side(recipe: Recipe, direction: str, block_mask: BlockMask, sizes: tuple[tuple[str, int], ...]) -> str:
-    """The moving side with which the busiest rank receives the fewest bytes. If two tie: the one with the smaller total
-    over all ranks."""
+    """Return the moving side with which the busiest rank receives the fewest bytes.
+
+    If two sides tie, it is the one with the smaller total over all ranks.
+    """
 
     def cost(side: str) -> tuple[float, float]:
         received = recipe.bytes_received(direction, side, dict(sizes), block_mask)
@@ -103,17 +112,21 @@ def _plan(
     plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.blocks_per_rank)
     if not recipe.overlap:
         return plan
-    # imported here only: it loads the simulator too, which training without overlap does not need
+    # imported lazily: it imports the simulator too, which training without overlap does not need
     from .overlap.overlap import overlapped
 
     return overlapped(plan, block_mask, dict(sizes))
 
 
 class BoundProgram:
-    """A program with the lengths of one call: the walker, the simulator and the memory figure read it.
+    """A program with the lengths of one call. The walker, the simulator and the memory estimate read it.
 
-    shapes: for each head chunk, the shape of its inner tensors. support: of the kernel. linear_tiles: what gives tiles
-    by the length alone, where there is such a thing. heads: which Ulysses rank has which heads, in which head chunk."""
+    Args:
+        shapes: for each head chunk, the shape of its inner tensors.
+        support: what the kernel supports.
+        linear_tiles: computes tiles from the length alone; None if that is not possible.
+        heads: which Ulysses rank has which heads, in which head chunk.
+    """
 
     def __init__(
         self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, support: KernelSupport,
@@ -123,7 +136,7 @@ class BoundProgram:
         self.shape, self.heads = shapes[0], heads
         self._linear_tiles, self._run_length = linear_tiles, run_length(shards) if linear_tiles else 0
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
-        # asked for at every walk, and made once
+        # read at every walk, and computed once
         self.fields = functools.cache(self._fields)
         self.tiles, self.launches = functools.cache(self._tiles), functools.cache(self._launches)
         self.unit_size = functools.cache(self._unit_size)
@@ -132,73 +145,79 @@ class BoundProgram:
         self._locations_of = functools.cache(lambda slot, n: locations_of(self.fields(slot), self.shape.batch, n))
 
     def _tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """The visible part of the product of some q and kv blocks."""
+        """Return the visible part of the product of some q and kv blocks."""
         if self._linear_tiles:
             return self._linear_tiles.tiles(q, kv, self._run_length)
         return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.support.square)
 
     def _launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """The visible part of a product as launches that the kernel supports."""
+        """Return the visible part of a product as launches that the kernel supports."""
         return launches(self.tiles(q, kv), self.support)
 
     def tokens(self, kind: str, key: Key) -> int:
-        """How many tokens a unit has."""
+        """Return the number of tokens of a unit."""
         return self.shards.tokens(side_of(kind), key)
 
     def _unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
-        """(elements of a unit in this slot, bytes that it takes of the slot)."""
+        """Return (elements of a unit in this slot, bytes that it takes of the slot)."""
         tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
     def _exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
-        """How many elements this Ulysses rank sends and receives in an exchange of heads."""
         return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
-        """Bytes that a unit takes of a slot."""
+        """Return the bytes that a unit takes of a slot."""
         return self.unit_size(slot, kind, key)[1]
 
     def _locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
-        """Where a unit's tensors stand in its part of a slot: the same object for units of as many tokens."""
+        """Return the locations of a unit's tensors; the same object for units of the same number of tokens."""
         return self._locations_of(slot, self.tokens(kind, key))
 
     def _fields(self, slot: int) -> tuple[Field, ...]:
-        """The tensors of a unit in this slot, which is no slot of an exchange."""
+        """Return the tensors of a unit in this slot, which must not be a slot of an exchange."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
-        dtype = shape.accum_dtype if role == "accum" else None  # None: results have the dtype in which they travel
+        dtype = shape.accum_dtype if role == "accum" else None  # None: results are in comm_dtype
         return shape.fields(self.program.direction, kind, dtype)
 
     def slot_bytes(self, slot: int) -> int:
-        """Bytes that a slot must hold: the largest of its units, or one part after the other."""
+        """Return the bytes of a slot: those of its largest unit, whose blocks are stored one after the other."""
         kind, role, keys, _, exchange = self.program.slots[slot]
         if exchange:
             sizes = self.exchange_sizes(exchange)
             return sum(sizes.outgoing if role == "sent" else sizes.incoming) * sizes.itemsize
         tokens = max(self.tokens(kind, key) for key in (keys[:1] if self.shards.even else keys))
-        parts = len(keys[0])
-        return parts * buffer_bytes(self.fields(slot), self.shape.batch * -(-tokens // parts))
+        blocks = len(keys[0])
+        return blocks * buffer_bytes(self.fields(slot), self.shape.batch * -(-tokens // blocks))
 
 
 class Compiler:
-    """Makes and caches the programs of one rank. An inner program is one head chunk's, without exchanges of heads; a
-    call's program has all head chunks with their exchanges. A bound program also has lengths.
+    """Compiles and caches the programs of one rank.
 
-    receive_ahead: by how many steps receives are posted early, as the transport needs it; see `lower`."""
+    An inner program is that of one head chunk, without exchanges of heads. The program of a call has all head chunks
+    with their exchanges. A bound program also has lengths.
+
+    Args:
+        receive_ahead: number of steps by which receives are posted early, as the transport requires (see `lower`).
+    """
 
     def __init__(self, recipe: Recipe, rank: int, receive_ahead: int = 0) -> None:
         self.recipe, self.rank, self.receive_ahead = recipe, rank, receive_ahead
         self._bound: OrderedDict[Hashable, BoundProgram] = OrderedDict()
         self._inner: OrderedDict[Hashable, Program] = OrderedDict()
         self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
-        self._patterns: OrderedDict[Hashable, BlockMask] = OrderedDict()
+        self._block_masks: OrderedDict[Hashable, BlockMask] = OrderedDict()
         self._linear_tiles: OrderedDict[Hashable, _LinearTiles] = OrderedDict()
 
     def bound_inner(
         self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
     ) -> BoundProgram:
-        """An inner program with lengths. shape: of the inner tensors. Raises ConfigError where the schedule cannot do
-        what this mask asks of these shards."""
+        """Return an inner program with lengths. `shape` is that of the inner tensors.
+
+        Raises:
+            ConfigError: if the schedule does not support this mask for these shards.
+        """
 
         def make() -> BoundProgram:
             program, heads = self.inner_program(direction, mask, shards, shape), Heads.of(shape.q_heads, shape.kv_heads)
@@ -211,8 +230,15 @@ class Compiler:
         self, direction: str, mask: Mask, shards: Shards, local: Shape, ulysses: UlyssesGroup, support: KernelSupport,
         head_chunks: int = 1, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
-        """The program of one call of attention, with lengths. local: the shape of a rank's local tensors, of all heads.
-        lse: whether the caller wants the lse too. Raises as `bound_inner` does."""
+        """Return the program of one call of attention, with lengths.
+
+        Args:
+            local: the shape of this rank's local tensors, of all heads.
+            lse: whether the lse is returned to the caller.
+
+        Raises:
+            ConfigError: as `bound_inner`.
+        """
 
         def make() -> BoundProgram:
             heads = Heads.of(local.q_heads, local.kv_heads, ulysses, head_chunks)
@@ -227,19 +253,19 @@ class Compiler:
     def program_of_call(
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool
     ) -> Program:
-        """The program of a call, from the inner program of each head chunk. ulysses_size: of the Ulysses group."""
+        """Return the program of a call, from the inner program of each head chunk."""
         q, kv = (tokens_by_ulysses_rank(shards, side, self.rank, ulysses_size) for side in ("q", "kv"))
-        same_tokens = q == kv  # then q, k and v can travel in one exchange
+        same_tokens = q == kv  # then q, k and v can be sent in one exchange
         options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap
-        # the inner programs are cached beside it: an `id` is good for as long as its program is
+        # the inner programs are cached with the entry, so that an `id` stays valid as long as the entry does
         cache_key = tuple(map(id, inner)), *options
         return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]
 
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
-        """The program of one head chunk. Raises as `bound_inner` does."""
+        """Return the program of one head chunk. Raise ConfigError as `bound_inner` does."""
         block_mask = self.block_mask(mask, shards)
         comm_in_accum_dtype = shape.comm_dtype == shape.accum_dtype
-        # the cache key has of the shape only what the steps depend on
+        # of the shape, the cache key has only what the steps depend on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
         moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
 
@@ -254,20 +280,20 @@ class Compiler:
         return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)
 
     def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
-        """What gives the tiles of these shards by their length alone; None where more than the length decides."""
+        """Return what computes the tiles of these shards from their length, or None if more than that decides."""
         if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > SAMPLE_LENGTH):
             return None
         cache_key = mask, shards.layout, shards.size, square
         return _cached(self._linear_tiles, cache_key, lambda: _LinearTiles(*cache_key))
 
     def block_mask(self, mask: Mask, shards: Shards) -> BlockMask:
-        """Which blocks meet; see `block_mask_of`."""
+        """Return which blocks meet (see `block_mask_of`)."""
         small = _stand_in(mask, shards)
-        return _cached(self._patterns, (mask, small), lambda: block_mask_of(mask, small))
+        return _cached(self._block_masks, (mask, small), lambda: block_mask_of(mask, small))
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
-    """Which pairs of blocks meet: some query of the one sees some key of the other."""
+    """Return which pairs of blocks meet: some query of one block sees some key of the other."""
     q, kv = (
         [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
     )
@@ -275,7 +301,7 @@ def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
-    """A function of a q block and a kv block: the visible share of their product, from 0 to 1."""
+    """Return a function that maps a q block and a kv block to the visible share of their product, from 0 to 1."""
 
     @functools.cache
     def share(q: int, kv: int) -> float:
@@ -287,26 +313,29 @@ def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
 
 
 def _stand_in(mask: Mask, shards: Shards) -> Shards:
-    """Shards of few tokens whose blocks meet where these do."""
+    """Return shards of few tokens that have the same block mask."""
     if mask.scale_free and isinstance(shards, EvenShards):
         length = run_length(shards)
-        if length > 2:  # two tokens have an order, which is all that such a mask looks at
+        if length > 2:  # such a mask depends only on the order of tokens, and two tokens have one
             return dataclasses.replace(shards, seq=shards.seq // length * 2)
     return shards
 
 
 class _LinearTiles:
-    """The tiles of products as a linear function of the length of all runs. Under a mask that only looks at the order
-    of positions, every edge of a tile grows linearly with that length. So the tiles for two short lengths show it."""
+    """The tiles of products as a linear function of the length of all runs.
+
+    Under a mask that only depends on the order of positions, every edge of a tile grows linearly with that length. So
+    the tiles for two short lengths determine the function.
+    """
 
     def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
         runs = len(LAYOUTS[layout].runs(2 * size, size, 0)) * size
-        self.samples = tuple(EvenShards(layout, runs * (SAMPLE_LENGTH + more), size) for more in (0, 1))
+        self.samples = tuple(EvenShards(layout, runs * (SAMPLE_LENGTH + extra), size) for extra in (0, 1))
         self.mask, self.square = mask, square
         self.cache: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}
 
     def tiles(self, q: Key, kv: Key, length: int) -> tuple[Tile, ...]:
-        """The tiles of a product for runs of `length` tokens, SAMPLE_LENGTH or more."""
+        """Return the tiles of a product for runs of `length` tokens, SAMPLE_LENGTH or more."""
         slopes = self.cache.get((q, kv))
         if slopes is None:
             slopes = self.cache[q, kv] = self.slopes(q, kv)
@@ -317,7 +346,7 @@ class _LinearTiles:
         )
 
     def slopes(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-        """Each tile at SAMPLE_LENGTH, and by how much each of its edges grows when runs grow by one token."""
+        """Return each tile at SAMPLE_LENGTH, and the growth of each of its edges per token of the runs' length."""
         small, large = (
             tiles(shards.runs("q", q), shards.runs("kv", kv), self.mask, self.square) for shards in self.samples
         )
@@ -328,17 +357,17 @@ class _LinearTiles:
 
 
 def run_length(shards: Shards) -> int:
-    """Tokens of every run, where a named layout gives them; 0 where there are no tokens."""
+    """Return the tokens of each run of a named layout; 0 if there are no tokens."""
     return next((run.length for run in shards.runs("q", (0,))), 0)
 
 
 def side_of(kind: str) -> str:
-    """Whose tokens a unit of this kind has: those of "q" or of "kv"."""
+    """Return the side, "q" or "kv", whose tokens a unit of this kind has."""
     return "kv" if kind in ("kv", "dkv") else "q"
 
 
-def _cached(cache: OrderedDict[Hashable, Made], cache_key: Hashable, make: Callable[[], Made]) -> Made:
-    """The entry of this key, made where it is missing; beyond CACHE_SIZE entries the oldest goes."""
+def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
+    """Return the entry of this key, created if missing; beyond CACHE_SIZE entries the oldest is removed."""
     if cache_key not in cache:
         cache[cache_key] = make()
         if len(cache) > CACHE_SIZE:

@@ -1,1 +1,1 @@
-"""The same products in a faster order, and the simulator that compares orders."""
+"""The overlap pass, which reorders plans, and the simulator that compares them."""

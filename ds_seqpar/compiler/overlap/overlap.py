@@ -1,7 +1,8 @@
-"""Overlap as a pass over plans: collectives become moves of single blocks, products run as their operands arrive.
+"""Overlap as a pass over plans: collectives become moves of single blocks, and products run as their operands arrive.
 
-It works on the plan of any schedule. For a mesh (a, b, 1) it finds what Attention2D-O orders by hand (Algs. 4-11). A
-rank's own products come first, then those of whichever block has arrived. Results travel while other products run.
+It works on the plan of any schedule. For a mesh (a, b, 1) it finds what Attention2D-O orders by hand (Algs. 4-11).
+Products of a rank's own blocks come first, then those of whichever block has arrived. Results are sent while other
+products run.
 """
 
 from __future__ import annotations
@@ -16,19 +17,25 @@ from ..schedules.plan import BlockMask, Plan
 from ..sharding.layout import owned, owner
 from .simulate import Costs, communication, programs_of, simulate
 
-RankBlock = tuple[int, str, int]  # (rank, kind, block): an operand or a result, and the rank where it is or is needed
+# (rank, kind, block): an operand or a result, and the rank that has it or needs it
+RankBlock = tuple[int, str, int]
 
 
 def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
-    """The same products on the same ranks and the same bytes, in another order that `simulate` finds fastest.
-
-    plan: of all ranks. needed: which pairs of blocks meet; products of others are left out. sizes: bytes of a block, by
-    kind. Returns the plan itself where no order is faster.
+    """Return the same products on the same ranks with the same bytes, in the order that `simulate` finds fastest.
 
     The order is a greedy list schedule, for products that take as long as the transfers. Two routes of operands are
-    tried: gathered blocks passed on round their group, and, where there are gathers, every block straight from its
-    owner. Results go straight to the rank that owns the block. If some rank would then receive more bytes than in the
-    plan, they go the plan's way, through other ranks that add theirs.
+    tried: gathered blocks passed on around their group and, if there are gathers, every block directly from its owner.
+    Results are sent directly to the rank that owns the block. If some rank would then receive more bytes than in the
+    plan, they are sent as in the plan, through other ranks that add theirs.
+
+    Args:
+        plan: the plan of all ranks.
+        needed: which pairs of blocks meet; other products are left out.
+        sizes: bytes of a block, by kind.
+
+    Returns:
+        The new plan, or `plan` itself if no order is faster.
     """
     costs = Costs(transfer=sizes, product=1.0)
     if communication(plan, costs) == 0:
@@ -43,36 +50,40 @@ def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Pla
 
 
 class _ListScheduler:
-    """Builds the plan step by step. Time is counted in ticks, one product long: tick t becomes step t of the plan. A
-    rank starts at most one product a tick. Transfers are posted between products, and wait for free links.
+    """Builds the plan step by step.
 
-    source: for each operand that a rank needs from another, the rank that sends it."""
+    Time is counted in ticks, each one product long: tick t becomes step t of the plan. A rank starts at most one
+    product per tick. Transfers are posted between products, and wait for free links.
+
+    Args:
+        source: for each operand that a rank needs from another rank, the rank that sends it.
+    """
 
     def __init__(self, plan: Plan, needed: BlockMask, costs: Costs, source: dict[RankBlock, int]) -> None:
         self.plan, self.costs, self.source, self.blocks_per_rank = plan, costs, source, plan.blocks_per_rank
         self.remaining = _products(plan, needed)
-        self.pending = set(self.source)  # operands that nobody has sent yet
-        own = [(r, b) for r in range(plan.size) for b in owned(r, plan.blocks_per_rank)]
-        self.arrival: dict[RankBlock, float] = {(r, k, b): 0.0 for r, b in own for k in ("q", "kv")}
+        self.pending = set(self.source)  # operands that have not been sent yet
+        owned_blocks = [(r, b) for r in range(plan.size) for b in owned(r, plan.blocks_per_rank)]
+        self.arrival: dict[RankBlock, float] = {(r, k, b): 0.0 for r, b in owned_blocks for k in ("q", "kv")}
         self.first_use: dict[RankBlock, int] = {}
-        # for each result that leaves its rank: how many products, and results of other ranks, it still lacks
+        # for each result that is sent to another rank: how many products, and results of other ranks, it still lacks
         self.missing = Counter(
-            unit for r, pairs in enumerate(self.remaining) for p in pairs for unit in self.leaving(r, *p)
+            unit for r, pairs in enumerate(self.remaining) for pair in pairs for unit in self.leaving(r, *pair)
         )
         self.next_rank = _next_ranks(plan, set(self.missing), source, costs.transfer)
         for (_, kind, block), rank in self.next_rank.items():
             if rank != owner(block, self.blocks_per_rank):
                 self.missing[rank, kind, block] += 1
-        # tick -> the results to which another rank's is added in it, after its products
+        # tick -> the results to which a received result is added in that tick, after its products
         self.arriving: dict[int, list[RankBlock]] = defaultdict(list)
-        # when each rank's links are free again, in ticks
+        # the tick from which each rank's links are free again
         self.link_in, self.link_out = [0.0] * plan.size, [0.0] * plan.size
         self.moves: list[tuple[int, Move]] = []
         self.computes: list[tuple[int, Compute]] = []
         self.results: list[tuple[int, Move]] = []
 
     def leaving(self, rank: int, q: int, kv: int) -> list[RankBlock]:
-        """The results of a product whose blocks another rank owns."""
+        """Return the results of a product whose blocks another rank owns."""
         results = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
         return [unit for unit in results if owner(unit[2], self.blocks_per_rank) != rank]
 
@@ -87,8 +98,10 @@ class _ListScheduler:
         return self.emit(tick)
 
     def post_operands(self, tick: int) -> None:
-        """Posts operands until no link is free in this tick: first those that let their receiver compute the most for
-        each second of link."""
+        """Post operands until no link is free in this tick.
+
+        Operands that let their receiver compute the most per second of link time are posted first.
+        """
         while candidates := [candidate for candidate in map(self.priority, self.pending) if candidate]:
             posted = False
             for _, _, (rank, kind, block) in sorted(candidates):
@@ -104,10 +117,12 @@ class _ListScheduler:
                 return
 
     def priority(self, unit: RankBlock) -> tuple[float, int, RankBlock] | None:
-        """What a pending operand is sorted by; None while its source does not have it.
+        """Return the sort key of a pending operand, or None while its source does not have it.
 
-        First the products that it makes possible with operands that are there or on their way, for each second of
-        link; products that lack their other operand count a tenth. Then the block of the nearest owner."""
+        The first key is the number of products that it enables with operands that are present or being sent, per second
+        of link time; products that lack their other operand count a tenth. The second key prefers the block of the
+        nearest owner.
+        """
         rank, kind, block = unit
         if (self.source[unit], kind, block) not in self.arrival:
             return None
@@ -117,21 +132,21 @@ class _ListScheduler:
         return -gain / self.costs.transfer[kind], self.distance(rank, block), unit
 
     def distance(self, rank: int, block: int) -> int:
-        """How many ranks before this one the block's owner is, counted round."""
+        """Return how many ranks before this one the block's owner is, modulo the number of ranks."""
         return (rank - owner(block, self.blocks_per_rank)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:
-        """The tick from which the links of both ranks are free."""
+        """Return the tick from which the links of both ranks are free."""
         return max(self.link_out[src], self.link_in[dst])
 
     def occupy_links(self, move: Move, earliest: float) -> float:
-        """Occupies both ranks' links for a move. Returns the tick in which it arrives."""
+        """Occupy both ranks' links for a move, and return the tick in which it arrives."""
         end = max(earliest, self.link_free(move.src, move.dst)) + self.costs.move(*move.unit) / self.costs.product
         self.link_out[move.src] = self.link_in[move.dst] = end
         return round(end, 9)
 
     def start_product(self, rank: int, tick: int) -> None:
-        """Starts the most urgent product whose operands are there, if any."""
+        """Start the most urgent product whose operands are present, if any."""
         never = float("inf")
         ready = [
             pair
@@ -150,13 +165,15 @@ class _ListScheduler:
             self.first_use.setdefault(unit, tick)
 
     def urgency(self, rank: int, q: int, kv: int) -> tuple:
-        """Products are sorted by this: first those that complete a result for another rank, last those whose results
-        stay."""
+        """Return the sort key of a product.
+
+        Products that complete a result for another rank come first, those whose results stay on this rank last.
+        """
         lacking = [self.missing[unit] for unit in self.leaving(rank, q, kv)]
         return (not lacking, min(lacking, default=0), self.distance(rank, q), self.distance(rank, kv))
 
     def post_results(self, tick: int) -> None:
-        """Sends complete results on after the tick's products, unless operands have taken the links."""
+        """Send complete results after the tick's products, unless operands have occupied the links."""
         self.missing.subtract(self.arriving.pop(tick, []))
         for unit in sorted(unit for unit, count in self.missing.items() if count == 0):
             (rank, kind, block), dst = unit, self.next_rank[unit]
@@ -169,27 +186,28 @@ class _ListScheduler:
                     self.arriving[tick + ticks].append((dst, kind, block))
 
     def emit(self, ticks: int) -> Plan:
-        """The plan of what was noted down, with a step for each tick."""
+        """Return the plan of the recorded moves, products and results, with a step for each tick."""
         steps: list[list[dict[str, list]]] = [
             [{"moves": [], "computes": [], "results": []} for _ in range(ticks)] for _ in range(self.plan.size)
         ]
         for tick, move in self.moves:
-            need = self.first_use[move.dst, move.kind, move.key[0]]
+            needed_at = self.first_use[move.dst, move.kind, move.key[0]]
             for rank in move.ranks:
-                steps[rank][tick]["moves"].append(dataclasses.replace(move, within=need - tick))
+                steps[rank][tick]["moves"].append(dataclasses.replace(move, within=needed_at - tick))
         for tick, compute in self.computes:
             steps[compute.rank][tick]["computes"].append(compute)
         for tick, move in self.results:
             for rank in move.ranks:
                 steps[rank][tick]["results"].append(move)
         ranks = tuple(
-            tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in mine) for mine in steps
+            tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in rank_steps)
+            for rank_steps in steps
         )
         return dataclasses.replace(self.plan, name=f"{self.plan.name}, overlapped", ranks=ranks)
 
 
 def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
-    """The products (q block, kv block) of each rank that are needed."""
+    """Return the needed products (q block, kv block) of each rank."""
     products: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
     for steps in plan.ranks:
         for compute in (compute for step in steps for compute in step.computes):
@@ -200,8 +218,11 @@ def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
 def _next_ranks(
     plan: Plan, results: set[RankBlock], source: Mapping[RankBlock, int], sizes: Mapping[str, float]
 ) -> dict[RankBlock, int]:
-    """For each result that leaves its rank, the rank that it is sent to: the owner of its block. Where that would bring
-    some rank more bytes than the plan does, it is the next rank on the plan's way."""
+    """Return, for each result that is sent to another rank, the rank that it is sent to.
+
+    That is the owner of its block. If some rank would then receive more bytes than in the plan, it is the next rank on
+    the plan's route.
+    """
     target = {unit: owner(unit[2], plan.blocks_per_rank) for unit in results}
     planned = {
         (move.src, move.kind, block): move.dst
@@ -211,30 +232,32 @@ def _next_ranks(
         if move.src == rank
         for block in move.key
     }
-    brought = [0.0] * plan.size
+    received = [0.0] * plan.size
     for rank, kind, _ in [*source, *((dst, kind, block) for (_, kind, block), dst in target.items())]:
-        brought[rank] += sizes[kind]
-    exceeds = any(a > b * (1 + 1e-9) for a, b in zip(brought, plan.received(sizes), strict=True))
+        received[rank] += sizes[kind]
+    exceeds = any(a > b * (1 + 1e-9) for a, b in zip(received, plan.received(sizes), strict=True))
     if not (exceeds and results <= set(planned)):
         return target
     for unit in results:
         rank, kind, block = unit
         while rank != target[unit] and (rank := planned[rank, kind, block]) != target[unit]:
-            if (rank, kind, block) in results:  # a rank that adds its own result; ranks between are skipped
+            if (rank, kind, block) in results:  # this rank adds its own result; ranks in between are skipped
                 break
         target[unit] = rank
     return target
 
 
 def _foreign_operands(products: list[set[tuple[int, int]]], blocks_per_rank: int) -> set[RankBlock]:
-    """The operands of each rank's products that other ranks own."""
+    """Return the operands of each rank's products that other ranks own."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
     return {unit for unit in units if unit[0] != owner(unit[2], blocks_per_rank)}
 
 
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
-    """The rank that sends each operand, as in the plan; a gather's blocks go round a ring of its members. Ranks that
-    only pass an operand on have an entry too."""
+    """Return the rank that sends each operand, as in the plan.
+
+    Blocks of a gather are passed around a ring of its members. Ranks that only pass an operand on have an entry too.
+    """
     source: dict[RankBlock, int] = {}
     for rank, steps in enumerate(plan.ranks):
         for step in steps:
@@ -245,7 +268,7 @@ def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
                 for block in move.key:
                     source.setdefault((rank, move.kind, block), move.src)
     reached: set[RankBlock] = set()
-    for rank, kind, block in wanted:  # and for the ranks that pass it on
+    for rank, kind, block in wanted:  # also the ranks that pass it on
         while rank != owner(block, plan.blocks_per_rank) and (rank, kind, block) not in reached:
             reached.add((rank, kind, block))
             rank = source[rank, kind, block]

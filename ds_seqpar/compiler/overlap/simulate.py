@@ -1,9 +1,9 @@
-"""Programs + cost model -> time line. Pure: no process, no tensor.
+"""The simulator: from programs and a cost model to a timeline. It needs no process and no tensor.
 
-Model: a rank does one thing at a time. Transfers run beside it, each on the links that it takes, and a link carries one
-at a time. A transfer starts when both ends have posted it and all its links are free. `Prices` says what takes how
-long, and which links there are. `Costs` has one link in and one out a rank, and only products and transfers take time;
-`planner.call_costs` has a machine with nodes.
+In this model a rank does one thing at a time. Transfers run beside it, each on the links that it occupies, and a link
+carries one transfer at a time. A transfer starts when both ends have posted it and all its links are free. `Prices`
+defines how long everything takes, and which links there are. In `Costs` each rank has one link in and one link out, and
+only products and transfers take time; `planner.call_costs` models a machine with nodes.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ Start = op.GatherStart | op.ScatterStart | op.ExchangeStart
 
 
 class TransferTime(NamedTuple):
-    """links: those that a transfer takes, and for how many seconds each; seconds: from its start to its arrival."""
+    """The duration of a transfer."""
 
-    links: tuple[tuple[Link, float], ...]
-    seconds: float
+    links: tuple[tuple[Link, float], ...]  # each link that is occupied, and for how many seconds
+    seconds: float  # from start to arrival
 
 
 class CollectiveTimes(NamedTuple):
-    """links: those that a collective takes, and for how many seconds each; seconds: from its start to its end on each
-    member, in their order."""
+    """The duration of a collective."""
 
-    links: tuple[tuple[Link, float], ...]
-    seconds: tuple[float, ...]
+    links: tuple[tuple[Link, float], ...]  # each link that is occupied, and for how many seconds
+    seconds: tuple[float, ...]  # from start to end on each member, in the order of the members
 
 
 class Prices(Protocol):
-    """How long everything takes."""
+    """How long instructions, transfers and collectives take."""
 
     def busy_time(self, rank: int, instruction: Instruction) -> float:
-        """Seconds for which an instruction keeps its rank from the next one; what it waits for is not in them."""
+        """Return the seconds for which an instruction keeps its rank busy, without the time it waits."""
         ...
 
     def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime: ...
@@ -57,13 +56,12 @@ class Prices(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """transfer: seconds to move one block, by kind. product: seconds of one (q block, kv block) product without a mask;
-    weight: the visible share of it. exchange: seconds in which the tensors of an exchange of heads come from all other
-    members."""
+    """Prices for one link in and one link out per rank; only products and transfers take time."""
 
-    transfer: Mapping[str, float]
-    product: float
-    weight: Callable[[int, int], float] = lambda q, kv: 1.0
+    transfer: Mapping[str, float]  # seconds to move one block, by kind
+    product: float  # seconds of one (q block, kv block) product without a mask
+    weight: Callable[[int, int], float] = lambda q, kv: 1.0  # the visible share of a product
+    # seconds to receive the tensors of an exchange of heads from all other members
     exchange: Callable[[HeadExchange], float] = lambda exchange: 0.0
 
     def compute(self, q: Key, kv: Key) -> float:
@@ -80,61 +78,74 @@ class Costs:
         return TransferTime(((("out", src), seconds), (("in", dst), seconds)), seconds)
 
     def collective_times(self, start: Start) -> CollectiveTimes:
-        """A collective takes each member's links until the member has its part."""
+        """Return the times of a collective, which occupies each member's links until that member has its data."""
         if isinstance(start, op.ExchangeStart):
             seconds: tuple[float, ...] = (self.exchange(start.exchange),) * len(start.ranks)
         else:
             block = self.transfer[start.collective.kind]
             seconds = tuple(block * collective_blocks(start, member) for member in start.ranks)
         ends = itertools.product(("in", "out"), zip(start.ranks, seconds, strict=True))
-        return CollectiveTimes(tuple(((way, member), took) for way, (member, took) in ends), seconds)
+        return CollectiveTimes(
+            tuple(((direction, member), duration) for direction, (member, duration) in ends), seconds
+        )
 
     def balanced(self, plan: Plan) -> Costs:
-        """The same costs but for products: with them the busiest rank computes as long as the busiest link in is
-        taken."""
+        """Return the same costs with another time of products.
+
+        With it the busiest rank computes for as long as the busiest link in is occupied.
+        """
         unit = dataclasses.replace(self, product=1.0)
         return dataclasses.replace(self, product=communication(plan, self) / computation(plan, unit))
 
 
 def computation(plan: Plan, costs: Costs) -> float:
-    """Seconds of products on the busiest rank."""
+    """Return the seconds of products on the busiest rank."""
     return max(sum(costs.compute(c.q, c.kv) for step in steps for c in step.computes) for steps in plan.ranks)
 
 
 def communication(plan: Plan, costs: Costs) -> float:
-    """Seconds for which the busiest link in is taken, with the exchanges of heads around the plan."""
+    """Return the seconds for which the busiest link in is occupied, with the exchanges of heads around the plan."""
     return max(plan.received(costs.transfer)) + sum(map(costs.exchange, exchanges(plan.direction)))
 
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
-    """All CP ranks' programs, for results that travel in the dtype of sums. They are those of one Ulysses member,
-    since all members do the same at the same time; head chunks are alike."""
+    """Return all CP ranks' programs, for results that are sent in accum_dtype.
+
+    They are those of one Ulysses rank, since all Ulysses ranks do the same at the same time; head chunks are alike.
+    """
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.blocks_per_rank)
         for rank, steps in enumerate(plan.ranks)
     ]
-    members, head_chunks, saved, overlap = head_split
-    if (members, head_chunks) == (1, 1):
+    ulysses_size, head_chunks, saved, overlap = head_split
+    if (ulysses_size, head_chunks) == (1, 1):
         return inner
     return [
-        _by_itself(call_program([program] * head_chunks, members, True, saved, overlap=overlap)) for program in inner
+        _with_local_exchanges(call_program([program] * head_chunks, ulysses_size, True, saved, overlap=overlap))
+        for program in inner
     ]
 
 
-def _by_itself(program: Program) -> Program:
-    """The program with exchanges of heads that wait for no other rank."""
-    code = (one._replace(ranks=(program.rank,)) if isinstance(one, op.ExchangeStart) else one for one in program.code)
+def _with_local_exchanges(program: Program) -> Program:
+    """Return the program with exchanges of heads that wait for no other rank."""
+    code = (
+        instruction._replace(ranks=(program.rank,)) if isinstance(instruction, op.ExchangeStart) else instruction
+        for instruction in program.code
+    )
     return dataclasses.replace(program, code=tuple(code))
 
 
 def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:
-    """All ranks' time line, in order of time; programs[r]: of rank r. The rank whose time is earliest goes on. What
-    both ends have posted takes its links before anything that is posted later. Of what is posted at one time, that
-    which stands first in its program takes them first."""
+    """Return the timeline of all ranks, in order of time; programs[r] is that of rank r.
+
+    The rank whose time is earliest is advanced. Transfers that both ends have posted occupy their links before any that
+    are posted later. Of transfers posted at the same time, the one that comes first in its program occupies them first.
+    """
     return _Simulation(programs, costs).run()
 
 
-Name = tuple  # (source, destination, tag) of a transfer; (ranks, label, type) of a collective
+# (source, destination, tag) of a transfer; (ranks, label, type), and a member, of a collective
+Name = tuple
 Index = tuple[int, int]  # number of an instruction in its program, and of a transfer in the instruction
 
 
@@ -142,19 +153,19 @@ class _Simulation:
     def __init__(self, programs: Sequence[Program], costs: Prices) -> None:
         self.programs, self.costs, size = programs, costs, len(programs)
         self.at, self.now = [0] * size, [0.0] * size
-        self.link_free: dict[Link, float] = defaultdict(float)  # when a link is free again
+        self.link_free: dict[Link, float] = defaultdict(float)  # time from which a link is free
         self.running = [(0.0, 0, rank) for rank in range(size)]  # a heap: (now, at, rank) of ranks that do not wait
         self.waiting: set[int] = set()
-        # (transfer, end) -> (when, index) of each post that the other end has not matched yet
+        # (transfer, end) -> (time, index) of each post that the other end has not matched yet
         self.posted: dict[tuple[Name, int], deque[tuple[float, Index]]] = defaultdict(deque)
-        # collective -> (when, instruction) of each member that has come
+        # collective -> (time, instruction) of each member that has joined
         self.joined: dict[Name, list[tuple[float, int]]] = defaultdict(list)
-        # a heap: (since when, indices, ranks, number) of what both ends have posted, and what starts it
+        # a heap: (time, indices, ranks, number) of each transfer that both ends have posted, and a function to start it
         self.ready: list[tuple[tuple, Callable[[], None]]] = []
         self.number = itertools.count()
-        self.ended: dict[Name, list[float]] = defaultdict(list)  # a transfer -> when it is done, in order
+        self.ended: dict[Name, list[float]] = defaultdict(list)  # a transfer -> times at which it ended, in order
         self.expected: dict[Name, int] = defaultdict(int)  # a transfer -> how often its receiver has posted it
-        self.due: dict[tuple[int, int], list[tuple[Name, int, str]]] = {}  # (rank, ticket) -> what it waits for
+        self.due: dict[tuple[int, int], list[tuple[Name, int, str]]] = {}  # (rank, ticket) -> what its wait is for
         self.events: list[Event] = []
 
     def run(self) -> Timeline:
@@ -162,12 +173,12 @@ class _Simulation:
             if self.ready and not (self.running and self.running[0][0] <= self.ready[0][0][0]):
                 heapq.heappop(self.ready)[1]()
             else:
-                self.go_on(heapq.heappop(self.running)[2])
+                self.advance(heapq.heappop(self.running)[2])
         assert not self.waiting, "ranks wait for one another"
         return Timeline(tuple(self.events))
 
-    def go_on(self, rank: int) -> None:
-        """Executes a rank's next instruction, or lets the rank wait where it has to."""
+    def advance(self, rank: int) -> None:
+        """Execute a rank's next instruction, or let the rank wait."""
         code, at = self.programs[rank].code, self.at[rank]
         if at == len(code):
             return
@@ -179,7 +190,7 @@ class _Simulation:
         heapq.heappush(self.running, (self.now[rank], self.at[rank], rank))
 
     def blocked(self, rank: int) -> bool:
-        """Whether the next instruction is a wait for what has not ended yet."""
+        """Return whether the next instruction waits for something that has not ended yet."""
         instruction = self.programs[rank].code[self.at[rank]]
         if not isinstance(instruction, op.Wait):
             return False
@@ -204,42 +215,42 @@ class _Simulation:
             self.join(rank, instruction)
 
     def expect(self, name: Name, label: str) -> tuple[Name, int, str]:
-        """What a wait looks at: a transfer, how many of its name come before it, and its label."""
+        """Return what a wait is for: a transfer, the number of earlier ones of its name, and its label."""
         self.expected[name] += 1
         return name, self.expected[name] - 1, label
 
     def spend(self, rank: int, kind: str, seconds: float, label: str) -> None:
-        """The rank does something for so many seconds."""
+        """Add an event of so many seconds to a rank."""
         if seconds > 0:
             self.events.append(Event(rank, kind, self.now[rank], self.now[rank] + seconds, label))
             self.now[rank] += seconds
 
     def post(self, name: Name, end: int, transfer: Transfer, index: Index) -> None:
-        """Posts one end of a transfer (0 sends, 1 receives), which can start once the other end is posted too."""
+        """Post one end of a transfer (0 sends, 1 receives), which can start once the other end is posted too."""
         src, dst, _ = name
         now = self.now[(src, dst)[end]]
         if not self.posted[name, 1 - end]:
             self.posted[name, end].append((now, index))
             return
-        before, other = self.posted[name, 1 - end].popleft()
-        order = max(now, before), max(index, other), min(index, other), (src, dst), next(self.number)
-        heapq.heappush(self.ready, (order, lambda: self.start_transfer(name, transfer, max(now, before))))
+        other_now, other_index = self.posted[name, 1 - end].popleft()
+        order = max(now, other_now), max(index, other_index), min(index, other_index), (src, dst), next(self.number)
+        heapq.heappush(self.ready, (order, lambda: self.start_transfer(name, transfer, max(now, other_now))))
 
     def start_transfer(self, name: Name, transfer: Transfer, since: float) -> None:
         src, dst, _ = name
         links, seconds = self.costs.transfer_time(src, dst, transfer.unit)
-        start = self.take(since, links)
+        start = self.occupy(since, links)
         self.arrive(dst, name, start, seconds, _label(transfer.unit, src, dst))
 
-    def take(self, since: float, links: Sequence[tuple[Link, float]]) -> float:
-        """Takes links once all are free, not before `since`; returns when. links: as in `TransferTime`."""
+    def occupy(self, since: float, links: Sequence[tuple[Link, float]]) -> float:
+        """Occupy links once all are free, not before `since`, and return the start. For `links` see `TransferTime`."""
         start = max(since, *(self.link_free[link] for link, _ in links)) if links else since
         for link, seconds in links:
             self.link_free[link] = start + seconds
         return start
 
     def join(self, rank: int, instruction: Start) -> None:
-        """A rank comes to a collective, which starts when all members have come and its links are free."""
+        """Let a rank join a collective, which starts when all members have joined and its links are free."""
         ranks, label = instruction.ranks, instruction.label
         name = ranks, label, type(instruction).__name__
         self.due[rank, instruction.ticket] = [self.expect((*name, rank), label)]
@@ -251,13 +262,13 @@ class _Simulation:
 
     def start_collective(self, name: Name, instruction: Start, since: float) -> None:
         links, times = self.costs.collective_times(instruction)
-        start = self.take(since, links)
+        start = self.occupy(since, links)
         kind = "exchange" if isinstance(instruction, op.ExchangeStart) else "move"
         for member, seconds in zip(instruction.ranks, times, strict=True):
             self.arrive(member, (*name, member), start, seconds, instruction.label, kind)
 
     def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str, kind: str = "move") -> None:
-        """Notes that a transfer arrives on a rank, which goes on if it waited for it."""
+        """Record the arrival of a transfer on a rank, and resume the rank if it was waiting for it."""
         end = start + seconds
         self.ended[name].append(end)
         self.events.append(Event(rank, kind, start, end, label))
@@ -271,7 +282,7 @@ def _label(unit: Unit, src: int, dst: int) -> str:
 
 
 def collective_blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int:
-    """How many blocks a member of a collective receives."""
+    """Return the number of blocks that a member of a collective receives."""
     collective: Collective = start.collective
     if isinstance(start, op.GatherStart):
         return len(collective.blocks) - len(collective.key_of(rank))

@@ -1,1 +1,1 @@
-"""A rank's steps as instructions over slots, with Ulysses' exchanges."""
+"""The program of a rank: its steps as instructions over slots, with Ulysses' exchanges of heads."""

@@ -1,7 +1,8 @@
-"""What one rank executes: a flat list of instructions over numbered slots. It is made once and walked at every call.
+"""The program of one rank: a flat list of instructions over numbered slots.
 
-The walker, the simulator, the memory figure and error texts all read it. A slot is a buffer that holds one unit at a
-time. `lower` makes the instructions, and lets units share slots.
+A program is compiled once and executed at every call. The walker, the simulator, the memory estimate and error messages
+all read it. A slot is a buffer that holds one unit at a time. `lower` creates the instructions, and lets units share
+slots.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 from ..schedules.actions import Collective, Unit, name_of, unit_name
 from ..sharding.layout import Key
 
-STEP_CHARACTERS = 600  # of a step that `Program.where` shows: it may have a product for each of many blocks
-SlotNumber = Annotated[int, "slot"]  # or what `local_slot` gives
-LOCAL = -1  # in place of a slot number: the tensors that the head chunk was given, or those of its first block
+# characters of a step's text that `Program.where` shows: a step may have a product for each of many blocks
+STEP_CHARACTERS = 600
+SlotNumber = Annotated[int, "slot"]  # the index of a slot, or a value of `local_slot`
+# in place of a slot number: the head chunk's input tensors, or those of its first block
+LOCAL = -1
 
 
-def local_slot(part: int) -> int:
-    """In place of a slot number: block number `part` of the tensors that the head chunk was given."""
-    return LOCAL - part
+def local_slot(index: int) -> int:
+    """Return the slot number that refers to block number `index` of the head chunk's input tensors."""
+    return LOCAL - index
 
 
 def is_local(slot: int) -> bool:
-    """Whether a slot number stands for tensors that the head chunk was given."""
+    """Return whether a slot number refers to input tensors of the head chunk."""
     return slot <= LOCAL
 
 
 class Transfer(NamedTuple):
-    """A message to or from CP rank `peer`: all tensors of a unit, from or into one slot."""
+    """A message to or from CP rank `peer`: all tensors of a unit, sent from or received into one slot."""
 
     peer: int
     unit: Unit
@@ -39,7 +42,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Local tensors of an operand are copied into the slot that they are sent from."""
+    """Copy local tensors of an operand into the slot that they are sent from."""
 
     step: int
     unit: Unit
@@ -47,7 +50,7 @@ class Pack(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Messages start; `Wait` for the same ticket ends them."""
+    """Start messages; the `Wait` with the same ticket completes them."""
 
     step: int
     ticket: int
@@ -61,7 +64,7 @@ class Wait(NamedTuple):
 
 
 class GatherStart(NamedTuple):
-    """The Ulysses ranks' `sent` start to arrive in `received`, Ulysses rank after Ulysses rank."""
+    """Start an all-gather of `sent` into `received`, which is ordered by rank."""
 
     step: int
     ticket: int
@@ -79,7 +82,7 @@ class GatherStart(NamedTuple):
 
 
 class Assemble(NamedTuple):
-    """A gathered operand is put in order of position."""
+    """Put a gathered operand in order of position."""
 
     step: int
     collective: Collective
@@ -92,30 +95,28 @@ class Assemble(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Attention of q and kv, added to the accumulators. results: each with the slot that it takes once it must be in
-    the dtype of sums."""
+    """Compute attention of q and kv, and add the results to the accumulators."""
 
     step: int
     q: Key
     kv: Key
     q_slot: SlotNumber
     kv_slot: SlotNumber
-    results: tuple[tuple[Unit, int], ...]
+    results: tuple[tuple[Unit, int], ...]  # each with the slot that it is stored in once it must be in accum_dtype
 
 
 class Merge(NamedTuple):
-    """A result that arrived and the accumulator (in slot `accumulator`, if there is one) become one, in slot
-    `into`."""
+    """Merge a result that arrived with the accumulator, if there is one, into slot `into`."""
 
     step: int
     unit: Unit
     arrived: SlotNumber
-    accumulator: SlotNumber
+    accumulator: SlotNumber  # LOCAL: there is none yet
     into: SlotNumber
 
 
 class Export(NamedTuple):
-    """An accumulator becomes the message that takes it to another rank."""
+    """Convert an accumulator to the message that is sent to another rank."""
 
     step: int
     unit: Unit
@@ -124,7 +125,7 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """The other members' parts of an accumulator start on their way; the local part goes into slot `local_part`."""
+    """Start to send the other members their shards of an accumulator; store the local shard in slot `local_part`."""
 
     step: int
     ticket: int
@@ -144,30 +145,32 @@ class ScatterStart(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """The parts that the other members sent are merged into the accumulator of `unit`."""
+    """Merge the shards that the other members sent into the accumulator of `unit`."""
 
     step: int
     unit: Unit
     received: SlotNumber
     accumulator: SlotNumber
-    parts: int
+    parts: int  # number of results in `received`
 
 
 class Finish(NamedTuple):
-    """The accumulators of the local blocks become those of the head chunk."""
+    """Turn the accumulators of the local blocks into the results of the head chunk."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a head chunk's heads that Ulysses ranks exchange in one all-to-all. inward: local tokens of all the
-    head chunk's heads become all the CP rank's tokens of a Ulysses rank's own heads; else the reverse. fields: the
-    tensors' names, of `compiler.program.ulysses`."""
+    """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all.
+
+    Inward, from local tokens of all the head chunk's heads to all tokens of the CP rank, of a Ulysses rank's own heads;
+    outward, the reverse.
+    """
 
     head_chunk: int
     inward: bool
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # names of the tensors, as in `compiler.program.ulysses`
 
     @property
     def words(self) -> str:
@@ -175,8 +178,10 @@ class HeadExchange(NamedTuple):
 
 
 class PackHeads(NamedTuple):
-    """What each Ulysses rank is sent is put side by side: inward some of the caller's tensors, outward results of the
-    head chunk."""
+    """Pack the tensors that each Ulysses rank is sent into one buffer.
+
+    Inward these are some of the caller's tensors, outward results of the head chunk.
+    """
 
     step: int
     exchange: HeadExchange
@@ -184,12 +189,12 @@ class PackHeads(NamedTuple):
 
 
 class ExchangeStart(NamedTuple):
-    """An all-to-all among `ranks`, Ulysses ranks by their numbers."""
+    """Start an all-to-all among Ulysses ranks."""
 
     step: int
     ticket: int
     exchange: HeadExchange
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # Ulysses ranks
     sent: SlotNumber
     received: SlotNumber
 
@@ -199,23 +204,22 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """A head chunk begins: from here on, local tensors are the head chunk's. arrived: the exchanges that brought them,
-    with their slots."""
+    """Begin a head chunk: from here on, local tensors are those of the head chunk."""
 
     step: int
     head_chunk: int
-    arrived: tuple[tuple[HeadExchange, int], ...]
+    arrived: tuple[tuple[HeadExchange, int], ...]  # the exchanges of its operands, each with the slot received into
 
 
 class Leave(NamedTuple):
-    """A head chunk ends: what its `Finish` gave is its result, and its operands are given up."""
+    """End a head chunk: keep the results of its `Finish`, and release its operands."""
 
     step: int
     head_chunk: int
 
 
 class UnpackHeads(NamedTuple):
-    """Results that arrived outward are copied to their heads of the caller's tokens."""
+    """Copy results that arrived outward to their heads of the caller's tokens."""
 
     step: int
     exchange: HeadExchange
@@ -226,47 +230,47 @@ Instruction = (
     Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
     | PackHeads | ExchangeStart | Enter | Leave | UnpackHeads
 )  # fmt: skip
-Started = Post | GatherStart | ScatterStart | ExchangeStart  # what a `Wait` ends
-# kind of instruction -> its fields that are slots; transfers, results and what arrived name more slots
+Started = Post | GatherStart | ScatterStart | ExchangeStart  # each is completed by a `Wait`
+# type of instruction -> its fields that are slot numbers; transfers, `results` and `arrived` hold further slot numbers
 SLOTS: dict[type, list[str]] = {
-    kind: [field for field, hint in get_type_hints(kind, include_extras=True).items() if hint == SlotNumber]
-    for kind in get_args(Instruction)
+    cls: [field for field, hint in get_type_hints(cls, include_extras=True).items() if hint == SlotNumber]
+    for cls in get_args(Instruction)
 }
-# kind of instruction -> the kind of its event in a time line
+# type of instruction -> the kind of its event in a timeline
 KINDS = {Product: "product", Merge: "merge", Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post",
          ExchangeStart: "post", Wait: "post", Pack: "copy", Assemble: "copy", Export: "copy", Finish: "copy",
          PackHeads: "copy", UnpackHeads: "copy", Enter: "copy", Leave: "copy"}  # fmt: skip
 
 
-def name_of_kind(kind: type) -> str:
-    """The name of a kind of instruction in lower case, as "pack_heads"."""
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+def name_of_kind(instruction_type: type) -> str:
+    """Return the name of a type of instruction in snake case, such as "pack_heads"."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", instruction_type.__name__).lower()
 
 
 def methods_of(reader: type) -> dict[type, Callable[[Any, Any], None]]:
-    """Kind of instruction -> the method of that name (`name_of_kind`) of a class that reads programs."""
-    return {kind: getattr(reader, name_of_kind(kind)) for kind in SLOTS}
+    """Return, for each type of instruction, the method of `reader` that has its name (`name_of_kind`)."""
+    return {cls: getattr(reader, name_of_kind(cls)) for cls in SLOTS}
 
 
-def label_of(one: Instruction) -> str:
-    """What an instruction does, without its slots."""
-    match one:
+def label_of(instruction: Instruction) -> str:
+    """Return a text of what an instruction does, without its slots."""
+    match instruction:
         case Product():
-            return f"q{name_of(one.q)}*kv{name_of(one.kv)}"
+            return f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
         case Pack() | Assemble() | Merge() | Export() | Fold():
-            return f"{name_of_kind(type(one))} {unit_name(one.unit)}"
+            return f"{name_of_kind(type(instruction))} {unit_name(instruction.unit)}"
         case Finish():
-            return " ".join(["finish", *(unit_name(unit) for unit, _ in one.results)])
+            return " ".join(["finish", *(unit_name(unit) for unit, _ in instruction.results)])
         case PackHeads() | UnpackHeads():
-            return f"{name_of_kind(type(one))} {one.exchange.words}".replace("_heads", "")
+            return f"{name_of_kind(type(instruction))} {instruction.exchange.words}".replace("_heads", "")
         case Enter() | Leave():
-            return f"{name_of_kind(type(one))} head chunk {one.head_chunk}"
+            return f"{name_of_kind(type(instruction))} head chunk {instruction.head_chunk}"
         case _:
-            return name_of_kind(type(one))
+            return name_of_kind(type(instruction))
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
-    """The instruction with the slot number `name(slot)` in place of each slot; local tensors stay."""
+    """Return the instruction with each slot number replaced by `name(slot)`; local tensors stay."""
 
     def new_slot(slot: int) -> int:
         return slot if is_local(slot) else name(slot)
@@ -283,7 +287,7 @@ def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction
 
 
 def slots_of(instruction: Instruction) -> list[int]:
-    """The slots that an instruction names."""
+    """Return the slots that an instruction uses, without local tensors."""
     slots: list[int] = []
 
     def note(slot: int) -> int:
@@ -295,43 +299,49 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 
 class Slot(NamedTuple):
-    """A buffer. kind: of the units that it holds. role: "operand"; "accum", an accumulator in the dtype of sums;
-    "comm", a result in the dtype that it travels in; "sent" or "received", of an exchange of heads, `exchange`. keys:
-    the units' blocks, as many in each. head_chunk: whose heads it has."""
+    """A buffer of a program."""
 
-    kind: str
+    kind: str  # of the units that it holds
+    # "operand"; "accum": an accumulator, in accum_dtype; "comm": a result, in comm_dtype; "sent" or "received": of an
+    # exchange of heads, `exchange`
     role: str
-    keys: tuple[Key, ...]
+    keys: tuple[Key, ...]  # blocks of each unit that it holds; all have the same number of blocks
     head_chunk: int = 0
     exchange: HeadExchange | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One rank's program, of a schedule (`name`) on `size` CP ranks. blocks_per_rank: blocks that each rank owns. code:
-    the instructions in order. slots: by number. frees[i]: slots that no instruction after number i names. words[s]:
-    what the rank does in step s, for people."""
+    """The program of one rank, of a schedule on `size` CP ranks."""
 
-    name: str
+    name: str  # of the schedule
     direction: str
-    rank: int
-    size: int
+    rank: int  # CP rank
+    size: int  # number of CP ranks
     code: tuple[Instruction, ...]
     slots: tuple[Slot, ...]
-    frees: tuple[tuple[int, ...], ...]
-    words: tuple[str, ...]
+    frees: tuple[tuple[int, ...], ...]  # frees[i]: slots that are not used after instruction i
+    words: tuple[str, ...]  # words[s]: a readable text of step s
     blocks_per_rank: int = 1
 
     def where(self, at: int, around: int = 2) -> str:
-        """Text that says where instruction number `at` stands: its step, `around` steps before and after it, and the
-        ranks that take part in it."""
+        """Return a text about instruction number `at`, for error messages.
+
+        It has the instruction's step, `around` steps before and after it, and the ranks that take part in it.
+        """
         step = self.code[at].step
-        peers = sorted({peer for one in self.code if one.step == step for peer in _peers(one)} - {self.rank})
-        near = range(max(0, step - around), min(len(self.words), step + around + 1))
-        words = {s: self.words[s][:STEP_CHARACTERS] + " ..." * (len(self.words[s]) > STEP_CHARACTERS) for s in near}
-        lines = [f"{'->' if s == step else '  '} step {s}: {words[s]}" for s in near]
-        who = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
-        head = f"{self.name} {self.direction}, CP rank {self.rank} of {self.size}, step {step}{who}"
+        peers = sorted(
+            {peer for instruction in self.code if instruction.step == step for peer in _peers(instruction)}
+            - {self.rank}
+        )
+        shown_steps = range(max(0, step - around), min(len(self.words), step + around + 1))
+        texts = {
+            shown: self.words[shown][:STEP_CHARACTERS] + " ..." * (len(self.words[shown]) > STEP_CHARACTERS)
+            for shown in shown_steps
+        }
+        lines = [f"{'->' if shown == step else '  '} step {shown}: {texts[shown]}" for shown in shown_steps]
+        with_ranks = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
+        head = f"{self.name} {self.direction}, CP rank {self.rank} of {self.size}, step {step}{with_ranks}"
         return "\n".join([head, *lines])
 
 

@@ -1,8 +1,9 @@
-"""From a rank's steps to its program: what is copied where, which transfers are waited for when, and in which slots.
+"""Lowering: from a rank's steps to its program.
 
-`lower` gives every unit a buffer of its own; `assign` lets buffers of one size that do not live together share a slot.
-Over gloo a message leaves once its receiver has said that it is ready, and that word waits behind whatever the receiver
-is sending. So `receives_ahead` lets a rank post a receive at the start of an earlier step.
+This decides which copies are made, when each transfer is waited for, and which slots are used. `lower` first gives
+every unit a buffer of its own; `assign` then lets buffers of one size share a slot if they are not live at the same
+time. Over gloo a message is only sent once its receiver has reported that it is ready, and that report is queued behind
+the receiver's own sends. So `receives_ahead` posts a receive at the start of an earlier step.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ def lower(
     name: str, direction: str, rank: int, size: int, steps: Steps, comm_in_accum_dtype: bool, blocks_per_rank: int = 1,
     ahead: int = 0,
 ) -> Program:  # fmt: skip
-    """The program of one rank.
+    """Return the program of one rank.
 
-    comm_in_accum_dtype: whether results travel in the dtype of sums; what arrives is then added to where it lies, and
-    sent on from there. blocks_per_rank: blocks that each rank owns. ahead: by how many steps receives are posted early,
-    see `receives_ahead`; 0 posts each in the step in which the message leaves."""
+    Args:
+        comm_in_accum_dtype: whether results are sent in accum_dtype. If so, the accumulator is added to a result where
+            it arrived, and is sent on from there.
+        blocks_per_rank: number of blocks that each rank owns.
+        ahead: number of steps by which receives are posted early (see `receives_ahead`); 0 posts each in the step in
+            which the message is sent.
+    """
     lowering = _Lowering(direction, rank, size, comm_in_accum_dtype, blocks_per_rank)
     for index, step in enumerate(steps):
         lowering.step(index, step)
@@ -45,7 +50,7 @@ def lower(
 
 
 class _Lowering:
-    """Collects the instructions of one rank, step by step. Every unit gets a buffer of its own here."""
+    """Collects the instructions of one rank, step by step, with a separate buffer for every unit."""
 
     def __init__(self, direction: str, rank: int, size: int, comm_in_accum_dtype: bool, blocks_per_rank: int) -> None:
         self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
@@ -56,7 +61,7 @@ class _Lowering:
         self.operands: dict[Unit, int] = {
             (kind, (b,)): local_slot(n) for kind in OPERANDS for n, b in enumerate(self.local)
         }
-        self.messages: dict[Unit, int] = {}  # own operand -> the buffer that it is sent from
+        self.messages: dict[Unit, int] = {}  # local operand -> the buffer that it is sent from
         self.results: dict[Unit, int] = {}  # accumulator -> its buffer
         self.arriving: dict[int, list[int]] = defaultdict(list)  # step -> tickets of operands that are due at its end
         # step -> (ticket, transfers) of results that are merged after its products
@@ -68,7 +73,7 @@ class _Lowering:
 
     def step(self, index: int, step: Step) -> None:
         started = [self.start_gather(index, gather) for gather in step.gathers]
-        for start in started:  # all are under way before the first is waited for
+        for start in started:  # all are started before the first wait
             gather = start.collective
             into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
             self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
@@ -80,7 +85,7 @@ class _Lowering:
                 self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
         for compute in step.computes:
             self.product(index, compute)
-        self.merge(index, index)  # before results leave: what arrived may have to leave with them
+        self.merge(index, index)  # before results are sent: those that arrived may be merged into them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
             role = "accum" if self.comm_in_accum_dtype else "comm"
@@ -92,17 +97,17 @@ class _Lowering:
         self.code += [op.Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
 
     def finish(self, steps: int) -> list[Instruction]:
-        """Ends the program after so many steps; returns its code."""
+        """Complete a program of so many steps, and return its code."""
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
         local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
-        # results to which nothing is added have slots too: those of an empty block, or of keys that no query sees
+        # results to which nothing is added need slots too: those of an empty block, or of keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
-        """The buffer that an operand is sent from."""
+        """Return the buffer that an operand is sent from, and pack local operands into it."""
         if not is_local(self.operands[unit]):
             return self.operands[unit]
         if unit not in self.messages:
@@ -113,7 +118,7 @@ class _Lowering:
     def post(
         self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]
     ) -> tuple[int, tuple[Transfer, ...]]:
-        """Posts messages together. Returns their ticket, and the transfers that arrive."""
+        """Post messages together. Return their ticket and the transfers that are received."""
         ticket = next(self.tickets)
         arriving = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
         leaving = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
@@ -121,8 +126,10 @@ class _Lowering:
         return ticket, arriving
 
     def tag(self, unit: Unit) -> int:
-        """A number that both ends give a message without asking, and that no other message between the two ranks has
-        meanwhile: it is made of the unit's kind and first block."""
+        """Return a tag that both ends can derive, and that no other message between them uses at the same time.
+
+        It is made of the unit's kind and first block.
+        """
         return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
 
     def product(self, index: int, compute: Compute) -> None:
@@ -134,13 +141,12 @@ class _Lowering:
         self.code.append(op.Product(index, compute.q, compute.kv, *slots, tuple(results)))
 
     def accumulator(self, unit: Unit) -> int:
-        """The buffer of an accumulator."""
         if unit not in self.results:
             self.results[unit] = self.buffer(unit[0], "accum", unit[1])
         return self.results[unit]
 
     def merge(self, index: int, due: int) -> None:
-        """Merges the results that are due in step `due`."""
+        """Merge the results that are due in step `due`."""
         for ticket, arrived in self.merging.pop(due, []):
             self.code.append(op.Wait(index, ticket))
             for transfer in arrived:
@@ -150,34 +156,34 @@ class _Lowering:
                 self.code.append(op.Merge(index, transfer.unit, transfer.slot, accumulator, into))
 
     def export(self, index: int, unit: Unit) -> int:
-        """Ends an accumulator; returns the buffer that it is sent from."""
+        """Export an accumulator, and return the buffer that it is sent from."""
         accumulator = self.results.pop(unit)
         into = accumulator if self.comm_in_accum_dtype else self.buffer(unit[0], "comm", unit[1])
         self.code.append(op.Export(index, unit, accumulator, into))
         return into
 
     def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
-        ticket, part = next(self.tickets), gather.key_of(self.rank)
-        sent = self.message(index, (gather.kind, part))
+        ticket, key = next(self.tickets), gather.key_of(self.rank)
+        sent = self.message(index, (gather.kind, key))
         received = self.buffer(gather.kind, "operand", gather.blocks)
         start = op.GatherStart(index, ticket, gather, sent, received)
         self.code.append(start)
         return start
 
     def start_scatter(self, index: int, reduce: ReduceScatter) -> list[Instruction]:
-        """Starts a reduce-scatter; returns the instructions that end it."""
-        ticket, part = next(self.tickets), reduce.key_of(self.rank)
-        unit = reduce.kind, part
-        accumulator, local_part = self.results.pop((reduce.kind, reduce.blocks)), self.accumulator(unit)
-        others = tuple(block for block in reduce.blocks if block not in part)
+        """Start a reduce-scatter, and return the instructions that complete it."""
+        ticket, key = next(self.tickets), reduce.key_of(self.rank)
+        unit = reduce.kind, key
+        accumulator, local_shard = self.results.pop((reduce.kind, reduce.blocks)), self.accumulator(unit)
+        others = tuple(block for block in reduce.blocks if block not in key)
         sent = self.buffer(reduce.kind, "comm", others)
-        received = self.buffer(reduce.kind, "comm", part * (len(reduce.ranks) - 1))
-        self.code.append(op.ScatterStart(index, ticket, reduce, accumulator, local_part, sent, received))
-        return [op.Wait(index, ticket), op.Fold(index, unit, received, local_part, len(reduce.ranks) - 1)]
+        received = self.buffer(reduce.kind, "comm", key * (len(reduce.ranks) - 1))
+        self.code.append(op.ScatterStart(index, ticket, reduce, accumulator, local_shard, sent, received))
+        return [op.Wait(index, ticket), op.Fold(index, unit, received, local_shard, len(reduce.ranks) - 1)]
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """(within, moves) for each value of `within`: what is due together is posted together."""
+    """Return (within, moves) for each value of `within`: moves that are due together are posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)
@@ -190,12 +196,12 @@ Pool = tuple[str, str, int]
 
 
 def pool_of(buffer: Slot) -> Pool:
-    """Buffers of one pool can share slots."""
+    """Return the pool of a buffer; buffers of one pool can share slots."""
     return buffer.kind, buffer.role, len(buffer.keys[0])
 
 
 def last_uses(code: list[Instruction]) -> dict[int, int]:
-    """Buffer -> the last instruction that names it, or the wait for its transfer."""
+    """Return, for each buffer, the last instruction that uses it, or the wait for its transfer."""
     last: dict[int, int] = {}
     under_way: dict[int, list[int]] = {}  # ticket -> buffers
     for at, instruction in enumerate(code):
@@ -209,14 +215,17 @@ def last_uses(code: list[Instruction]) -> dict[int, int]:
 
 
 def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
-    """Code, slots and frees of a program: a linear scan in which buffers of one size that do not live together share a
-    slot. A buffer lives from the first instruction that names it to its last use."""
+    """Assign buffers to slots, and return the code, slots and frees of a program.
+
+    This is a linear scan, in which buffers of one size share a slot if they are not live at the same time. A buffer is
+    live from the first instruction that uses it to the last.
+    """
     last = last_uses(code)
     slots: list[Slot] = []
     free: dict[Pool, list[int]] = defaultdict(list)
     slot_of: dict[int, int] = {}  # buffer -> slot
-    dying: dict[int, list[int]] = defaultdict(list)  # instruction -> the buffers whose last use it is
-    ends: dict[int, int] = {}  # slot -> where its last buffer ends
+    dying: dict[int, list[int]] = defaultdict(list)  # instruction -> the buffers that are last used by it
+    ends: dict[int, int] = {}  # slot -> the last instruction that uses its last buffer
     lowered = []
     for at, instruction in enumerate(code):
         for buffer in slots_of(instruction):
@@ -243,67 +252,81 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
 
 
 def receives_ahead(code: list[Instruction], buffers: list[Slot], ahead: int) -> list[Instruction]:
-    """The code in which each receive is posted at the start of an earlier step: `ahead` steps before its message
-    leaves, or more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing
-    else moves."""
+    """Return the code with each receive posted at the start of an earlier step.
+
+    A receive is posted `ahead` steps before its message is sent, or even earlier where that needs no further slot.
+    Slots of two sizes may then be in use together that were not before. Nothing else is moved.
+    """
     code, receives = _without_receives(code)
-    at = [max(0, post.step - ahead) for post in receives]
-    return _with_receives(code, receives, _earliest(_with_receives(code, receives, at), buffers, receives, at))
+    post_steps = [max(0, post.step - ahead) for post in receives]
+    return _with_receives(
+        code, receives, _earliest(_with_receives(code, receives, post_steps), buffers, receives, post_steps)
+    )
 
 
 def _without_receives(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
-    """The code without its receives, and these as posts of their own, with tickets of their own."""
-    tickets = itertools.count(1 + max((one.ticket for one in code if isinstance(one, op.Post | op.Wait)), default=0))
+    """Return the code without its receives, and the receives as separate posts with new tickets."""
+    tickets = itertools.count(
+        1 + max((instruction.ticket for instruction in code if isinstance(instruction, op.Post | op.Wait)), default=0)
+    )
     receives: list[op.Post] = []
     others: list[Instruction] = []
-    waits: dict[int, list[int]] = {}  # ticket -> the tickets that stand for it
-    for one in code:
-        if isinstance(one, op.Post) and one.receives:
-            receives.append(one._replace(ticket=next(tickets), sends=()))
-            waits[one.ticket] = [receives[-1].ticket, *([one.ticket] if one.sends else [])]
-            others += [one._replace(receives=())] if one.sends else []
-        elif isinstance(one, op.Wait) and one.ticket in waits:
-            others += [one._replace(ticket=ticket) for ticket in waits[one.ticket]]
+    waits: dict[int, list[int]] = {}  # ticket -> the tickets that replace it
+    for instruction in code:
+        if isinstance(instruction, op.Post) and instruction.receives:
+            receives.append(instruction._replace(ticket=next(tickets), sends=()))
+            waits[instruction.ticket] = [receives[-1].ticket, *([instruction.ticket] if instruction.sends else [])]
+            others += [instruction._replace(receives=())] if instruction.sends else []
+        elif isinstance(instruction, op.Wait) and instruction.ticket in waits:
+            others += [instruction._replace(ticket=ticket) for ticket in waits[instruction.ticket]]
         else:
-            others.append(one)
+            others.append(instruction)
     return others, receives
 
 
-def _with_receives(code: list[Instruction], receives: list[op.Post], at: list[int]) -> list[Instruction]:
-    """The code with receives[i] posted at the start of step at[i]."""
-    starting, begun = defaultdict[int, list[Instruction]](list), 0
-    for post, step in zip(receives, at, strict=True):
+def _with_receives(code: list[Instruction], receives: list[op.Post], post_steps: list[int]) -> list[Instruction]:
+    """Return the code with receives[i] posted at the start of step post_steps[i]."""
+    starting, next_step = defaultdict[int, list[Instruction]](list), 0
+    for post, step in zip(receives, post_steps, strict=True):
         starting[step].append(post._replace(step=step))
     joined: list[Instruction] = []
-    for one in code:
-        for step in range(begun, one.step + 1):
+    for instruction in code:
+        for step in range(next_step, instruction.step + 1):
             joined += starting.pop(step, [])
-        begun = max(begun, one.step + 1)
-        joined.append(one)
+        next_step = max(next_step, instruction.step + 1)
+        joined.append(instruction)
     return joined
 
 
-def _earliest(code: list[Instruction], buffers: list[Slot], receives: list[op.Post], at: list[int]) -> list[int]:
-    """The first steps at which the receives may be posted, each in its turn. No pool then has more living buffers than
-    it has at most in this code, where they are posted at `at`. Messages of one tag stay in order."""
-    first: dict[int, int] = {}  # buffer -> the first instruction that names it
-    for index, one in enumerate(code):
-        for buffer in slots_of(one):
+def _earliest(
+    code: list[Instruction], buffers: list[Slot], receives: list[op.Post], post_steps: list[int]
+) -> list[int]:
+    """Return the first step at which each receive may be posted; receives are moved one after the other.
+
+    No pool may then have more live buffers than its maximum in this code, in which the receives are posted at
+    `post_steps`. Messages of one tag stay in order.
+    """
+    first: dict[int, int] = {}  # buffer -> the first instruction that uses it
+    for index, instruction in enumerate(code):
+        for buffer in slots_of(instruction):
             first.setdefault(buffer, index)
-    living: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(code))  # pool -> its living buffers, by instruction
+    living: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(code))  # pool -> its live buffers, by instruction
     for buffer, last in last_uses(code).items():
         for index in range(first[buffer], last + 1):
             living[pool_of(buffers[buffer])][index] += 1
-    most = {pool: max(counts) for pool, counts in living.items()}
-    begins = {step: next(i for i, one in enumerate(code) if one.step >= step) for step in range(max(at, default=0) + 1)}
-    previous: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step at which its message before is received
-    steps = []
-    for post, step in zip(receives, at, strict=True):
+    peaks = {pool: max(counts) for pool, counts in living.items()}
+    begins = {
+        step: next(i for i, instruction in enumerate(code) if instruction.step >= step)
+        for step in range(max(post_steps, default=0) + 1)
+    }
+    previous: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step at which its previous message is received
+    earliest_steps = []
+    for post, step in zip(receives, post_steps, strict=True):
         wanted = Counter(pool_of(buffers[transfer.slot]) for transfer in post.receives)
-        least = max(previous.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
+        earliest_step = max(previous.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
         index = first[post.receives[0].slot]
-        while step > least and all(
-            living[pool][i] + count <= most[pool]
+        while step > earliest_step and all(
+            living[pool][i] + count <= peaks[pool]
             for pool, count in wanted.items()
             for i in range(begins[step - 1], index)
         ):
@@ -313,5 +336,5 @@ def _earliest(code: list[Instruction], buffers: list[Slot], receives: list[op.Po
                     living[pool][i] += count
             index = begins[step]
         previous.update({(transfer.peer, transfer.tag): step for transfer in post.receives})
-        steps.append(step)
-    return steps
+        earliest_steps.append(step)
+    return earliest_steps

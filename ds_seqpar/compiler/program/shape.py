@@ -1,4 +1,4 @@
-"""The tensors of every kind of operand and result, and their bytes. Torch-free."""
+"""The tensors of each kind of operand and result, and their size in bytes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a unit, of shape (batch, tokens, heads, width), or (batch, tokens, heads) for width 0."""
+    """One tensor of a unit, of shape (batch, tokens, heads, width), or (batch, tokens, heads) if width is 0."""
 
     name: str
     heads: int
@@ -23,7 +23,7 @@ class Field:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has for one token."""
+        """The number of elements per token."""
         return self.heads * max(1, self.width)
 
     @property
@@ -33,19 +33,18 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The batch and the heads that one rank works on. dtype: of q, k and v, by its name in torch; comm_dtype: the dtype
-    of partial outputs and gradients between ranks."""
+    """The batch and the heads that one rank computes."""
 
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    dtype: str
-    comm_dtype: str
+    dtype: str  # of q, k and v, as torch names it
+    comm_dtype: str  # of partial outputs and gradients that are sent
 
     @property
     def accum_dtype(self) -> str:
-        """The dtype that results are accumulated in."""
+        """The dtype of accumulators."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -53,34 +52,34 @@ class Shape:
         return ITEMSIZE[self.dtype]
 
     def of_heads(self, q: slice, kv: slice) -> Shape:
-        """The shape of some of the heads."""
+        """Return the shape of some of the heads."""
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
-        """The tensors of a unit of this kind. dtype: that of a result, `comm_dtype` by default."""
-        q, row = (self.q_heads, self.head_dim), (self.q_heads, 0)
-        pair = (self.kv_heads, self.head_dim)
+        """Return the tensors of a unit of this kind. `dtype` is that of a result, `comm_dtype` by default."""
+        q, row_shape = (self.q_heads, self.head_dim), (self.q_heads, 0)
+        kv = (self.kv_heads, self.head_dim)
         dtype = dtype or self.comm_dtype
         return {
             ("forward", "q"): (Field("q", *q, self.dtype),),
             ("backward", "q"): (
                 Field("q", *q, self.dtype),
                 Field("do", *q, self.dtype),
-                Field("lse", *row, self.accum_dtype),
-                Field("delta", *row, self.accum_dtype),
+                Field("lse", *row_shape, self.accum_dtype),
+                Field("delta", *row_shape, self.accum_dtype),
             ),
-            (direction, "kv"): (Field("k", *pair, self.dtype), Field("v", *pair, self.dtype)),
-            ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row, self.accum_dtype)),
+            (direction, "kv"): (Field("k", *kv, self.dtype), Field("v", *kv, self.dtype)),
+            ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row_shape, self.accum_dtype)),
             ("backward", "dq"): (Field("dq", *q, dtype),),
-            ("backward", "dkv"): (Field("dk", *pair, dtype), Field("dv", *pair, dtype)),
+            ("backward", "dkv"): (Field("dk", *kv, dtype), Field("dv", *kv, dtype)),
         }[direction, kind]
 
     def bytes_per_token(self, direction: str) -> dict[str, int]:
-        """Kind of unit -> bytes of one token between ranks, of the whole batch."""
+        """Return, for each kind of unit, the bytes of one token as it is sent, for the whole batch."""
         return _bytes_per_token(self, direction)
 
     def elements_per_token(self, direction: str) -> dict[str, int]:
-        """Kind of unit -> elements of one token, of the whole batch."""
+        """Return, for each kind of unit, the elements of one token, for the whole batch."""
         kinds = ("q", "kv", *ACCUMULATORS[direction])
         return {kind: self.batch * sum(f.elements for f in self.fields(direction, kind)) for kind in kinds}
 
@@ -92,17 +91,19 @@ def _bytes_per_token(shape: Shape, direction: str) -> dict[str, int]:
 
 
 class FieldLocation(NamedTuple):
-    """Where a tensor stands in a buffer: its bytes from `start` to `end`."""
+    """The location of a tensor in a buffer."""
 
-    start: int
-    end: int
+    start: int  # in bytes
+    end: int  # in bytes, exclusive
     dtype: str
     shape: tuple[int, ...]
 
 
 def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[FieldLocation, ...]:
-    """Where each field stands in the buffer of a unit. Wider elements come first, so that every field is aligned
-    without a gap."""
+    """Return the location of each field in the buffer of a unit.
+
+    Fields of wider elements come first, so that every field is aligned without a gap.
+    """
     locations, at = {}, 0
     for field in sorted(fields, key=lambda f: -f.itemsize):
         end = at + batch * tokens * field.elements * field.itemsize
@@ -113,18 +114,23 @@ def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Fi
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
-    """Bytes of these tensors for one token of one sequence."""
+    """Return the bytes of these tensors for one token of one sequence."""
     return sum(f.elements * f.itemsize for f in fields)
 
 
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
-    """Bytes that a unit of `rows` tokens takes, a multiple of 8 so that another unit can stand after it."""
+    """Return the bytes of a unit of `rows` tokens, rounded up to a multiple of 8 to align the unit after it."""
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
 def shape_of(comm_dtype: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
-    """heads: (query heads, key/value heads, head_dim) of one rank. comm_dtype: the setting, where "fp32" means fp32 or
-    wider."""
+    """Return the shape of one rank's tensors.
+
+    Args:
+        comm_dtype: the setting, where "fp32" means fp32 or wider.
+        dtype: of q, k and v, as torch names it.
+        heads: (query heads, key/value heads, head_dim) of one rank.
+    """
     accum_dtype = "float64" if dtype == "float64" else "float32"
     q_heads, kv_heads, dim = heads
     comm_dtype = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype]

@@ -1,1 +1,1 @@
-"""The visible part of a product, as kernel launches."""
+"""The visible part of a product, as tiles and kernel launches."""

@@ -1,7 +1,7 @@
-"""Tiles as launches that a kernel supports: a tile that it does not support is cut, equal launches become one batch.
+"""Tiles as kernel launches: unsupported tiles are cut, and equal launches are batched.
 
 A launch is one call of a kernel, on a tile. A tile of kind "upper" is causal with rows and columns in reverse order.
-For a kernel with windows of its own, tiles are joined again: see `varlen.py`.
+For a kernel that has windows itself, tiles are joined again (see `varlen.py`).
 """
 
 from __future__ import annotations
@@ -11,41 +11,38 @@ from typing import NamedTuple
 
 from .tiles import Segments, Tile
 
-# what a configuration can name; `runtime.kernels.register` adds to it
+# names that a configuration can have; `runtime.kernels.register` adds to it
 KERNELS = ["auto", "cpu_flash", "cuda_flash", "cudnn", "cuda_efficient", "flash_attn", "chunked", "reference"]
-MIN_BLOCK_ROWS = 64  # of a block of a band, however narrow the band is: smaller blocks cost more than they leave out
+# least rows of a block of a band, however narrow the band is: smaller blocks cost more than they save
+MIN_BLOCK_ROWS = 64
 
 
 class KernelSupport(NamedTuple):
-    """What a kernel can do in one launch, beside a full or a causal block and a batch of equal ones.
+    """What a kernel supports in one launch, beside a full or a causal block and a batch of equal ones."""
 
-    square: a causal block must be square, because the kernel aligns it to the lower right corner. False: top-left
-    alignment for any shape.
-    band: the widest band, 0 for none. rows: how many rows a block of a band may have, because the kernel makes a mask
-    of rows by columns for it; 0 for any number, without a mask.
-    tiles: all tiles of a product at once, of every kind; the kernel adds to the accumulators itself.
-    windows: 0 none, 1 a window that ends with a causal edge, 2 a window with any two edges. Such launches have
-    `Segments`.
-    segments: many blocks of different sizes in one launch; False: one launch for each.
-    """
-
+    # a causal block must be square, because the kernel aligns it to the lower right corner; False: top-left alignment
+    # for any shape
     square: bool = False
-    band: int = 0
+    band: int = 0  # the widest band; 0: no bands
+    # rows that a block of a band may have, because the kernel creates a mask of rows by columns for it; 0: any number,
+    # without a mask
     rows: int = 0
+    # all tiles of a product at once, of every kind; the kernel adds to the accumulators itself
     tiles: bool = False
+    # 0: none; 1: a window that ends with a causal edge; 2: a window with any two edges. Such launches have `Segments`
     windows: int = 0
-    segments: bool = False
+    segments: bool = False  # many blocks of different sizes in one launch; False: one launch for each
 
 
 PLAIN_KERNEL = KernelSupport()
 
 
 def launches(tiles: Sequence[Tile], support: KernelSupport) -> tuple[Tile, ...]:
-    """The launches that make the same pairs visible as the tiles."""
+    """Return launches that make the same pairs visible as the tiles."""
     if support.tiles:
         return tuple(tiles)
     if support.windows:
-        from .varlen import joined  # which only kernels for GPUs need
+        from .varlen import joined  # only needed by kernels for GPUs
 
         return _batched(iter(joined(tiles, support.windows, support.segments)))
     return _batched(launch for tile in tiles for launch in _cut(tile, support))
@@ -65,11 +62,14 @@ def _cut(tile: Tile, support: KernelSupport) -> Iterator[Tile]:
         yield tile
 
 
-def _blocks(tile: Tile, most: int) -> Iterator[Tile]:
-    """A band in blocks of at most `most` rows, whose columns overlap. A launch has at most as many columns as the tile,
-    also where columns of two blocks count twice: the launch gives results for each."""
+def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
+    """Yield a band in blocks of at most `max_rows` rows, whose columns overlap.
+
+    A launch has at most as many columns as the tile, counting columns of two blocks twice, since the launch computes
+    results for each.
+    """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-    size = min(rows, most, max(tile.width, MIN_BLOCK_ROWS)) if most else rows
+    size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows
     count, last_rows = divmod(rows, size)
     batch = max(1, columns // (size + tile.width - 1))
     for first in range(0, count, batch):
@@ -79,13 +79,13 @@ def _blocks(tile: Tile, most: int) -> Iterator[Tile]:
 
 
 def _band(tile: Tile, first: int, rows: int, groups: int) -> Tile:
-    """`groups` blocks of a band, each of so many rows, from the band's row `first` on."""
+    """Return `groups` blocks of a band, each of so many rows, starting at row `first` of the band."""
     block = Tile(tile.q0 + first, tile.q0 + first + rows, tile.k0 + first, 0, "band", tile.width)
     return _repeated(block._replace(k1=block.k0 + rows + tile.width - 1), groups, rows)
 
 
 def _squares(tile: Tile) -> Iterator[Tile]:
-    """A band in squares as wide as it is, and its last rows, which do not fill a square."""
+    """Yield a band in squares as wide as it is, and its last rows, which do not fill a square."""
     count, last_rows = divmod(tile.q1 - tile.q0, tile.width)
     if count:
         yield from _square(tile.q0, tile.k0, tile.width, tile.width, count)
@@ -95,15 +95,18 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 
 
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
-    """`count` bands of so many rows (at most their width), one after the other. A row sees the columns of its square
-    from the diagonal on, the columns up to the next square, and the columns of that one up to the diagonal."""
+    """Yield the tiles of `count` bands of so many rows (at most their width), one after the other.
+
+    A row sees the columns of its square from the diagonal on, the columns up to the next square, and the columns of
+    that one up to the diagonal.
+    """
     last = k0 + width + rows - 1
-    parts = [Tile(q0, q0 + rows, k0, k0 + rows, "upper" if rows > 1 else "full")]
+    tiles = [Tile(q0, q0 + rows, k0, k0 + rows, "upper" if rows > 1 else "full")]
     if width > rows:
-        parts.append(Tile(q0, q0 + rows, k0 + rows, k0 + width, "full"))
+        tiles.append(Tile(q0, q0 + rows, k0 + rows, k0 + width, "full"))
     if rows > 1:
-        parts.append(Tile(q0 + 1, q0 + rows, k0 + width, last, "causal"))
-    yield from (_repeated(part, count, rows) for part in parts)
+        tiles.append(Tile(q0 + 1, q0 + rows, k0 + width, last, "causal"))
+    yield from (_repeated(tile, count, rows) for tile in tiles)
 
 
 def _repeated(tile: Tile, groups: int, step: int) -> Tile:
@@ -111,7 +114,7 @@ def _repeated(tile: Tile, groups: int, step: int) -> Tile:
 
 
 def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
-    """Launches of one shape that follow one another at equal distances become one."""
+    """Join launches of one shape that follow one another at equal distances."""
     batched: list[Tile] = []
     last: dict[tuple[int, int, str, int, Segments | None], int] = {}  # shape -> index of its last launch
     for tile in cut:
@@ -126,7 +129,7 @@ def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
 
 
 def _extended(batch: Tile, tile: Tile) -> Tile | None:
-    """The batch with one more tile of its shape; None where that is not one step further, or shares rows or columns."""
+    """Return the batch with one more tile of its shape, or None if the tile is not one step further or overlaps."""
     steps = tile.q0 - batch.q0, tile.k0 - batch.k0
     if batch.groups > 1:
         steps = batch.q_step, batch.k_step

@@ -1,11 +1,11 @@
 """The visible part of (query tokens x key tokens) as tiles, without a dense mask.
 
-Keys in ascending order of position are a chain. A query row sees an interval [a, b) of a chain's columns. From one row
+Keys in ascending order of position form a chain. A query row sees an interval [a, b) of a chain's columns. From one row
 of a query run to the next, each end of the interval stays, or moves on by one column. If the query and key runs have
-different steps, an end may jump. A piece is a stretch of rows in which each end does the same in every row: it stays,
-or it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, it is a
-causal tile and, beside it, a full one of the columns that all its rows see. If only a moves, it is an upper tile and a
-full one.
+different steps, an end may jump. A piece is a range of rows in which each end does the same in every row: it stays, or
+it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, the piece
+is a causal tile and a full tile of the columns that all its rows see. If only a moves, it is an upper tile and a full
+tile.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Literal, NamedTuple
 from ..sharding.layout import Runs
 from ..sharding.masks import END, FULL, Mask, Triple, between
 
-# elements of a result that are merged at a time; of a large result it is a 16th, where that is more
+# number of elements of a result that are merged at a time; for a large result a 16th of it, if that is more
 MERGED_AT_ONCE = 1 << 18
 
 
 class Segments(NamedTuple):
-    """Blocks of one launch, one after the other: block b has rows[b] query rows and columns[b] key columns; either may
-    be 0. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right. So a distance
-    is counted from the diagonal that ends in the lower right corner. -1 is no limit."""
+    """Blocks of one launch, one after the other.
+
+    Block b has rows[b] query rows and columns[b] key columns; either may be 0. In a block of m rows and n columns, row
+    i sees column j if -left <= j - i - (n - m) <= right: distances are measured from the diagonal that ends in the
+    lower right corner. -1 means no limit.
+    """
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -33,37 +36,37 @@ class Segments(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs."""
+        """The number of visible (query, key) pairs."""
         return sum(self._pairs(m, n) for m, n in zip(self.rows, self.columns, strict=True))
 
     def _pairs(self, m: int, n: int) -> int:
-        """Visible pairs of a block of m rows and n columns."""
+        """Return the number of visible pairs of a block of m rows and n columns."""
         end = m * n if self.right < 0 else _clamped_sum(m, n, n - m + self.right + 1)
         return end - (0 if self.left < 0 else _clamped_sum(m, n, n - m - self.left))
 
 
-def _clamped_sum(rows: int, most: int, first: int) -> int:
-    """The sum over all rows i of first + i, where less than 0 counts as 0 and more than `most` as `most`."""
+def _clamped_sum(rows: int, limit: int, first: int) -> int:
+    """Return the sum over all rows i of first + i, clamped to [0, limit]."""
     return sum(
-        sign * (_sum_below(rows + start) - _sum_below(start)) for sign, start in ((1, first), (-1, first - most))
+        sign * (_sum_below(rows + start) - _sum_below(start)) for sign, start in ((1, first), (-1, first - limit))
     )
 
 
 def _sum_below(x: int) -> int:
-    """The sum of the numbers from 0 up to x - 1."""
+    """Return the sum of the numbers from 0 to x - 1."""
     return x * (x - 1) // 2 if x > 0 else 0
 
 
 class Tile(NamedTuple):
-    """Query rows [q0, q1) against key columns [k0, k1). The kind says which columns k0 + j row q0 + i sees:
+    """Query rows [q0, q1) against key columns [k0, k1).
 
-    full: all columns
-    causal: those with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all
-    upper: those with j >= i; it has as many rows as columns
-    band: those with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than width
-    segments: those that its `segments` say, see `cuts`
+    The kind says which columns k0 + j row q0 + i sees:
 
-    groups: the number of such tiles; each begins q_step rows and k_step columns after the one before.
+    - full: all columns.
+    - causal: those with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all.
+    - upper: those with j >= i. It has as many rows as columns.
+    - band: those with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than width.
+    - segments: those that `segments` describes (see `launches`).
     """
 
     q0: int
@@ -71,15 +74,15 @@ class Tile(NamedTuple):
     k0: int
     k1: int
     kind: Literal["full", "causal", "upper", "band", "segments"]
-    width: int = 0
-    groups: int = 1
-    q_step: int = 0
-    k_step: int = 0
+    width: int = 0  # of a band
+    groups: int = 1  # number of such tiles
+    q_step: int = 0  # rows from the start of one group to the next
+    k_step: int = 0  # columns from the start of one group to the next
     segments: Segments | None = None
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs."""
+        """The number of visible (query, key) pairs."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
         if self.segments:
             return self.groups * self.segments.pairs
@@ -93,26 +96,29 @@ class Tile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows [q0, q1), of which row q0 + i sees columns [a + i * a_moves, b + i * b_moves). a_moves, b_moves: 0 or 1."""
+    """Rows [q0, q1), in which row q0 + i sees columns [a + i * a_moves, b + i * b_moves)."""
 
     q0: int
     q1: int
     a: int
-    a_moves: int
+    a_moves: int  # 0 or 1
     b: int
-    b_moves: int
+    b_moves: int  # 0 or 1
 
     def at(self, row: int) -> tuple[int, int]:
-        """The columns [a, b) that a row sees."""
+        """Return the columns [a, b) that a row sees."""
         down = row - self.q0
         return self.a + down * self.a_moves, self.b + down * self.b_moves
 
 
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
-    """The tiles that cover exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, another
-    pair in none. Rows and columns are numbered in the order of the runs.
+    """Return tiles that cover exactly the visible part of (q rows x kv columns).
 
-    square: give only square causal tiles (for kernels that align a causal mask to the lower right corner).
+    Each visible pair is in one tile, and any other pair in none. Rows and columns are numbered in the order of the
+    runs.
+
+    Args:
+        square: return only square causal tiles (for kernels that align a causal mask to the lower right corner).
     """
     if mask.full:
         tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
@@ -123,19 +129,19 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
         pieces: list[Piece] = []
         row = 0
         for run in queries:
-            if mask.prefix:  # its own queries see all of it, and nothing else
-                _, part = between(run, 0, mask.prefix)
+            if mask.prefix:  # queries in the prefix see all of it, and nothing else
+                _, subrun = between(run, 0, mask.prefix)
                 columns, keys = _keys_between(chain, 0, 0, mask.prefix)
-                if part[2] > 0 and keys:
-                    _append(pieces, row, part, column + columns, keys, FULL)
-                rows, part = between(run, mask.prefix, END)
-                if part[2] > 0:
-                    _append(pieces, row + rows, part, column, chain, mask)
+                if subrun[2] > 0 and keys:
+                    _append(pieces, row, subrun, column + columns, keys, FULL)
+                rows, subrun = between(run, mask.prefix, END)
+                if subrun[2] > 0:
+                    _append(pieces, row + rows, subrun, column, chain, mask)
             elif not mask.documents:
                 _append(pieces, row, run, column, chain, mask)
             else:
-                for rows, part, columns, keys in _in_documents(run, chain, mask.documents):
-                    _append(pieces, row + rows, part, column + columns, keys, mask)
+                for rows, subrun, columns, keys in _in_documents(run, chain, mask.documents):
+                    _append(pieces, row + rows, subrun, column + columns, keys, mask)
             row += run[2]
         if pieces:
             _cover(pieces, square, cover)
@@ -143,10 +149,11 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
 
 
 def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
-    """Groups the runs of keys into chains, each with the number of its first column.
+    """Group the runs of keys into chains, each with the number of its first column.
 
-    A run that starts before the next step of the run before it begins a new chain. In one chain, a query row could be
-    the first to see a key of both, and the edge would move by two columns."""
+    A run that starts before the position that continues the previous run begins a new chain. In one chain, a query row
+    could be the first to see a key of both, and the edge would move by two columns.
+    """
     chains: list[tuple[int, list[Triple]]] = []
     column, next_position = 0, None
     for run in kv:
@@ -165,9 +172,10 @@ def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
 def _in_documents(
     q: Triple, chain: list[Triple], documents: tuple[int, ...]
 ) -> Iterator[tuple[int, Triple, int, list[Triple]]]:
-    """For each document that has tokens of the query run and of the chain: the part of the run and the part of the
-    chain that lie in it. Gives (rows of the run before its part, that part, columns of the chain before its part, that
-    part)."""
+    """Yield, for each document with tokens of both the query run and the chain, the parts that lie in it.
+
+    Each item is (rows of the query run before its part, that part, columns of the chain before its part, that part).
+    """
     start, step, length = chain[-1]
     last = min(q[0] + q[1] * (q[2] - 1), start + step * (length - 1))
     begin = bisect_right(documents, max(q[0], chain[0][0])) - 1
@@ -175,25 +183,25 @@ def _in_documents(
     for document in range(begin, bisect_right(documents, last)):
         lo = documents[document]
         hi = documents[document + 1] if document + 1 < len(documents) else END
-        rows, part = between(q, lo, hi)
+        rows, subrun = between(q, lo, hi)
         while chain[index][0] + chain[index][1] * chain[index][2] <= lo and index + 1 < len(chain):
             column += chain[index][2]
             index += 1
         columns, keys = _keys_between(chain, index, lo, hi)
-        if part[2] > 0 and keys:
-            yield rows, part, column + columns, keys
+        if subrun[2] > 0 and keys:
+            yield rows, subrun, column + columns, keys
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """(how many tokens of a chain, from run `index` on, lie before position lo; the part of it in [lo, hi))."""
+    """Return (number of tokens of a chain, from run `index` on, before position lo; its part in [lo, hi))."""
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
-        before, part = between(chain[index], lo, hi)
-        if part[2] > 0:
+        before, subrun = between(chain[index], lo, hi)
+        if subrun[2] > 0:
             if not keys:
                 column += before
-            keys.append(part)
+            keys.append(subrun)
         elif not keys:
             column += chain[index][2]
         index += 1
@@ -201,7 +209,7 @@ def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[in
 
 
 def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
-    """Appends the pieces of what one query run sees of keys in position order, all of one document."""
+    """Append the pieces in which one query run sees keys in position order, all of one document."""
     start, step, length = q
     key, key_step, count = keys[-1]
     after = mask.right
@@ -209,7 +217,7 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
         return
     if mask.window and start - mask.window >= key + key_step * (count - 1):
         return
-    # every row sees all keys; under a causal edge so would a row before the first, so that the edge stays
+    # every row sees all keys; under a causal edge, so would a row before the first, so the edge stays
     if not mask.window and (after is None or key + key_step * (count - 1) <= start + after - step):
         _join(pieces, Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
         return
@@ -217,15 +225,17 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
     right = [(0, sum(run[2] for run in keys), 0)] if after is None else _edge(q, keys, 1 + after)
     for q0, q1, a, a_moves, b, b_moves in _both(left, right, length):
         if a_moves > b_moves:
-            q1 = min(q1, q0 + b - a)  # rows from there on are past all the columns
+            q1 = min(q1, q0 + b - a)  # later rows see none of the columns
         if a < b:
             _join(pieces, Piece(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
-    """For each row of a run, at position p: how many of the keys lie before position p + shift. Given as linear
-    stretches (first row, its count, moves): the count grows by `moves`, 0 or 1, from row to row. A stretch that moves
-    begins with the row that counts one more than the row before it."""
+    """Return, for each row of a run, at position p, how many of the keys lie before position p + shift.
+
+    The result is a list of linear stretches (first row, its count, moves), in which the count grows by `moves`, 0 or 1,
+    from row to row. A stretch that moves begins with the row that counts one more than the previous row.
+    """
     start, step, length = q
     start += shift
     edge, count = [(0, 0, 0)], 0
@@ -251,14 +261,14 @@ def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int
 
 
 def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
-    """Appends a stretch, in place of the last one where that begins with the same row."""
+    """Append a stretch, or replace the last one if that begins with the same row."""
     if edge[-1][0] == row:
         edge.pop()
     edge.append((row, count, moves))
 
 
 def _both(left: list, right: list, length: int) -> Iterator[Piece]:
-    """Cuts the rows into pieces in which both edges are linear."""
+    """Yield the rows as pieces in which both edges are linear."""
     i = j = row = 0
     while row < length:
         left_end = left[i + 1][0] if i + 1 < len(left) else length
@@ -272,8 +282,10 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    """Appends a piece, or lengthens the last one where the piece continues its edges. A piece of one row continues, and
-    is continued by, edges that stay and edges that move."""
+    """Append a piece, or extend the last one if the piece continues its edges.
+
+    A piece of one row continues, and is continued by, edges that stay and edges that move.
+    """
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]
         if q1 - q0 == 1:
@@ -286,9 +298,9 @@ def _join(pieces: list[Piece], piece: Piece) -> None:
 
 
 def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
-    """Appends the tiles of the pieces of one chain."""
+    """Append the tiles of the pieces of one chain."""
     rectangle = -1  # index of the last full tile in `cover`
-    joined = -1  # index of a piece that the tiles of the piece before it cover too
+    joined = -1  # index of a piece that is covered by the tiles of the previous piece
 
     def full(q0: int, q1: int, k0: int, k1: int) -> None:
         nonlocal rectangle
@@ -319,6 +331,6 @@ def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
 
 
 def _sees_all_along(piece: Piece, row: int, a: int, b: int) -> bool:
-    """Whether a piece that begins with that row sees [a, b) in each of its rows."""
+    """Return whether a piece begins with `row` and sees [a, b) in each of its rows."""
     flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
     return flat and (piece.q0, piece.a, piece.b) == (row, a, b)

@@ -1,7 +1,7 @@
-"""Tiles joined to launches of a kernel that has windows, and segments, of its own.
+"""Tiles joined to launches of a kernel that has windows, and segments, itself.
 
-Neighbouring rows are joined to regions. In a region both ends of a row's visible columns stand still, or move on by one
-column a row, as a window's edges do. Regions of one window, one after the other, are one launch.
+Neighboring rows are joined to regions. In a region both ends of a row's visible columns stay, or move on by one column
+per row, as a window's edges do. Consecutive regions of one window are one launch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 from .tiles import Piece, Segments, Tile
 
-MAX_GAP = 512  # rows or columns between two regions of a launch: they have no visible pair, and cost less than a launch
-OPEN_LAUNCHES = 8  # the last launches, which a region may still join
+# rows or columns between two regions of a launch: they have no visible pair, and cost less than another launch
+MAX_GAP = 512
+OPEN_LAUNCHES = 8  # the number of last launches that a region may still join
 
 
 class _Region(NamedTuple):
-    """Rows [q0, q1) of which the first sees columns [a0, b0), the last [a1, b1). From row to row the left end first
-    stands, then moves on by one a row to a1. The right end moves on by one a row up to b1, and then stands."""
+    """Rows [q0, q1), of which the first sees columns [a0, b0) and the last [a1, b1).
+
+    From row to row the left end first stays, then moves on by one per row to a1. The right end moves on by one per row
+    up to b1, and then stays.
+    """
 
     q0: int
     q1: int
@@ -37,35 +41,38 @@ class _Region(NamedTuple):
 
     @property
     def left(self) -> int:
-        """The window's distance to the left, as in `Segments`; -1 where this edge hides nothing."""
+        """The window's distance to the left, as in `Segments`; -1 if this edge hides nothing."""
         return -1 if self.a0 == self.a1 else self.b1 - self.a1 - 1
 
     @property
     def right(self) -> int:
-        """The window's distance to the right; -1 where this edge hides nothing."""
+        """The window's distance to the right; -1 if this edge hides nothing."""
         return -1 if self.b0 == self.b1 else self.rows - 1 - (self.b1 - self.b0)
 
     def visible(self, row: int) -> tuple[int, int]:
-        """The columns [a, b) that a row sees."""
+        """Return the columns [a, b) that a row sees."""
         return max(self.a0, self.a1 - (self.q1 - 1 - row)), min(self.b1, self.b0 + row - self.q0)
 
     def extended(self, piece: Piece) -> _Region | None:
-        """The region with the piece's rows below its own; None where together they are no region."""
+        """Return the region extended by the piece's rows, or None if together they are not a region."""
         a1, b1 = piece.at(piece.q1 - 1)
         longer = _Region(self.q0, piece.q1, self.a0, a1, self.b0, b1)
         same = longer.visible(self.q1 - 1) == (self.a1, self.b1) and longer.visible(piece.q0) == (piece.a, piece.b)
         return longer if same else None
 
     def allowed(self, windows: int) -> bool:
-        """Whether a kernel supports the region's window. windows: as in `KernelSupport`. PyTorch and flash-attn read a
-        distance of all columns as no limit; beside a left limit they read no right limit as one of all columns."""
+        """Return whether a kernel supports the region's window. For `windows` see `KernelSupport`.
+
+        PyTorch and flash-attn treat a distance of all columns as no limit; with a left limit, they treat no right limit
+        as one of all columns.
+        """
         if windows == 1:
             return self.right <= 0 and (self.left < 0 or self.right == 0)
         return self.right < self.columns and (self.left < 0 or self.right >= 0 or self.rows <= self.columns)
 
 
 def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile]:
-    """Launches that make the same pairs visible. windows, segments: as in `cuts.KernelSupport`."""
+    """Return launches that make the same pairs visible. For `windows` and `segments` see `launches.KernelSupport`."""
     launches: list[_Launch] = []
     for region in sorted(_regions(tiles, windows)):
         if not region.allowed(windows):
@@ -76,8 +83,10 @@ def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile
 
 
 def _upper(region: _Region) -> Iterator[Tile]:
-    """The tiles of a region whose left edge moves while its right one stands, for a kernel that needs a causal edge. In
-    reverse order of rows and columns the left edge is one."""
+    """Yield the tiles of a region whose left edge moves while its right one stays.
+
+    They are for a kernel that needs a causal edge: in reverse order of rows and columns the left edge is one.
+    """
     q0, q1, a0, _, _, b1 = region
     yield Tile(q0, q1, a0, a0 + region.rows, "upper")
     if b1 > a0 + region.rows:
@@ -85,7 +94,7 @@ def _upper(region: _Region) -> Iterator[Tile]:
 
 
 def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
-    """The visible part of all tiles as regions, each as long as a kernel supports it."""
+    """Yield the visible part of all tiles as regions, each as long as a kernel supports it."""
     growing: list[_Region] = []
     for row, pieces in _side_by_side([piece for tile in tiles for piece in _pieces(tile)]):
         yield from (region for region in growing if region.q1 < row)
@@ -103,11 +112,11 @@ def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
 
 
 def _pieces(tile: Tile) -> Iterator[Piece]:
-    """The columns that a tile's rows see, in pieces with straight edges."""
+    """Yield the columns that a tile's rows see, in pieces with straight edges."""
     q0, q1, k0, k1 = tile[:4]
     rows, columns = q1 - q0, k1 - k0
     a_moves = int(tile.kind in ("upper", "band"))
-    first = {"causal": 1, "band": tile.width}.get(tile.kind, columns)  # how many columns the first row sees
+    first = {"causal": 1, "band": tile.width}.get(tile.kind, columns)  # number of columns that the first row sees
     moving = min(rows, columns - first + 1) if tile.kind in ("causal", "band") else 0
     if moving:
         yield Piece(q0, q0 + moving, k0, a_moves, k0 + first, 1)
@@ -116,17 +125,19 @@ def _pieces(tile: Tile) -> Iterator[Piece]:
 
 
 def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """Cuts all pieces at each row where one of them begins or ends. Gives this row, and the pieces from there to the
-    next such row, of which neighbours are joined."""
+    """Cut all pieces at each row where one of them begins or ends.
+
+    Yields this row, and the pieces from there to the next such row, with neighbors joined.
+    """
     pieces = sorted(pieces)
     rows = sorted({piece.q0 for piece in pieces} | {piece.q1 for piece in pieces})
     active: list[Piece] = []
-    begun = 0
+    next_piece = 0
     for row, end in itertools.pairwise(rows):
         active = [piece for piece in active if piece.q1 > row]
-        while begun < len(pieces) and pieces[begun].q0 == row:
-            active.append(pieces[begun])
-            begun += 1
+        while next_piece < len(pieces) and pieces[next_piece].q0 == row:
+            active.append(pieces[next_piece])
+            next_piece += 1
         cut: list[Piece] = []
         for a, b, a_moves, b_moves in sorted((*piece.at(row), piece.a_moves, piece.b_moves) for piece in active):
             left = cut[-1] if cut else None
@@ -138,14 +149,14 @@ def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
 
 
 class _Launch:
-    """Regions of one window, each after the rows and columns of the one before it."""
+    """Regions of one window, each after the rows and columns of the previous one."""
 
     def __init__(self, region: _Region) -> None:
         self.regions, self.left, self.right = [region], region.left, region.right
         self.min_distances = _min_distances(region)
 
     def join(self, region: _Region) -> bool:
-        """Adds the region if one window shows all regions as they are. Returns whether it did."""
+        """Add the region if one window shows all regions as they are. Return whether it was added."""
         last = self.regions[-1]
         if not (0 <= region.q0 - last.q1 <= MAX_GAP and 0 <= region.a0 - last.b1 <= MAX_GAP):
             return False
@@ -154,16 +165,16 @@ class _Launch:
             return False
         needed = _min_distances(region)
         distances = max(self.min_distances[0], needed[0]), max(self.min_distances[1], needed[1])
-        # an edge must hide nothing of regions without one; no right edge beside a left one: see `allowed`
+        # an edge must hide nothing of regions without one; for a left edge without a right one see `allowed`
         hides = 0 <= left < distances[0] or 0 <= right < distances[1]
-        if hides or (left >= 0 > right and any(one.rows > one.columns for one in (*self.regions, region))):
+        if hides or (left >= 0 > right and any(member.rows > member.columns for member in (*self.regions, region))):
             return False
         self.regions.append(region)
         self.left, self.right, self.min_distances = left, right, distances
         return True
 
     def tile(self) -> Tile:
-        """The launch as a tile: a batch where all regions are alike, else segments with the gaps between them."""
+        """Return the launch as a tile: a batch if all regions are alike, else segments with the gaps between them."""
         first, last = self.regions[0], self.regions[-1]
         pairs = [*itertools.pairwise(self.regions)]
         steps = {(after.q0 - before.q0, after.a0 - before.a0) for before, after in pairs}
@@ -181,7 +192,7 @@ class _Launch:
         return Tile(first.q0, last.q1, first.a0, last.b1, "segments", segments=segments)
 
     def windowed(self, tile: Tile) -> Tile:
-        """A full tile with the window of this launch."""
+        """Return a full tile with the window of this launch."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
         if self.left < 0 and (self.right < 0 or (self.right == 0 and rows == columns)):
             return tile if self.right < 0 else tile._replace(kind="causal")
@@ -189,5 +200,5 @@ class _Launch:
 
 
 def _min_distances(region: _Region) -> tuple[int, int]:
-    """(left, right): the least distances of a window that hide nothing of the region; 0 where it has an edge itself."""
+    """Return the least (left, right) distances of a window that hide nothing; 0 if the region has that edge."""
     return (region.columns - 1 if region.left < 0 else 0), (region.rows - 1 if region.right < 0 else 0)
