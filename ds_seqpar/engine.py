@@ -92,7 +92,7 @@ def initialize(
 
     Raises:
         ConfigError: Whatever would break the gradient contract: other arguments, pipeline modules, the JSON keys in
-            `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
+            `config.deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
 
     Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")

@@ -177,7 +177,7 @@ class Layout:
 
 
 # layouts for any number of ranks. "balanced" is zigzag where a sequence is one document; it deals several documents as
-# compiler.balance does
+# `balance` does
 COMMON = (
     Layout(name="balanced", runs=zigzag, chunks=2),
     Layout(name="contiguous", runs=contiguous),
