@@ -118,7 +118,7 @@ class Step:
         groups: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
         yield from itertools.chain.from_iterable(groups)
 
-    def text(self, rank: int) -> str:
+    def words(self, rank: int) -> str:
         """Return the step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)

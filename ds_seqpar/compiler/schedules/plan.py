@@ -98,11 +98,11 @@ class Plan:
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """Return the plan as text, with a row for each step and a column for each rank; see `Step.text`."""
+        """Return the plan as text, with a row for each step and a column for each rank; see `Step.words`."""
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
         for index in range(max(map(len, self.ranks))):
             row = (steps[index : index + 1] for steps in self.ranks)  # ranks of an invalid plan may differ in steps
-            rows.append([str(index), *("".join(step.text(rank) for step in cell) for rank, cell in enumerate(row))])
+            rows.append([str(index), *("".join(step.words(rank) for step in cell) for rank, cell in enumerate(row))])
         return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
 
 
