@@ -24,14 +24,14 @@ from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
 
-TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of it, and by what a token brings
+TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of it, and by the pairs of one token
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     """Return the runs of packed documents that each CP rank holds, for `UnevenShards(balanced(lengths, ranks))`.
 
     The result is the same on every rank. Ranks differ by one token at most, and their causal pairs by parts in a
-    thousand, or by what one token brings. At most 2 * (ranks - 1) documents are cut, all others are whole on one rank.
+    thousand, or by those of one token. At most 2 * (ranks - 1) documents are cut, all others are whole on one rank.
     All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v is sent only where it has a part
     of a document that is cut. A single document is divided as zigzag does: into 2 * ranks chunks, an early and a late
     one for each rank, whose lengths differ by one token at most.

@@ -19,7 +19,7 @@ Key = tuple[int, ...]  # sorted numbers of blocks
 class Topology:
     """All ranks of a job, each with a coordinate on every axis.
 
-    The fastest axis comes first: its neighbors are neighboring ranks.
+    The fastest axis comes first: neighbors along it are neighboring ranks.
 
     Attributes:
         axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is a CP axis.
@@ -213,7 +213,7 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """Return the number that divides a legal sequence length: `size`, or more where a rank has several chunks."""
+    """Return the number that lengths must be a multiple of: `size`, or more where a rank has several chunks."""
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 
