@@ -1,5 +1,8 @@
-"""Reads files that a user gives. A file that is too large, too deep or no valid JSON is refused, and so is a value of a
-wrong type or out of range. One sentence then names the file, the key and the value."""
+"""Read and check files that a user gives.
+
+A file that is too large, too deep or no valid JSON is refused, and so is a value of a wrong type or out of range. The
+error is one sentence with the file, the key and the value.
+"""
 
 from __future__ import annotations
 
@@ -19,67 +22,96 @@ from typing import Any, TypeVar
 
 from .errors import ConfigError, did_you_mean
 
-LARGEST_FILE = 2**22  # bytes: the largest configurations of models have some 100 KB
+LARGEST_FILE = 2**22  # bytes; the largest configurations of models have some 100 KB
 DEEPEST = 32  # objects and lists inside one another
 LARGEST = 2**63 - 1  # whole number
 SHOWN = 60  # characters of a value in a sentence
 LONGEST = 200  # characters of a library's message in a sentence
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
-def write_text(path: str | os.PathLike[str], text: str, kind: str) -> None:
-    """Writes a text file. kind: what it is for, as "a trace". Raises ConfigError for a file that cannot be written."""
+def write_text(path: str | os.PathLike[str], text: str, subject: str) -> None:
+    """Write a text file.
+
+    Args:
+        subject: What the file is for, as "a trace".
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError(f"{kind} needs a file that can be written; got {path}: {error}") from None
+        raise ConfigError(f"{subject} needs a file that can be written; got {path}: {error}") from None
 
 
-def read_text(path: str | os.PathLike[str], kind: str, form: str = "file") -> str:
-    """The text of a file. kind: what it is for, as "the DeepSpeed configuration". Raises ConfigError for a file that
-    cannot be read, is larger than `LARGEST_FILE`, or is not UTF-8."""
+def read_text(path: str | os.PathLike[str], subject: str, form: str = "file") -> str:
+    """Return the text of a file.
+
+    Args:
+        subject: What the file is for, as "the DeepSpeed configuration".
+        form: What the file must be, for the message.
+
+    Raises:
+        ConfigError: The file cannot be read, is larger than `LARGEST_FILE`, or is not UTF-8.
+    """
     try:
         with open(path, "rb") as file:
-            found = file.read(LARGEST_FILE + 1)
+            data = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{kind} must be a readable {form}; {path}: {reason}") from None
-    if len(found) > LARGEST_FILE:
-        raise ConfigError(f"{kind} must have at most {LARGEST_FILE} bytes; {path} has more")
+        raise ConfigError(f"{subject} must be a readable {form}; {path}: {reason}") from None
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(f"{subject} must have at most {LARGEST_FILE} bytes; {path} has more")
     try:
-        return found.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{kind} must be UTF-8 text; {path}: {error.reason}") from None
+        raise ConfigError(f"{subject} must be UTF-8 text; {path}: {error.reason}") from None
 
 
-def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ConfigError as `read_text` and `parse_json` do, and for a file that
-    holds no object."""
-    content = parse_json(read_text(path, kind, "JSON file"), kind, str(path))
+def read_json(path: str | os.PathLike[str], subject: str) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+        ConfigError: As for `read_text` and `parse_json`, or the file has no object.
+    """
+    content = parse_json(read_text(path, subject, "JSON file"), subject, str(path))
     if not isinstance(content, dict):
-        raise ConfigError(f"{kind} must be a JSON object; {path} holds a {type(content).__name__}")
+        raise ConfigError(f"{subject} must be a JSON object; {path} holds a {type(content).__name__}")
     return content
 
 
-def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
-    """The value of a JSON text. place: where it is from; or_text: whether a text that is no JSON stands for itself.
-    Raises ConfigError for a text that is not valid JSON, and for an object with a key twice. So it does for a number
-    that is not finite or has more than 64 bits, and for more than `DEEPEST` objects and lists inside one another."""
-    too_deep = f"{kind} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
+def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        subject: What the text is for.
+        place: Where the text is from.
+        or_text: Whether to return a text that is no JSON as it is.
+
+    Raises:
+        ConfigError: The text is not valid JSON, an object has a key twice, a number is not finite or has more than 64
+            bits, or more than `DEEPEST` objects and lists are inside one another.
+    """
+    too_deep = f"{subject} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
     try:
         content = json.loads(
-            text, object_pairs_hook=_once, parse_int=_whole, parse_float=_finite, parse_constant=_NoNumber
+            text,
+            object_pairs_hook=_object_with_unique_keys,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_NoNumber,
         )
     except json.JSONDecodeError as error:
         if or_text:
             return text
         raise ConfigError(
-            f"{kind} must be valid JSON; {place}, line {error.lineno} column {error.colno}: {error.msg}"
+            f"{subject} must be valid JSON; {place}, line {error.lineno} column {error.colno}: {error.msg}"
         ) from None
     except _Twice as error:
         raise ConfigError(
-            f"{kind} must have each key once; {place} has {error} twice in one object, remove one"
+            f"{subject} must have each key once; {place} has {error} twice in one object, remove one"
         ) from None
     except RecursionError:
         raise ConfigError(too_deep) from None
@@ -88,29 +120,36 @@ def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
             raise ConfigError(too_deep)
         if isinstance(value, _NoNumber):
             raise ConfigError(
-                f"{kind} must have finite numbers of at most 64 bits; {place} has {key or 'as a whole'}: {_cut(value)}"
+                f"{subject} must have finite numbers of at most 64 bits; {place} has {key or 'as a whole'}: "
+                f"{_cut(value)}"
             )
     return content
 
 
-def call_library(library: str, place: str, content: Mapping[str, Any], make: Callable[[dict[str, Any]], Made]) -> Made:
-    """make(content), for a function of a library. Raises ConfigError for a content that the library refuses; the
-    sentence has the key that is to blame, its value, and the library's message."""
+def call_library(library: str, place: str, content: Mapping[str, Any], make: Callable[[dict[str, Any]], T]) -> T:
+    """Return make(content), for a function of a library.
+
+    Raises:
+        ConfigError: The library refuses the content; the sentence has the key that causes it, its value, and the
+            library's message.
+    """
     with quiet():
         try:
             return make(copy.deepcopy(dict(content)))
         except ConfigError:
             raise
-        except Exception as error:  # of any kind: libraries raise what comes of a wrong type
-            found = refused_setting(content, functools.partial(_accepts, make))
-            said = f"{type(error).__name__}: {_first_sentence(error)}"
-    given = f'"{found[0]}": {shown(found[1])}' if found else "several of its settings"
-    raise ConfigError(f"{place} must be one that {library} takes; it refuses {given} ({said})")
+        except Exception as error:  # of any class: libraries raise whatever a wrong type leads to
+            refused = refused_setting(content, functools.partial(_accepts, make))
+            reason = f"{type(error).__name__}: {_first_sentence(error)}"
+    settings = f'"{refused[0]}": {shown(refused[1])}' if refused else "several of its settings"
+    raise ConfigError(f"{place} must be one that {library} takes; it refuses {settings} ({reason})")
 
 
 def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> tuple[str, Any] | None:
-    """(key, value) of the first setting without which a refused content is accepted; the key has dots where it is
-    inside objects. None where no single setting is to blame."""
+    """Return (key, value) of the first setting without which a refused content is accepted.
+
+    The key has dots where it is inside objects. Return None where no single setting is the cause.
+    """
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
             inside = refused_setting(value, _accepts_inside(content, key, accepts)) if isinstance(value, dict) else None
@@ -133,7 +172,7 @@ def _accepts(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> 
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first sentence of an error, without the title and the address that pydantic adds."""
+    """Return the first sentence of an error, without the title and the address that pydantic adds."""
     details = getattr(error, "errors", None)
     text = " ".join((details()[0]["msg"] if callable(details) else str(error)).split())
     return re.split(r"[.!?]\s+(?=[A-Z])", text)[0][:LONGEST]
@@ -141,7 +180,7 @@ def _first_sentence(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A context without the warnings of libraries: some go to stdout, which a program may read."""
+    """Suppress the warnings of libraries within the context: some go to stdout, which a program may read."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -153,7 +192,7 @@ def quiet() -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, cut to a length that fits a sentence."""
+    """Return a value as JSON, cut to a length that fits a sentence."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):  # of a dict that a program made
@@ -167,12 +206,14 @@ def _cut(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class JsonField:
-    """A value that a user gave, with its place for errors. place: the file, as "machine ours"; key: with dots, "" for
-    the whole file. Each method returns the value if it has the type that is asked for, and else raises ConfigError."""
+    """A value that a user gave, with its place for errors.
 
-    place: str
+    Each method returns the value if it has the requested type and range, and else raises ConfigError.
+    """
+
+    place: str  # the file, as "machine ours"
     value: Any
-    key: str = ""
+    key: str = ""  # with dots; "" for the whole file
 
     def wrong(self, wanted: str) -> ConfigError:
         return ConfigError(f"{self.place}: {self.key or 'the file'} must be {wanted}; got {shown(self.value)}")
@@ -181,7 +222,11 @@ class JsonField:
         return JsonField(self.place, value, f"{self.key}.{key}" if self.key else key)
 
     def object(self, fields: Sequence[str] = ()) -> dict[str, JsonField]:
-        """The values of an object. fields: exactly the keys that it must have; (): any keys, but at least one."""
+        """Return the values of an object.
+
+        Args:
+            fields: Exactly the keys that it must have; (): any keys, but at least one.
+        """
         where = f"{self.place}: {self.key or 'the file'}"
         if not isinstance(self.value, Mapping) or not self.value:
             raise self.wrong("an object")
@@ -194,7 +239,7 @@ class JsonField:
         return {key: self.inner(str(key), value) for key, value in self.value.items()}
 
     def number(self, least: float = -math.inf, most: float = math.inf) -> float:
-        """From `least` to `most`, and finite."""
+        """Return a finite number from `least` to `most`."""
         value = self.value
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
             raise self.wrong("a finite number" if math.isinf(least) else f"a number from {least:g}")
@@ -203,7 +248,7 @@ class JsonField:
         return float(value)
 
     def count(self, least: int = 1, most: int = LARGEST) -> int:
-        """A whole number from `least` to `most`."""
+        """Return a whole number from `least` to `most`."""
         if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
             raise self.wrong(f"a whole number from {least}")
         if self.value > most:
@@ -221,7 +266,7 @@ class JsonField:
         return self.value
 
     def like(self, default: Any) -> Any:
-        """The value as the type of a default: true or false, a text, or a number from 0 on."""
+        """Return the value as the type of a default: true or false, a text, or a number from 0 on."""
         if isinstance(default, bool):
             return self.flag()
         return self.text() if isinstance(default, str) else type(default)(self.number(least=0, most=LARGEST))
@@ -234,28 +279,28 @@ class _NoNumber(str):
 
 
 class _Twice(Exception):
-    """A key that an object has twice, as `shown` gives it."""
+    """Raised for a key that an object has twice, with the key as `shown` returns it."""
 
 
-def _whole(text: str) -> int | str:
+def _parse_int(text: str) -> int | str:
     return int(text) if len(text) <= 20 and abs(int(text)) <= LARGEST else _NoNumber(text)
 
 
-def _finite(text: str) -> float | str:
+def _parse_float(text: str) -> float | str:
     return value if math.isfinite(value := float(text)) else _NoNumber(text)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
+def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise _Twice(shown(key))
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def _walk(content: Any) -> Iterator[tuple[str, Any, int]]:
-    """(key with dots, value, depth) of everything, from the outside in."""
+    """Yield (key with dots, value, depth) of every value, from the outermost inwards."""
     level, depth = [("", content)], 0
     while level:
         below: list[tuple[str, Any]] = []

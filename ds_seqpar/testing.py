@@ -1,7 +1,7 @@
-"""Runs the programs of all ranks of one sequence in one process.
+"""Run the programs of all ranks of one sequence in one process.
 
-The walker, the kernels and the exchange of heads are those of the real ranks; only the transport is a mailbox. For
-tests, and to measure on one device. Takes global tensors and returns global ones.
+The walker, the kernels and the exchange of heads are those of the real ranks; only the transport is a mailbox. It takes
+global tensors and returns global ones. For tests, and to measure on one device.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from .runtime.work import common_part, moments, takes_common_off
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Global out (B, S, Hq, D), and the gradients where `do` was given. received: for each SP rank the elements that
-    arrived, by kind."""
+    """The output of all virtual ranks, and the gradients where `do` was given."""
 
-    out: Tensor
+    out: Tensor  # (B, S, Hq, D), global
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
     dsinks: Tensor | None
-    received: list[Counter[str]]
+    received: list[Counter[str]]  # of each SP rank: the elements that arrived, by kind
 
     def of_head_dims(self, qk: int, v: int) -> Result:
-        """The result without the zeros that q and k, or v, were padded with."""
+        """Return the result without the zeros that q and k, or v, were padded with."""
         dims = {"out": v, "dq": qk, "dk": qk, "dv": v}
         tensors = {name: getattr(self, name) for name in dims}
         return dataclasses.replace(self, **{name: x[..., : dims[name]] for name, x in tensors.items() if x is not None})
@@ -58,7 +57,7 @@ class _VirtualComm:
 
     def __init__(self, rank: int, mailbox: Mailbox, ulysses: _VirtualComm | None = None) -> None:
         self.rank, self.mailbox, self.ulysses = rank, mailbox, ulysses or self
-        self.early = 0  # a mailbox keeps what is sent, so asking for it early gains nothing
+        self.early = 0  # a mailbox keeps what is sent, so an early receive gains nothing
         self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Receives:
@@ -69,12 +68,12 @@ class _VirtualComm:
         return _Receives(self, receives)
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return ranks[1:] + ranks[:1]  # not the ranks' own order, since that of a real group is another one, too
+        return ranks[1:] + ranks[:1]  # differs from the order of `ranks`, as that of a real group does
 
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> _Receives:
         count, size = len(ranks), sent.buffer.numel()
-        parts = [sent.buffer] * count, received.split([size] * count)
-        return self._collective(self.order(ranks), sent.kind, sent.elements * (count - 1), *parts)
+        buffers = [sent.buffer] * count, received.split([size] * count)
+        return self._collective(self.order(ranks), sent.kind, sent.elements * (count - 1), *buffers)
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
@@ -84,9 +83,9 @@ class _VirtualComm:
         )
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> _Receives:
-        peers, own = range(len(sizes[0])), sizes[1][self.ulysses.rank]
-        parts = sent.split(list(sizes[0])), received.split(list(sizes[1]))
-        return self._collective(peers, kind, sum(sizes[1]) - own, *parts, EXCHANGE_TAG)
+        peers, local_elements = range(len(sizes[0])), sizes[1][self.ulysses.rank]
+        buffers = sent.split(list(sizes[0])), received.split(list(sizes[1]))
+        return self._collective(peers, kind, sum(sizes[1]) - local_elements, *buffers, EXCHANGE_TAG)
 
     def parts_of_all(self, x: Tensor) -> Tensor:
         raise NotImplementedError("virtual ranks are given the common part of their keys")
@@ -95,7 +94,7 @@ class _VirtualComm:
         self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
         tag: int = -1,
     ) -> _Receives:  # fmt: skip
-        """Sends to each peer, and receives from each. elements: how many arrive from others."""
+        """Send to each peer, and receive from each. elements: how many arrive from others."""
         sends, receives = (
             [Message(peer, kind, 0, tensor, tag) for peer, tensor in zip(peers, tensors, strict=True)]
             for tensors in (sent, received)
@@ -115,7 +114,7 @@ class _Receives:
         return self.comm.mailbox[message.peer, self.comm.rank, message.tag]
 
     def ready(self) -> bool:
-        """Whether all these messages have been posted."""
+        """Return whether all these messages have been posted."""
         return all(self._queue(message) for message in self.receives)
 
     def wait(self) -> None:
@@ -138,12 +137,23 @@ def attention(
     sinks: Tensor | None = None,
     compilers: dict[Hashable, Compiler] | None = None,
 ) -> Result:
-    """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
-    what every CP rank holds, in place of the configured layout; then k and v may have another length than q.
-    softcap, sinks: as `SequenceParallel.attention` takes them. compilers: a dict, empty at first, that keeps what one
-    call compiled for the next one. Kernel "auto" goes by the built-in order: no file that `machine` names is read.
+    """Compute attention on config.size virtual ranks.
 
-    Raises what `SequenceParallel` and its attention raise for these settings and tensors.
+    Kernel "auto" follows the built-in order: no file that `machine` names is read.
+
+    Args:
+        q: (B, S, Hq, D).
+        k: (B, S, Hkv, D). With `shards`, S may differ from that of q.
+        v: As k.
+        do: The gradient of out, as out.
+        mask: Replaces `causal`.
+        shards: The tokens that every CP rank holds, in place of the configured layout.
+        softcap: As `SequenceParallel.attention` takes it.
+        sinks: As `SequenceParallel.attention` takes them.
+        compilers: A dict, empty at first, that keeps what one call compiled for the next one.
+
+    Raises:
+        SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
     visible = input_checks.mask_of(causal, mask)
     input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
@@ -183,7 +193,7 @@ def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
 
 
 class _Ranks:
-    """All virtual ranks. Lists hold one element for each SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
+    """All virtual ranks. Lists have one element for each SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
 
     def __init__(
         self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None,
@@ -201,11 +211,11 @@ class _Ranks:
         self.runtimes = [Runtime(config, topology, r // count, self.comms[r], r % count) for r in ranks]
         for runtime in self.runtimes:
             runtime.compiler = compilers.setdefault((config, runtime.rank), runtime.compiler)
-        self.common: Tensor | None = None  # what all ranks take off their keys
+        self.common: Tensor | None = None  # the common part that all ranks subtract from their keys
         self.positions = {side: self.positions_of(side, count) for side in ("q", "kv")}
 
     def positions_of(self, side: str, ulysses_size: int) -> list[Tensor]:
-        """The global positions of every SP rank's tokens."""
+        """Return the global positions of every SP rank's tokens."""
         return [
             torch.tensor(positions, dtype=torch.int64)
             for cp_rank in range(self.shards.size)
@@ -219,10 +229,10 @@ class _Ranks:
         for runtime, (local_q, local_k, _) in zip(self.runtimes, local, strict=True):
             input_checks.check_programs(runtime, local_q, local_k, self.mask, self.shards, self.scores.softcap)
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
-            self.common = common_part(torch.stack([moments(own[1]) for own in local]), k.shape[2])
+            self.common = common_part(torch.stack([moments(local_qkv[1]) for local_qkv in local]), k.shape[2])
         walks = [
-            runtime.forward(*own, self.sinks, *settings, head_chunks, saves, common=self.common)
-            for runtime, own in zip(self.runtimes, local, strict=True)
+            runtime.forward(*local_qkv, self.sinks, *settings, head_chunks, saves, common=self.common)
+            for runtime, local_qkv in zip(self.runtimes, local, strict=True)
         ]
         results = self.walk_all(walks)
         out = self.unshard("q", [x[0] for x in results], q.shape[1])
@@ -230,13 +240,15 @@ class _Ranks:
         if do is None:
             return Result(out, None, None, None, None, received)
         walks = [
-            self.backward(runtime, local_do, own, result, head_chunks, settings)
-            for runtime, local_do, own, result in zip(self.runtimes, self.shard("q", do), local, results, strict=True)
+            self.backward(runtime, local_do, local_qkv, result, head_chunks, settings)
+            for runtime, local_do, local_qkv, result in zip(
+                self.runtimes, self.shard("q", do), local, results, strict=True
+            )
         ]
         grads = self.walk_all(walks)
         dq, dk, dv = (
-            self.unshard(side, [x[index] for x in grads], whole.shape[1])
-            for index, (side, whole) in enumerate((("q", q), ("kv", k), ("kv", v)))
+            self.unshard(side, [x[index] for x in grads], tensor.shape[1])
+            for index, (side, tensor) in enumerate((("q", q), ("kv", k), ("kv", v)))
         )
         dsinks = None if self.sinks is None else torch.stack([x[3] for x in grads]).sum(0)
         return Result(out, dq, dk, dv, dsinks, received)
@@ -245,20 +257,28 @@ class _Ranks:
         self,
         runtime: Runtime,
         do: Tensor,
-        own: Tensors,
+        local: Tensors,
         result: list[Tensor],
         head_chunks: int,
         settings: tuple[Mask, Shards, Scores],
     ) -> Walk:
-        """The walk of a rank's backward. own: its q, k and v. result: what its forward returned."""
+        """Return the walk of a rank's backward.
+
+        Args:
+            local: The rank's q, k and v.
+            result: The result of its forward.
+        """
         out, lses, inner = result[0], result[1 : 1 + head_chunks], result[1 + head_chunks :]
         operands, outs = (inner[: len(inner) - head_chunks], inner[len(inner) - head_chunks :]) if inner else ([], [])
-        tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), own, strict=True))}
+        tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), local, strict=True))}
         saved = Saved(lses, operands, outs)
-        return runtime.backward(tensors, own[1].shape[2], self.sinks, saved, *settings, self.common)
+        return runtime.backward(tensors, local[1].shape[2], self.sinks, saved, *settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
-        """The results of all ranks. In turn each rank walks on until it waits for a message that is not posted yet."""
+        """Return the results of all ranks.
+
+        In turn each rank walks on until it waits for a message that is not posted yet.
+        """
         while any(walk.at < len(walk.program.code) for walk in walks):
             assert any([_advance(walk) for walk in walks]), "ranks wait for one another"
         assert not any(queue for box in self.mailboxes for queue in box.values()), "a message nobody received"
@@ -267,15 +287,15 @@ class _Ranks:
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
         return [x[:, positions] for positions in self.positions[side]]
 
-    def unshard(self, side: str, parts: list[Tensor], seq: int) -> Tensor:
-        whole = parts[0].new_empty(parts[0].shape[0], seq, *parts[0].shape[2:])
-        for positions, part in zip(self.positions[side], parts, strict=True):
-            whole[:, positions] = part
+    def unshard(self, side: str, shards: list[Tensor], seq: int) -> Tensor:
+        whole = shards[0].new_empty(shards[0].shape[0], seq, *shards[0].shape[2:])
+        for positions, shard in zip(self.positions[side], shards, strict=True):
+            whole[:, positions] = shard
         return whole
 
 
 def _advance(walk: Walk) -> bool:
-    """Walks on until a message is missing, or to the end. Returns whether any instruction was executed."""
+    """Walk on until a message is missing, or to the end. Return whether any instruction was executed."""
     start = walk.at
     while walk.at < len(walk.program.code):
         instruction = walk.program.code[walk.at]

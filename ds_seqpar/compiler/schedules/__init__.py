@@ -1,6 +1,7 @@
-"""The schedules. Every file and folder here makes one `Schedule` or a family of them, and is found by itself;
-`register` takes others. A `Schedule` says all there is to know of it, its own layouts too; no other module spells its
-name.
+"""The registry of schedules.
+
+Every file and folder here defines one `Schedule` or a family of them, and is found automatically; `register` adds
+others. A `Schedule` contains everything that is specific to it, its own layouts too; no other module contains its name.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from ...errors import SECTION, ConfigError, check_choice
 from ..sharding import layout
 from .base import Schedule, Setting
 
-DEFAULT = "ring"  # what "auto" is
+DEFAULT = "ring"  # the schedule of "auto"
 SCHEDULES: dict[str, Schedule] = {}
 
 
 def register(schedule: Schedule) -> None:
-    """Lets this rank choose the schedule by its name. Call it on every rank, before any configuration is made. Raises
-    ConfigError where its name or that of a setting is taken."""
+    """Register a schedule, so that this rank can choose it by its name.
+
+    Call it on every rank, before any configuration is made.
+
+    Raises:
+        ConfigError: The name of the schedule or of one of its settings is taken, or its axes are not legal.
+    """
     names = [schedule.name, *(setting.name for setting in schedule.settings)]
     if taken := [schedule.name] * (schedule.name in ("auto", *SCHEDULES)) + [n for n in names[1:] if n in settings()]:
         raise ConfigError(f"a schedule and its settings need names of their own; got {', '.join(taken)}, rename it")
@@ -36,31 +42,39 @@ def register(schedule: Schedule) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes a schedule off again. Raises ConfigError where there is none of this name."""
+    """Remove a schedule and its layouts.
+
+    Raises:
+        ConfigError: No schedule has this name.
+    """
     check_choice("a schedule that is removed", name, SCHEDULES)
     layout.remove(*SCHEDULES.pop(name).extra_layouts)
 
 
 def schedule(name: str) -> Schedule:
-    """The schedule of this name, or "auto". Raises ConfigError, naming the nearest, where there is none."""
+    """Return the schedule of this name, or of "auto".
+
+    Raises:
+        ConfigError: No schedule has this name; the message has the nearest one.
+    """
     check_choice(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
     return SCHEDULES[DEFAULT if name == "auto" else name]
 
 
 def settings() -> dict[str, tuple[Setting, Schedule]]:
-    """Name -> (setting, its schedule) for all settings that schedules have of their own."""
+    """Return name -> (setting, its schedule) for the settings that belong to single schedules."""
     return {setting.name: (setting, schedule) for schedule in SCHEDULES.values() for setting in schedule.settings}
 
 
 def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
-    """The schedules of these modules by name; one that a module imports from another is the same."""
+    """Return the schedules of these modules by name, each once, even if a module imports it from another."""
     schedules = {value for module in modules for value in vars(module).values() if isinstance(value, Schedule)}
-    return sorted(schedules, key=lambda one: one.name)
+    return sorted(schedules, key=lambda schedule: schedule.name)
 
 
 _MODULES = [importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
-for _one in schedules_in(_MODULES):
-    register(_one)
+for _schedule in schedules_in(_MODULES):
+    register(_schedule)
 
 
 __all__ = ["SCHEDULES", "Schedule", "Setting", "register", "remove", "schedule", "settings"]

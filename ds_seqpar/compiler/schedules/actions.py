@@ -1,15 +1,15 @@
-"""What ranks do, as data: products of blocks, and the moves of operands and results between ranks.
+"""The actions of ranks as data: products of blocks, and the moves of operands and results between ranks.
 
-Blocks are numbered by the CP rank that owns them. Where each owns one, block p is rank p's. Where each owns
+Blocks are numbered by the CP rank that owns them. Where each rank owns one, block p is rank p's. Where each owns
 `blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in the order of positions. A *key* is a sorted tuple of
 block numbers: one block, or blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan
-"q" stands for all that a query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward
-and "dq", "dkv" in backward.
+"q" means all tensors of a query block: q, the output's gradient, lse, delta). Accumulators are "out" in forward and
+"dq", "dkv" in backward.
 
 In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
 that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
-`within` steps, 1 unless a pass says otherwise. So operands travel beside the products of their own step, and results
-beside those of the next.
+`within` steps, 1 unless a pass sets another number. So operands are sent during the products of their own step, and
+results during those of the next.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """An operand is copied from `src` to `dst`, or an accumulator leaves `src` and is merged into `dst`'s.
+    """A copy of an operand from `src` to `dst`, or an accumulator that leaves `src` and is merged into `dst`'s.
 
-    Posted in step s, an operand can be used from step s + within on. A result is merged after the products of step s +
-    within, or at the end of the plan.
+    An operand that is posted in step s can be used from step s + within on. A result is merged after the products of
+    step s + within, or at the end of the plan.
     """
 
     src: int
@@ -105,7 +105,7 @@ Action = Compute | Move | Collective
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one rank takes part in during one step."""
+    """The actions that one rank takes part in during one step."""
 
     gathers: tuple[Gather, ...] = ()
     moves: tuple[Move, ...] = ()
@@ -119,24 +119,24 @@ class Step:
         yield from itertools.chain.from_iterable(groups)
 
     def words(self, rank: int) -> str:
-        """The step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
-        words = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
-        words += map(str, self.computes)
+        """Return the step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
+        labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
+        labels += map(str, self.computes)
         for move in (*self.moves, *self.results):
             arrow = f">{move.dst}" if move.src == rank else f"<{move.src}"
-            words.append(f"{move.kind}{name_of(move.key)}{arrow}")
-        words += [f"{reduce.kind}{name_of(reduce.blocks)}%" for reduce in self.reduces]
-        return " ".join(words) or "-"
+            labels.append(f"{move.kind}{name_of(move.key)}{arrow}")
+        labels += [f"{reduce.kind}{name_of(reduce.blocks)}%" for reduce in self.reduces]
+        return " ".join(labels) or "-"
 
 
 Steps = tuple[Step, ...]
 
 
 def name_of(key: Key) -> str:
-    """Blocks as text: (3), (0,1)."""
+    """Return blocks as text: (3), (0,1)."""
     return "(" + ",".join(map(str, key)) + ")"
 
 
 def unit_name(unit: Unit) -> str:
-    """A unit as text: kv(3), out(0,1)."""
+    """Return a unit as text: kv(3), out(0,1)."""
     return f"{unit[0]}{name_of(unit[1])}"

@@ -12,12 +12,17 @@ from .plan import BlockMask, StepsOf
 
 
 def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> StepsOf:
-    """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it computes the queries of
-    the late worker p - t + A against its own k/v. It sends the result back.
+    """Return DistFlashAttn's steps: floor(A/2) + 1 of them on A ranks.
 
-    floor(A/2) + 1 steps. Helpers work at every t except 2t = A, where both would do the same product. (The paper's
-    Algorithm 2 as printed also leaves them out at the last step of odd A.) A mask that leaves out more than the causal
-    one prunes it. Raises ConfigError where a query sees a later block, or for moving_side="q" (both sides move here).
+    In step t worker p takes the k/v of p - t. A worker with no work left, p < t, is a helper: it computes the queries
+    of the late worker p - t + A with its own k/v, and sends the result back.
+
+    Helpers compute at every t except 2t = A, where both would compute the same product. (The paper's Algorithm 2 as
+    printed also leaves them out at the last step of odd A.) A mask that hides more than the causal one removes
+    products.
+
+    Raises:
+        ConfigError: A query sees a later block, or moving_side is "q" (both sides move here).
     """
     if moving_side != "kv":
         raise ConfigError('distflash moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
@@ -45,26 +50,28 @@ class _DistFlash:
         done = [self.product((rank + shift * t) % self.size, t) for shift in ((0, 1) if t else (0,))]
         results = [move for compute in {c.rank: c for c in done if c}.values() for move in self.results(compute, t)]
         return Step(
-            moves=_of(rank, [self.operand(compute) for compute in coming if compute] if t < self.size // 2 else []),
+            moves=_moves_of(
+                rank, [self.operand(compute) for compute in coming if compute] if t < self.size // 2 else []
+            ),
             computes=(done[0],) if done[0] else (),
-            results=_of(rank, results),
+            results=_moves_of(rank, results),
         )
 
     def product(self, p: int, t: int) -> Compute | None:
-        """What worker p computes in step t."""
+        """Return the product that worker p computes in step t."""
         if p < t and 2 * t == self.size:
             return None
         q, kv = (p, p - t) if p >= t else (p - t + self.size, p)
         return Compute(rank=p, q=(q,), kv=(kv,)) if self.block_mask(q, kv) else None
 
     def operand(self, compute: Compute) -> Move:
-        """The operand of a product that the worker does not own, straight from its owner."""
+        """Return the move of the operand that the worker does not own, directly from its owner."""
         foreign = compute.kv if compute.q == (compute.rank,) else compute.q
         kind = "kv" if foreign is compute.kv else "q"
         return Move(src=foreign[0], dst=compute.rank, kind=kind, key=foreign)
 
     def results(self, compute: Compute, t: int) -> list[Move]:
-        """The part of a result whose block another rank owns goes straight back to that rank."""
+        """Return the moves of results whose block another rank owns, directly to that rank."""
         (q,), (kv,), rank = compute.q, compute.kv, compute.rank
         if t == 0:
             return []
@@ -73,14 +80,14 @@ class _DistFlash:
         return [Move(src=rank, dst=kv, kind="dkv", key=(kv,))] if self.direction == "backward" else []
 
 
-def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
-    """The moves that a rank takes part in, in one order on all ranks."""
-    own = {move for move in moves if rank in move.ranks}
-    return tuple(sorted(own, key=lambda move: (move.kind, move.key, move.dst)))
+def _moves_of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
+    """Return the moves that a rank takes part in, in one order on all ranks."""
+    local_moves = {move for move in moves if rank in move.ranks}
+    return tuple(sorted(local_moves, key=lambda move: (move.kind, move.key, move.dst)))
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Elements that each rank receives: early ranks are sent late ranks' queries, and late ranks the results."""
+    """Return the elements that each rank receives: early ranks get late ranks' queries, late ranks the results."""
     ((_, size),) = axes
     return [_received_by(rank, size, direction, units) for rank in range(size)]
 

@@ -1,6 +1,6 @@
 """The mesh family: Attention2D, WallFacer and Ring Attention as shapes (a, b, R) of one schedule.
 
-Attention2D is a mesh without a ring; WallFacer a mesh (C, C, A / C^2).
+Attention2D is a mesh without a ring; WallFacer is a mesh (C, C, A / C^2).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from .ring import Rotation, Round
 
 
 def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Rank p = x + a (y + b z): q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the
-    gradients are reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1)
-    meet once, on rank (x1, y0, z0) where k/v travels.
+    """Return the steps of a mesh, in which rank p = x + a (y + b z).
+
+    q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the gradients are
+    reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1) meet once, on
+    rank (x1, y0, z0) where k/v rotates.
 
     (1, 1, A) is Ring Attention. (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). (C, C, A / C^2) is WallFacer
     with teams of C. Its initial transfer of k/v is not needed, because q and k/v are gathered along different axes.
-    Collectives need blocks of one length that all their members read; elsewhere blocks go straight from their owners.
+    Collectives need blocks of one length that all their members read; otherwise blocks are sent directly from their
+    owners.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
 
@@ -45,7 +48,7 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
         return x + a * (y + b * ((z + t) % turns))
 
     keys = [(row(rank), column(rank)) for rank in range(a * b * turns)]
-    way = Round(
+    route = Round(
         size=len(keys),
         there=shifted,
         here=lambda rank, t: shifted(rank, -t),
@@ -54,14 +57,17 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
         reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
     ).facing(moving_side)
     if a * b == 1:
-        return Rotation(way, turns, direction, moving_side, block_mask)
-    groups = _groups(way, turns, moving_side)
+        return Rotation(route, turns, direction, moving_side, block_mask)
+    groups = _groups(route, turns, moving_side)
     reads = [_read(q, kv, block_mask) for q, kv in groups]
-    # a gather brings all that its group has
+    # a gather brings all blocks of its group, so every one of them must be read
     if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
-        return Rotation(way, turns, direction, moving_side, block_mask)
+        return Rotation(route, turns, direction, moving_side, block_mask)
     return Direct(
-        way.size, direction, lambda rank: _pairs(way, rank, turns, moving_side, block_mask), lambda rank: reads[rank]
+        route.size,
+        direction,
+        lambda rank: _pairs(route, rank, turns, moving_side, block_mask),
+        lambda rank: reads[rank],
     )
 
 
@@ -75,22 +81,22 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
     )
 
 
-def _groups(way: Round, turns: int, moving_side: str) -> list[tuple[Key, int]]:
-    """For each rank, all q blocks that come to it, and all kv blocks as a bitmask."""
-    keys = [way.keys(rank) for rank in range(way.size)]
+def _groups(route: Round, turns: int, moving_side: str) -> list[tuple[Key, int]]:
+    """Return for each rank all q blocks that come to it, and all kv blocks as a bitmask."""
+    keys = [route.keys(rank) for rank in range(route.size)]
     held = [_mask(kv) for _, kv in keys]
 
-    def of(rank: int) -> tuple[Key, int]:
-        visitors = [way.here(rank, t) for t in range(turns)]
+    def blocks_on(rank: int) -> tuple[Key, int]:
+        visitors = [route.here(rank, t) for t in range(turns)]
         if moving_side == "kv":
             return keys[rank][0], functools.reduce(operator.or_, [held[visitor] for visitor in visitors])
         return tuple(block for visitor in visitors for block in keys[visitor][0]), held[rank]
 
-    return [of(rank) for rank in range(way.size)]
+    return [blocks_on(rank) for rank in range(route.size)]
 
 
 def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
-    """Bitmasks of those q blocks, and of those kv blocks, that meet any block of the other side."""
+    """Return bitmasks of those q blocks, and of those kv blocks, that meet any block of the other side."""
     rows = block_mask.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
@@ -99,20 +105,25 @@ def _mask(blocks: Iterable[int]) -> int:
     return functools.reduce(operator.or_, [1 << block for block in blocks], 0)
 
 
-def _pairs(way: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
-    """The rank's products block by block: its own in step 0, while others arrive, then those of each turn."""
-    own = [(rank, rank)] if block_mask(rank, rank) else []
-    steps: list[Pairs] = [own]
+def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
+    """Return the rank's products block by block.
+
+    Step 0 has that of its own blocks, while others arrive; then each turn has a step.
+    """
+    local_pairs = [(rank, rank)] if block_mask(rank, rank) else []
+    steps: list[Pairs] = [local_pairs]
     for t in range(turns):
-        moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
+        moving, staying = route.keys(route.here(rank, t)), route.keys(rank)
         q, kv = (staying[0], moving[1]) if moving_side == "kv" else (moving[0], staying[1])
         steps.append([(i, j) for i in q for j in kv if block_mask(i, j) and (i, j) != (rank, rank)])
     return steps
 
 
 def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
-    """(a, b R) that receive the fewest elements for these heads, forward and backward together. They are (a - 1) 5 Hq
-    and (b R - 1) 6 Hkv for every token and D."""
+    """Return the (a, b R) that receive the fewest elements for these heads, forward and backward together.
+
+    They are (a - 1) 5 Hq and (b R - 1) 6 Hkv for every token and D.
+    """
     q_heads, kv_heads = heads or (1, 1)
     a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
     return a, ranks // a
@@ -123,7 +134,7 @@ def mesh_axes(a: int, b: int, turns: int) -> Axes:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Elements that each rank receives: what it gathers, and along z the groups that move."""
+    """Return the elements that each rank receives: those that it gathers, and along z the groups that move."""
     (_, a), (_, b), (_, turns) = axes
     queries, keys = (a, b * turns) if moving_side == "kv" else (a * turns, b)
     return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
@@ -133,10 +144,10 @@ def shapes(ranks: int) -> list[ScheduleOptions]:
     return [{"mesh": (a, b, ranks // (a * b))} for a in divisors(ranks) for b in divisors(ranks // a)]
 
 
-def resolve(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """The shape that is given, or that of attention2d but with k/v in a ring: the same elements, less memory."""
+def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the mesh that is set, or attention2d's with k/v in a ring: as many elements, with less memory."""
     cols, rows = sides(ranks, heads)
-    shape = a, b, turns = given.get("mesh") or (cols, 1, rows)
+    shape = a, b, turns = fixed.get("mesh") or (cols, 1, rows)
     if a * b * turns != ranks:
         raise ConfigError(
             f"{SECTION}.mesh [a, b, R] must multiply to the {ranks} CP ranks; "
@@ -166,10 +177,13 @@ def grids(ranks: int) -> list[ScheduleOptions]:
     return [{"rows": ranks // cols, "cols": cols} for cols in divisors(ranks)]
 
 
-def grid(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """A side that is not given follows from the other. Where neither is given, the sides are those that receive the
-    fewest elements for these heads."""
-    rows, cols = given.get("rows"), given.get("cols")
+def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the grid.
+
+    A side that is not set follows from the other. If neither is set, the sides are those that receive the fewest
+    elements for these heads.
+    """
+    rows, cols = fixed.get("rows"), fixed.get("cols")
     if not (rows or cols):
         cols, rows = sides(ranks, heads)
     rows = ranks // cols if cols and not rows else rows
@@ -178,7 +192,7 @@ def grid(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> Schedu
         fitting = [(shape["rows"], shape["cols"]) for shape in grids(ranks)]
         raise ConfigError(
             f"{SECTION}.rows x cols must be the {ranks} ranks of attention2d; got "
-            f"{', '.join(f'{side} {value}' for side, value in given.items())}, use one of (rows, cols) = {fitting}"
+            f"{', '.join(f'{side} {value}' for side, value in fixed.items())}, use one of (rows, cols) = {fitting}"
         )
     return {"rows": rows, "cols": cols}
 
@@ -207,10 +221,10 @@ def teams(ranks: int) -> list[ScheduleOptions]:
     return [{"team": team} for team in divisors(ranks) if ranks % (team * team) == 0]
 
 
-def team_of(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """The team that is given, or the largest that fits."""
+def team_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the team that is set, or the largest that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
-    team = given.get("team") or fitting[-1]
+    team = fixed.get("team") or fitting[-1]
     if team not in fitting:
         raise ConfigError(
             f"{SECTION}.team must be a number whose square divides the {ranks} ranks of wallfacer; "
@@ -233,17 +247,21 @@ WALLFACER = Schedule(
 )
 
 
-# ---- without collectives: each rank gets every block that it reads straight from the block's owner
+# ---- without collectives: each rank gets every block that it reads directly from the block's owner
 
 Pairs = Sequence[tuple[int, int]]
 
 
 class Direct(Counted):
-    """The steps of any rank. products(rank)[t]: the (q block, kv block) pairs that it computes in step t; those of step
-    0 of its own blocks only. reads(rank): bitmasks of the q and the kv blocks in these pairs.
+    """The steps of any rank without collectives: a block is sent only to ranks that read it, and results directly home.
 
-    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. A block is sent only to
-    ranks that read it, and results go straight home. It sends at most as many bytes as the collectives.
+    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. It sends at most as many
+    bytes as the collectives.
+
+    Args:
+        products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t, in step 0 only
+            of its own blocks.
+        reads: reads(rank) are bitmasks of the q and the kv blocks in these pairs.
     """
 
     def __init__(
@@ -257,21 +275,20 @@ class Direct(Counted):
 
     @functools.cached_property
     def all_products(self) -> list[Sequence[Pairs]]:
-        """`products` of every rank."""
         return [self.products(rank) for rank in range(self.size)]
 
     @functools.cached_property
     def moves(self) -> tuple[dict[tuple[int, int], list[Move]], dict[tuple[int, int], list[Move]]]:
-        """(rank, step) -> its moves of operands, and of results."""
+        """(rank, step) -> its moves of operands, and the same of results."""
         operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
         results: dict[tuple[int, int], list[Move]] = defaultdict(list)
         kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
         for rank, steps in enumerate(self.all_products):
-            # a foreign block arrives in the step before the first that reads it
+            # a foreign block is sent in the step before the first that reads it
             for (kind, key), t in _first_steps(rank, enumerate(steps), (("q", 0), ("kv", 1))).items():
                 for end in (*key, rank):
                     operands[end, t - 1].append(Move(src=key[0], dst=rank, kind=kind, key=key))
-            # its result goes home after the last step that adds to it
+            # its result is sent home after the last step that adds to it
             for (kind, key), t in _first_steps(rank, reversed([*enumerate(steps)]), kinds).items():
                 for end in (rank, *key):
                     results[end, t].append(Move(src=rank, dst=key[0], kind=kind, key=key))
@@ -289,7 +306,10 @@ class Direct(Counted):
         )
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """For each rank: the blocks of others that it reads, and a result from each other rank that reads its own."""
+        """Return the elements that each rank receives.
+
+        These are the blocks of others that it reads, and a result from each other rank that reads its own.
+        """
         received: list[float] = [0] * self.size
         results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])
         for rank in range(self.size):
@@ -302,8 +322,11 @@ class Direct(Counted):
 
 
 def _first_steps(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
-    """Foreign block of a rank's products -> the first of these steps that has it. kinds: (kind of unit, its index in a
-    pair)."""
+    """Return foreign block of a rank's products -> the first of these steps that has it.
+
+    Args:
+        kinds: (kind of unit, its index in a pair).
+    """
     first: dict[Unit, int] = {}
     for t, pairs in steps:
         for pair in pairs:

@@ -1,4 +1,4 @@
-"""A plan: what every CP rank does in every step. For tests, pictures and passes that need all ranks."""
+"""A plan: the steps of every CP rank, for tests, diagrams and passes that need all ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .actions import Steps
 
-StepsOf = Callable[[int], Steps]  # of a rank
+StepsOf = Callable[[int], Steps]  # rank -> its steps
 
 
 class Counted(abc.ABC):
-    """The steps of any rank; it also counts what all ranks receive in theirs, without making them."""
+    """The steps of any rank, as a function; it also counts what all ranks receive without building their steps."""
 
     @abc.abstractmethod
     def __call__(self, rank: int) -> Steps: ...
 
     @abc.abstractmethod
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """What `Plan.received` returns for the plan of all ranks."""
+        """Return what `Plan.received` returns for the plan of all ranks."""
 
 
 class BlockMask:
-    """Which blocks meet. rows[i]: a bitmask of the key/value blocks that any query of block i sees. even: whether all
-    blocks of q, and all of k/v, have the same number of tokens, as collectives need."""
+    """Which q blocks see which key/value blocks.
+
+    Attributes:
+        rows: rows[i] is a bitmask of the key/value blocks that any query of block i sees.
+        even: Whether all blocks of q, and all of k/v, have the same number of tokens, as collectives need.
+    """
 
     def __init__(self, rows: tuple[int, ...], even: bool = True) -> None:
         self.rows, self.even = rows, even
@@ -43,11 +47,11 @@ class BlockMask:
         return len(self.rows)
 
     def __call__(self, q: int, kv: int) -> bool:
-        """Whether any query of the one block sees any key of the other."""
+        """Return whether any query of block `q` sees any key of block `kv`."""
         return bool(self.rows[q] >> kv & 1)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """(q block, kv block) of all blocks that meet."""
+        """Return (q block, kv block) of all blocks that meet."""
         return ((i, j) for i, row in enumerate(self.rows) for j in bits(row))
 
     @property
@@ -61,13 +65,12 @@ class BlockMask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a schedule (`name`) makes of one block mask, in one direction ("forward" or "backward"). ranks[p]: the steps
-    of rank p, as many on each. blocks_per_rank: blocks that each rank owns."""
+    """The steps of all ranks that a schedule makes for one block mask, in one direction."""
 
-    name: str
-    direction: str
-    ranks: tuple[Steps, ...]
-    blocks_per_rank: int = 1
+    name: str  # of the schedule
+    direction: str  # "forward" or "backward"
+    ranks: tuple[Steps, ...]  # ranks[p]: the steps of rank p, as many on each
+    blocks_per_rank: int = 1  # number of blocks that each rank owns
 
     @classmethod
     def of(cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1) -> Plan:
@@ -87,27 +90,31 @@ class Plan:
         return self.size * self.blocks_per_rank
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Elements that each rank receives. units: elements of one block of each kind ("q", "kv", "out", ...)."""
+        """Return the elements that each rank receives.
+
+        Args:
+            units: Elements of one block of each kind ("q", "kv", "out", ...).
+        """
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """The plan as text: a row a step, a column a rank; see `Step.words`."""
+        """Return the plan as text, with a row for each step and a column for each rank; see `Step.words`."""
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
         for index in range(max(map(len, self.ranks))):
-            here = (steps[index : index + 1] for steps in self.ranks)  # a plan that is being rejected may end unevenly
-            rows.append([str(index), *("".join(s.words(rank) for s in step) for rank, step in enumerate(here))])
+            row = (steps[index : index + 1] for steps in self.ranks)  # ranks of an invalid plan may differ in steps
+            rows.append([str(index), *("".join(step.words(rank) for step in cell) for rank, cell in enumerate(row))])
         return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Return the numbers of the bits that are set, ascending."""
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1
 
 
 def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
-    """Elements that `rank` receives in its steps."""
+    """Return the elements that `rank` receives in its steps."""
     total: Counter = Counter()
     for step in steps:
         for move in (*step.moves, *step.results):
@@ -121,6 +128,6 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
 
 
 def columns(rows: list[list[str]]) -> list[str]:
-    """A table's lines, its columns aligned."""
+    """Return the lines of a table with its columns aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

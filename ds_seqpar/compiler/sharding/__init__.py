@@ -1,1 +1,1 @@
-"""Who holds which tokens and heads: layouts, shards, masks."""
+"""Distribution of tokens and heads over ranks: layouts, shards and masks."""

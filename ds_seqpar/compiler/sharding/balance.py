@@ -1,13 +1,13 @@
-"""Deals the tokens of packed documents to CP ranks, so that all have as many tokens and as many causal pairs.
+"""Divide the tokens of packed documents among CP ranks so that all have as many tokens and as many causal pairs.
 
 A causal pair is a query and a key that a causal mask of the documents lets it see.
 
-The ranks are halved, and their halves again. In a halving the documents stand side by side, by their mean keys a query.
-The left half takes a window of them, as wide as its tokens, at the place where it also has its share of pairs. Of a
-document that the window cuts the left half takes the front, so that k/v travel from lower ranks to higher ones. The
-window slides from the fewest keys to the most, and its pairs grow with it, so there is such a place. Only where one
-document has most of the pairs, the last position may still be too light. Then the document there is cut as zigzag
-does: the left half takes both of its ends, as much of either as gives the pairs.
+The ranks are halved, and their halves again. In a halving the documents are sorted by their mean number of keys per
+query. The left half takes a window of this row, as wide as its tokens, at the place where the window also has its share
+of pairs. Of a document that the window cuts the left half takes the front, so that k/v are sent from lower ranks to
+higher ones. The window slides from the fewest keys to the most, and its pairs grow with it, so there is such a place.
+Only where one document has most of the pairs, the last position may still have too few. Then the document there is cut
+as zigzag does: the left half takes both of its ends, and as much of each as gives the pairs.
 """
 
 from __future__ import annotations
@@ -24,58 +24,65 @@ from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
 
-TOLERANCE = 256  # a half's pairs may differ from its share by one part in so many, and by what a token brings
+TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of it, and by the pairs of one token
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
-    """The runs that each of `ranks` CP ranks holds of documents of these lengths, one after the other from position
-    0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
+    """Return the runs of packed documents that each CP rank holds, for `UnevenShards(balanced(lengths, ranks))`.
 
-    Ranks differ by one token at most, and their causal pairs by parts in a thousand, or by what one token brings. At
-    most 2 * (ranks - 1) documents are cut, all others are whole on one rank. All ranks together have at most
-    len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels only where it has a part of a document that is cut. One
-    document alone is dealt as zigzag deals it: 2 * ranks chunks, an early and a late one for each rank, whose lengths
-    differ by one token at most.
+    The result is the same on every rank. Ranks differ by one token at most, and their causal pairs by parts in a
+    thousand, or by those of one token. At most 2 * (ranks - 1) documents are cut, all others are whole on one rank.
+    All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v is sent only where it has a part
+    of a document that is cut. A single document is divided as zigzag does: into 2 * ranks chunks, an early and a late
+    one for each rank, whose lengths differ by one token at most.
 
-    Raises InputError for a length or a number of ranks below 1.
+    Args:
+        lengths: Tokens of each document, one after the other from position 0.
+        ranks: Number of CP ranks.
+
+    Raises:
+        InputError: A length or the number of ranks is not a whole number from 1 on.
     """
     count, starts = whole_number(ranks), Mask.documents_of(lengths)
     if count is None or count < 1:
         raise InputError(f"tokens are dealt to a whole number of ranks from 1 on; got {ranks!r}")
     lengths = [operator.index(length) for length in lengths]
     pieces = [_piece(base, 0, length, length, length) for base, length in zip(starts, lengths, strict=True)]
-    return tuple(_runs(parts) for parts in _pieces_of_ranks(pieces, count))
+    return tuple(_runs(rank_pieces) for rank_pieces in _pieces_of_ranks(pieces, count))
 
 
 class _Piece(NamedTuple):
-    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; with one part only, q = r = s."""
+    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; with one interval only, q = r = s."""
 
     base: int
     p: int
     q: int
     r: int
     s: int
-    beside: int  # its document goes on: -1 on lower ranks than all these, 1 on higher ones, 0 on neither or on both
+    beside: int  # its document continues: -1 on lower ranks than all these, 1 on higher ones, 0 on neither or on both
     tokens: int
     pairs: int
 
     def of_ends(self, front: int, back: int) -> int:
-        """Products of the first `front` and the last `back` tokens."""
+        """Return the causal pairs of the first `front` and the last `back` tokens."""
         return (front * (2 * self.p + front + 1) + back * (2 * self.s - back + 1)) // 2
 
     def ends(self, tokens: int) -> tuple[int, int]:
-        """How many of `tokens` tokens are taken in front and at the back. One part gives all in front. Of two parts,
-        those that are taken have the mean number of keys of all."""
+        """Return how many of `tokens` tokens are taken from the front and from the back.
+
+        A piece of one interval gives all from the front. From two intervals, the tokens taken have the mean number of
+        keys of all.
+        """
         _, p, q, r, s, _, total, pairs = self
         if q == s:
             return tokens, 0
-        # where of_ends is tokens / total of the pairs
+        # the solution of of_ends(front, tokens - front) = pairs * tokens / total
         front = tokens * ((2 * s + 1 - tokens) * total - 2 * pairs) // (2 * (s - p - tokens) * total)
         front = min(max(front, tokens - (s - r), 0), q - p, tokens)
         return front, tokens - front
 
     def cut(self, front: int, back: int) -> tuple[_Piece, _Piece]:
-        """(the two ends together, which go to the lower ranks; what is between them)."""
+        """Return (the two ends as one piece, which goes to the lower ranks; what is between them)."""
         base, p, q, r, s, beside, _, _ = self
         low, high = p + front, s - back
         q, r = (high, high) if q == s else (q, r)
@@ -84,13 +91,13 @@ class _Piece(NamedTuple):
             _piece(base, low, q, r, high, 0 if beside > 0 else -1),
         )
 
-    def parts(self) -> list[_Piece]:
-        """Each of its parts as a piece."""
+    def intervals(self) -> list[_Piece]:
+        """Return each of its intervals as a piece."""
         return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
 
 
 def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece:
-    """The piece with these fields and what follows from them."""
+    """Return the piece with these fields, its empty intervals removed and adjoining ones merged."""
     if p == q:  # the second part alone
         p, q, r = r, s, s
     elif r == s:  # the first
@@ -102,7 +109,6 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
 
 
 def _pieces_of_ranks(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
-    """The pieces that each rank gets."""
     if ranks == 1 or not pieces:
         return [pieces] + [[]] * (ranks - 1)
     if len(pieces) == 1 and pieces[0].q == pieces[0].s:
@@ -112,7 +118,7 @@ def _pieces_of_ranks(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
 
 
 def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
-    """The pieces of each rank: the outermost tokens go to the first, half of them in front, and so on inwards."""
+    """Return each rank's pieces: the outermost tokens go to the first, half of them in front, and so on inwards."""
     taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
     edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
     return [
@@ -122,8 +128,11 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
 
 
 def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece], list[_Piece]]:
-    """(pieces of the lower `share` of `ranks` ranks, pieces of the others). A piece whose document goes on on lower or
-    higher ranks than all these goes to the half beside them where it can: then k/v are there after one hop."""
+    """Return (pieces of the lower `share` of `ranks` ranks, pieces of the others).
+
+    A piece whose document continues on ranks below or above all of these goes to the half next to those ranks where it
+    can: then its k/v arrive after one hop.
+    """
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     pairs = sum([piece.pairs for piece in pieces]) * share // ranks
     if not tokens:
@@ -145,16 +154,18 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
     row = _Row(pieces, tokens)
     left, right = row.window(pairs) if row.pairs(row.last) >= pairs else row.ends(pairs)
     if abs(sum([piece.pairs for piece in left]) - pairs) * TOLERANCE > pairs:
-        # of two parts, one much longer than the other, no two ends have as many keys as both parts
-        apart = [part for piece in pieces for part in piece.parts()]
+        # if one interval is much longer than the other, no two ends have the mean number of keys of both
+        apart = [interval for piece in pieces for interval in piece.intervals()]
         if len(apart) > len(pieces):
             return _halved(apart, share, ranks)
     return left, right
 
 
 class _Row:
-    """Pieces side by side, and the windows of `width` tokens on them. Of a piece in which a window begins or ends, the
-    window has the tokens that `_Piece.ends` gives."""
+    """Pieces side by side, and the windows of `width` tokens over them.
+
+    Of a piece in which a window begins or ends, the window has the tokens that `_Piece.ends` gives.
+    """
 
     def __init__(self, pieces: list[_Piece], width: int) -> None:
         self.pieces, self.width = pieces, width
@@ -163,11 +174,11 @@ class _Row:
         self.last = self.starts[-1] - width  # the last position of a window
 
     def reaches(self, pairs: int) -> bool:
-        """Whether some window surely has so many causal pairs."""
+        """Return whether some window is certain to have so many causal pairs."""
         return 0 < self.width < self.starts[-1] and self.pairs(0) <= pairs <= self.pairs(self.last)
 
     def edges(self, at: int) -> tuple[int, int, int, int]:
-        """(first, its tokens, end, its tokens): the pieces that a window from `at` on begins in and ends in."""
+        """Return (first, its tokens, end, its tokens): the pieces in which a window from `at` on begins and ends."""
         first = bisect_right(self.starts, at) - 1
         tokens = self.starts[first + 1] - at
         if tokens >= self.width:
@@ -176,13 +187,13 @@ class _Row:
         return first, tokens, end, at + self.width - self.starts[end]
 
     def pairs(self, at: int) -> int:
-        """The causal pairs of the window that begins at `at`."""
+        """Return the causal pairs of the window that begins at `at`."""
         first, tokens, end, end_tokens = self.edges(at)
         total = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
         return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
     def window(self, pairs: int) -> tuple[list[_Piece], list[_Piece]]:
-        """(pieces inside, pieces outside) of the window that has so many pairs, but for those of one token."""
+        """Return (pieces inside, pieces outside) of the window that has so many pairs, but for those of one token."""
         at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
         at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
         first, tokens, end, end_tokens = self.edges(at)
@@ -200,8 +211,10 @@ class _Row:
         return inside, outside
 
     def ends(self, pairs: int) -> tuple[list[_Piece], list[_Piece]]:
-        """(pieces inside, pieces outside) of the last window, where even that has too few pairs: of its first piece
-        it takes fewer tokens in front and more at the back."""
+        """Return (pieces inside, pieces outside) of the last window, where even that one has too few pairs.
+
+        Of its first piece it takes fewer tokens from the front and more from the back.
+        """
         first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]
         if tokens == piece.tokens:
@@ -215,9 +228,11 @@ class _Row:
 
 
 def _runs(pieces: list[_Piece]) -> Runs:
-    """The tokens of pieces as runs; what adjoins becomes one."""
+    """Return the tokens of pieces as runs, of which adjoining ones are merged."""
     runs: list[tuple[int, int]] = []  # (start, end)
-    for start, end in sorted([(part.base + part.p, part.base + part.q) for piece in pieces for part in piece.parts()]):
+    for start, end in sorted(
+        [(interval.base + interval.p, interval.base + interval.q) for piece in pieces for interval in piece.intervals()]
+    ):
         if runs and runs[-1][1] == start:
             runs[-1] = runs[-1][0], end
         else:
@@ -227,8 +242,10 @@ def _runs(pieces: list[_Piece]) -> Runs:
 
 @functools.lru_cache(maxsize=64)
 def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
-    """The shards of documents of these lengths, end to end, on so many CP ranks. Of all layouts only "balanced"
-    looks at where documents begin."""
+    """Return the shards of packed documents of these lengths, in tokens, on so many CP ranks.
+
+    Of all layouts only "balanced" depends on where documents begin.
+    """
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
     held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Which keys a query sees, as integers: up to a causal edge, in windows, in its document, or in a prefix too."""
+"""Masks: the interval of keys that each query sees, from a causal edge, windows, documents and a prefix."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from ...errors import InputError, whole_number
 from .handles import handle_of
 from .layout import Run, Runs
 
-Triple = tuple[int, int, int]  # start, step, length: a Run's fields, quicker to take apart
+Triple = tuple[int, int, int]  # start, step, length: the fields of a Run, which unpack faster
 END = sys.maxsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """A query at global position p sees the keys in [lo(p), hi(p)); both edges never fall, and p lies between them.
+    """Describe which keys a query sees: a query at global position p sees the keys in [lo(p), hi(p)).
 
-    causal: no key after p. window: no key before p - window + 1. window_right: no key after p + window_right, where
-    causal is False; None: no limit. documents: the first positions of the sequence's documents, ascending from 0; a
-    query sees keys of its own document only; () is one document (and (0,) becomes it). What is given together holds
-    together. prefix: every query also sees the first so many keys (a prefix-LM); only of a causal mask without window
-    and documents. Raises InputError.
+    Both edges are non-decreasing in p, and p lies between them. Limits that are given together all hold.
+
+    Args:
+        causal: Whether a query sees no key after p.
+        window: Number of keys, from 1 on: a query sees no key before p - window + 1. None means no limit.
+        window_right: Number of keys, from 0 on: a query sees no key after p + window_right. It requires causal=False.
+            None means no limit.
+        documents: First positions of the sequence's documents, ascending from 0. A query sees only keys of its own
+            document. () means one document, and (0,) becomes ().
+        prefix: Number of keys at the start of the sequence that every query also sees (a prefix-LM). It requires a
+            causal mask without window and documents.
+
+    Raises:
+        InputError: A field has a wrong type or value, or fields do not go together.
     """
 
     causal: bool = True
@@ -54,21 +63,21 @@ class Mask:
         if prefix is None or prefix < 0:
             raise InputError(f"a prefix must be a whole number of keys from 0 on; got {self.prefix!r}")
         if prefix and (not self.causal or window or documents):
-            others = Mask(causal=self.causal, window=window, documents=documents)
+            conflict = Mask(causal=self.causal, window=window, documents=documents)
             raise InputError(
-                f"a prefix needs a causal mask without window and documents; got prefix {prefix} and {others}, give "
+                f"a prefix needs a causal mask without window and documents; got prefix {prefix} and {conflict}, give "
                 "each document a call of its own"
             )
-        # of numbers only, so that it is the same in every process
-        more = () if not prefix and right is None else (prefix, -1 if right is None else right)
-        digest = hash((self.causal, window or 0, documents, *more))
+        # of numbers only, so that the hash is the same in every process
+        extra = () if not prefix and right is None else (prefix, -1 if right is None else right)
+        digest = hash((self.causal, window or 0, documents, *extra))
         fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "_hash": digest}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "handle", handle_of(self))
 
     def __reduce__(self) -> tuple:
-        """Copied, or sent to another process, it is made again: a handle is good in its own process only."""
+        """Rebuild the mask in a copy or another process: a handle is valid in its own process only."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         return functools.partial(Mask, **fields), ()
 
@@ -76,10 +85,10 @@ class Mask:
         return self._hash
 
     def __str__(self) -> str:
-        words = ["causal"] * self.causal + [f"window {self.window}"] * bool(self.window)
-        words += [f"prefix {self.prefix}"] * bool(self.prefix)
-        words += [f"window_right {self.window_right}"] * (self.window_right is not None)
-        return ", ".join(words + [f"{len(self.documents)} documents"] * bool(self.documents)) or "full"
+        limits = ["causal"] * self.causal + [f"window {self.window}"] * bool(self.window)
+        limits += [f"prefix {self.prefix}"] * bool(self.prefix)
+        limits += [f"window_right {self.window_right}"] * (self.window_right is not None)
+        return ", ".join(limits + [f"{len(self.documents)} documents"] * bool(self.documents)) or "full"
 
     @property
     def full(self) -> bool:
@@ -88,23 +97,23 @@ class Mask:
 
     @property
     def kind(self) -> str:
-        """What decides which kernel is fastest: "documents" or else "window", "causal", "full"."""
+        """The class that decides which kernel is fastest: "documents", else "window", "causal" or "full"."""
         if self.documents:
             return "documents"
         return "window" if self.window or self.window_right is not None else "causal" if self.causal else "full"
 
     @property
     def right(self) -> int | None:
-        """How many keys after its own position a query sees at most, but for a prefix; None where nothing limits it."""
+        """The most keys after its own position that a query sees, apart from a prefix; None means no limit."""
         return 0 if self.causal else self.window_right
 
     @property
     def scale_free(self) -> bool:
-        """Whether what is visible depends on the order of positions only, not on how far they are apart."""
+        """Whether visibility depends only on the order of positions, not on the distances between them."""
         return not (self.window or self.documents or self.prefix or self.window_right is not None)
 
     def bounds(self, p: int) -> tuple[int, int]:
-        """(lo, hi): a query at p sees the keys at lo .. hi - 1. hi is END where nothing ends it."""
+        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1. hi is END where there is no limit."""
         lo, hi = 0, END if self.right is None else max(p + 1 + self.right, self.prefix)
         if self.documents:
             document = bisect_right(self.documents, p)
@@ -117,21 +126,27 @@ class Mask:
 
     @staticmethod
     def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
-        """`documents` for documents of these lengths, one after the other from position 0. lengths: whole numbers, also
-        an array or a tensor of them. Raises InputError."""
+        """Return `documents` for documents of the given lengths, one after the other from position 0.
+
+        Args:
+            lengths: Tokens of each document: whole numbers, also an array or a tensor of them.
+
+        Raises:
+            InputError: `lengths` is not a list of lengths, or a length is not a whole number from 1 on.
+        """
         try:
-            given = list(lengths)
+            values = list(lengths)
         except TypeError as error:
             raise InputError(f"documents_of needs a list of lengths; got {lengths!r:.80}") from error
-        if wrong := [length for length in given if (whole_number(length) or 0) < 1]:
+        if wrong := [length for length in values if (whole_number(length) or 0) < 1]:
             raise InputError(
                 f"documents must have lengths that are whole numbers from 1 on; got a length of {wrong[0]!r:.80}"
             )
-        return tuple(itertools.accumulate(map(operator.index, given[:-1]), initial=0)) if given else ()
+        return tuple(itertools.accumulate(map(operator.index, values[:-1]), initial=0)) if values else ()
 
 
 def _checked_documents(documents: tuple[int, ...]) -> tuple[int, ...]:
-    """The documents as a mask keeps them: of one, which says nothing, none."""
+    """Return the documents as a mask stores them: a single document becomes ()."""
     starts = [whole_number(start) for start in documents] if type(documents) is tuple else [None]
     if None in starts:
         raise InputError(f"documents must be a tuple of whole numbers, their first positions; got {documents!r:.80}")
@@ -148,7 +163,7 @@ CAUSAL, FULL = Mask(), Mask(causal=False)
 
 
 def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
-    """How many tokens of a run lie before position lo, and the part of it in [lo, hi); its length may be below 1."""
+    """Return how many tokens of a run are before position lo, and its part in [lo, hi), whose length may be below 1."""
     start, step, length = run
     before = -((start - lo) // step) if start < lo else 0
     end = min(length, -((start - hi) // step))
@@ -156,8 +171,10 @@ def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
 
 
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
-    """For each q block the kv blocks that it sees, as a bitmask: bit j is set where any of its queries sees any key of
-    kv_blocks[j]."""
+    """Return for each q block a bitmask of the kv blocks that it sees.
+
+    Bit j is set where any query of the block sees any key of kv_blocks[j].
+    """
     keys = _Keys(kv_blocks)
     if mask.scale_free:
         first = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
@@ -166,18 +183,18 @@ def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) 
 
 
 class _Keys:
-    """The runs of all kv blocks by where they start. bits[i]: 1 << block of the i-th."""
+    """The runs of all kv blocks, sorted by start. bits[i] is 1 << block of the i-th run."""
 
     def __init__(self, blocks: Sequence[Runs]) -> None:
         runs = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
         self.runs = sorted(runs, key=lambda pair: pair[0].start)
         self.bits = [bit for _, bit in self.runs]
         self.starts, self.lasts = [run.start for run, _ in self.runs], [run.last for run, _ in self.runs]
-        # of runs without gaps that do not lie within one another, those that meet an interval follow each other
+        # where runs have no gaps and none lies within another, the runs that meet an interval are consecutive
         self.plain = all(run.step == 1 for run, _ in runs) and all(a <= b for a, b in itertools.pairwise(self.lasts))
 
     def seen_by(self, queries: Runs, mask: Mask) -> int:
-        """The blocks that some of the queries see, as a bitmask."""
+        """Return a bitmask of the blocks that any of the queries sees."""
         seen = 0
         for run in queries:
             if not run.length:
@@ -194,26 +211,31 @@ class _Keys:
 
 
 def _end(runs: Runs, mask: Mask) -> int:
-    """The position from which on no query of the runs sees a key, under a mask of order alone."""
+    """Return the position from which on no query of the runs sees a key, under a scale-free mask."""
     return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
 
 
 def _reach(q: Run, mask: Mask) -> tuple[int, int]:
-    """(lo, hi): a run of queries sees positions from lo to hi - 1. Queries of a run without gaps see all of these: a
-    query sees its own position, so what two neighbours see has no gap between."""
+    """Return (lo, hi): the queries of a run see positions from lo to hi - 1.
+
+    Queries of a run without gaps see all of these: a query sees its own position, so the keys of two neighbors have no
+    gap between them.
+    """
     last = q.start + q.step * (q.length - 1)
     return mask.bounds(q.start)[0], mask.bounds(last)[1]
 
 
 def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
-    """Whether a run of queries sees any key of another run, whose first key is before hi and whose last is not before
-    lo: (lo, hi) is what `_reach` gives."""
+    """Return whether any query of a run sees any key of another run.
+
+    (lo, hi) is the result of `_reach` for q. The first key must be before hi, and the last key not before lo.
+    """
     if kv.step > 1 and kv.start < lo:
         first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
         if first > kv.last or first >= hi:
             return False
     if q.step == 1 or not (mask.documents or (mask.window and mask.window < q.step)):
-        return True  # no gap in what it sees
+        return True  # the queries see every position from lo to hi - 1
     queries, keys = (q.start, q.step, q.length), (kv.start, kv.step, kv.length)
     if mask.window and not _meets_in_document(queries, keys, mask):
         return False
@@ -229,9 +251,11 @@ def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
 
 
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
-    """Whether queries see any key of a run in the same document. Under a window the nearest key before a query decides.
-    Its distance repeats after key_step / gcd(step, key_step) queries. Here a query stands where the last key is that it
-    sees."""
+    """Return whether any query of a run sees any key of another run in the same document.
+
+    Under a window the nearest key before a query decides. Its distance repeats after key_step / gcd(step, key_step)
+    queries. p is shifted to the position of the last key that a query sees.
+    """
     (p, step, rows), (key, key_step, keys) = q, kv
     last_key, window = key + key_step * (keys - 1), mask.window or END
     if mask.right is None:

@@ -1,4 +1,4 @@
-"""Which tokens the blocks of every CP rank hold: by a named layout, or by runs that are given."""
+"""The tokens that the blocks of every CP rank hold: by a named layout, or by explicit runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .layout import LAYOUTS, Key, Run, Runs, join, owned
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvenShards:
-    """A named layout of `seq` tokens on `size` CP ranks; queries and keys alike."""
+    """A named layout of `seq` tokens on `size` CP ranks, the same for q and k/v."""
 
     layout: str
     seq: int
@@ -24,40 +24,41 @@ class EvenShards:
 
     @property
     def blocks_per_rank(self) -> int:
-        """Blocks of each CP rank."""
         return LAYOUTS[self.layout].blocks_per_rank
 
     @property
     def even(self) -> bool:
-        """Whether all blocks of q, and all of k/v, have as many tokens."""
+        """Whether all blocks of q, and all of k/v, have the same number of tokens."""
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        """The tokens of some blocks, in the order in which they stand together: by position. side: "q" or "kv"."""
+        """Return the tokens of some blocks in the order of gathered blocks: by position. side: "q" or "kv"."""
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
-        rank, part = divmod(block, self.blocks_per_rank)
-        held = LAYOUTS[self.layout].runs(self.seq, self.size, rank)
-        return held if self.blocks_per_rank == 1 else held[part : part + 1]
+        rank, index = divmod(block, self.blocks_per_rank)
+        runs = LAYOUTS[self.layout].runs(self.seq, self.size, rank)
+        return runs if self.blocks_per_rank == 1 else runs[index : index + 1]
 
     def tokens(self, side: str, key: Key) -> int:
         return self.seq // (self.size * self.blocks_per_rank) * len(key)
 
 
 class UnevenShards:
-    """Say which tokens each rank holds, where the configured layout does not: runs (start, step, length) of positions.
+    """Define which tokens each CP rank holds, in place of the configured layout.
 
-    Together the runs of q, and those of kv, must hold every position of their sequence once. Hashable by value.
+    Tokens are given as runs (start, step, length) of global positions, all in tokens. Together the runs of q, and those
+    of kv, must hold every position of their sequence once. Instances are hashable by value.
 
     Args:
-        q: The runs of each CP rank's queries; with several `blocks_per_rank`, the runs of each block, rank r's from
-            block r * blocks_per_rank on.
-        kv: The same for keys and values; default: as `q`.
-        blocks_per_rank: Blocks that each rank holds: 2 for the `pairs` layouts, else 1.
+        q: The runs of each CP rank's queries; with several `blocks_per_rank`, the runs of each block, where rank r's
+            blocks start at block r * blocks_per_rank.
+        kv: The same for keys and values. Defaults to `q`.
+        blocks_per_rank: Number of blocks that each rank holds: 2 for the `pairs` layouts, else 1.
 
     Raises:
-        InputError: The runs do not hold every position once, or are not as many for each rank.
+        InputError: The runs do not hold every position once, a rank's runs do not ascend, q and kv have different
+            numbers of ranks, or ranks have different numbers of blocks.
     """
 
     parts = Renamed("blocks_per_rank")
@@ -112,36 +113,39 @@ class UnevenShards:
 Shards = EvenShards | UnevenShards
 
 
-def _blocks(given: Sequence[Runs]) -> tuple[Runs, ...]:
-    """The runs of all blocks, of whole numbers where they can be; `_check_cover` refuses others."""
+def _blocks(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
+    """Return the runs of all blocks, with whole numbers as int; `_check_cover` refuses what is no int."""
 
     def number(x: int) -> int:
         return x if (whole := whole_number(x)) is None else whole
 
-    return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in given)
+    return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in blocks)
 
 
 def positions_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[list[int]]:
-    """The global positions of the tokens of each Ulysses rank of a CP rank. They are the rank's tokens in order,
-    in parts that differ by one token at most. So after the all-to-all the CP rank holds its runs again."""
+    """Return the global positions of the tokens of each Ulysses rank of a CP rank.
+
+    They are the CP rank's tokens in order, in shares that differ by one token at most. So after the all-to-all the CP
+    rank holds its runs again.
+    """
     positions = [p for run in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)) for p in run.positions]
     cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
     return [positions[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
-    """How many tokens a CP rank holds."""
+    """Return the number of tokens that a CP rank holds."""
     return shards.tokens(side, owned(cp_rank, shards.blocks_per_rank))
 
 
 def rows_in(shards: Shards, side: str, block: int) -> slice:
-    """Where the tokens of a block stand among those of its owner."""
+    """Return the rows of a block's tokens among the tokens of its owner."""
     before = shards.tokens(side, tuple(range(block - block % shards.blocks_per_rank, block)))
     return slice(before, before + shards.tokens(side, (block,)))
 
 
 def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[int]:
-    """How many tokens each Ulysses rank of a CP rank holds."""
+    """Return the number of tokens that each Ulysses rank of a CP rank holds."""
     held = tokens_of(shards, side, cp_rank)
     return [
         held * (ulysses_rank + 1) // ulysses_size - held * ulysses_rank // ulysses_size
@@ -150,12 +154,12 @@ def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size
 
 
 def length(runs: Runs) -> int:
-    """How many tokens runs have."""
+    """Return the number of tokens in runs."""
     return sum(run.length for run in runs)
 
 
 def check_blocks_per_rank(shards: Shards, layout: str) -> None:
-    """Raises InputError for shards that have not as many blocks a rank as the layout."""
+    """Raise InputError unless the shards have as many blocks per rank as the layout."""
     if shards.blocks_per_rank != (blocks_per_rank := LAYOUTS[layout].blocks_per_rank):
         raise InputError(
             f"attention needs shards of {blocks_per_rank} block{'s' * (blocks_per_rank > 1)} a rank, as the {layout} "
@@ -164,7 +168,7 @@ def check_blocks_per_rank(shards: Shards, layout: str) -> None:
 
 
 def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
-    """Raises InputError unless all ranks together hold every position once. blocks: the runs of each rank."""
+    """Raise InputError unless all ranks together hold every position once. blocks: the runs of each rank."""
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(
@@ -172,7 +176,7 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
                 f"{tuple(run)}"
             )
     runs = sorted(run for block in blocks for run in block)
-    if all(run.step == 1 for run in runs):  # without looking at every token
+    if all(run.step == 1 for run in runs):  # no need to look at every token
         ends = [0, *(run.start + run.length for run in runs)]
         covered = all(run.start == end for run, end in zip(runs, ends[:-1], strict=True))
     elif len(steps := {run.step for run in runs if run.length > 1}) == 1:
@@ -188,7 +192,10 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
 
 
 def _cover_by_step(runs: Sequence[Run], step: int) -> bool:
-    """Whether runs of one step, ascending, hold every position from 0 on once: each remainder of the step by itself."""
+    """Return whether ascending runs of one step hold every position from 0 on once.
+
+    Each remainder of the step is checked by itself.
+    """
     total, ends = length(tuple(runs)), dict[int, int]()  # remainder -> the position at which its next run must start
     for run in runs:
         if ends.setdefault(run.start % step, run.start % step) != run.start:
@@ -198,9 +205,9 @@ def _cover_by_step(runs: Sequence[Run], step: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_of(shards: Shards, side: str, blocks: Key, part: Key) -> tuple[slice, ...]:
-    """Where the tokens of `part`, some of these blocks, stand among the tokens of all: both are in position order."""
-    wanted, rows, row = set(shards.runs(side, part)), [], 0
+def rows_of(shards: Shards, side: str, blocks: Key, subset: Key) -> tuple[slice, ...]:
+    """Return the rows of the tokens of `subset`, some of `blocks`, among those of all `blocks`, both by position."""
+    wanted, rows, row = set(shards.runs(side, subset)), [], 0
     for run in shards.runs(side, blocks):
         if run in wanted:
             rows.append(slice(row, row + run.length))

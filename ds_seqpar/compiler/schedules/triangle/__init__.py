@@ -1,6 +1,7 @@
 """The triangle: causal attention in which a rank receives what its tile of the causal triangle needs, and no more.
 
-docs/triangle.md derives it in pictures: who owns what, that every product is computed once, and the bytes.
+docs/triangle.md derives it with diagrams: which rank owns which chunks, that every product is computed once, and the
+bytes.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from .tiling import Stop, Tiling, pair_of, tiling
 
 
 def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal
-    it computes what costs no bytes. In block i these are all early queries that see its own early k/v chunk, in block j
-    all that its own late query chunk sees. Every rank then has T (T - 1) products of chunks, those half seen counted
+    """Return the steps of the triangle, in which ranks are the tiles of the causal triangle.
+
+    Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal it
+    computes what costs no bytes: in block i all early queries that see its own early k/v chunk, and in block j all k/v
+    that its own late query chunk sees. Every rank then has T (T - 1) products of chunks, where half-visible ones count
     half. With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
 
-    Chunks go round: q round a row's ranks, T - 2 hops, k/v round a column's, R (T - 1) - 1; then results on the same
-    ways to their owners. A hop of k/v starts in every second step, and one of q in the step before a k/v hop's, as many
-    apart as make both last as long. Each may arrive until the next one starts, so a rank passes one on without waiting
-    for the other. Plans number chunks by their owner: rank r has 2 r, which is late in block j, and
-    2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk, or for moving_side="q" (both
-    sides move here).
+    Chunks rotate: q round a row's ranks in T - 2 hops, k/v round a column's in R (T - 1) - 1; then results are sent on
+    the same routes to the chunks' owners. A hop of k/v starts in every second step. A hop of q starts in the step
+    before one of k/v, spaced so that both last equally long. Each may arrive until the next one starts, so a rank
+    passes one on without waiting for the other. Plans number chunks by their owner: rank r has 2 r, which is late in
+    block j, and 2 r + 1, early in block i.
+
+    Raises:
+        ConfigError: A query sees a later chunk, or moving_side is "q" (both sides move here).
     """
     if moving_side != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
@@ -47,8 +52,10 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
 
 
 def can_compute(q: int, kv: int) -> bool:
-    """Whether the k/v chunk stands at the query chunk's place or before it, which without strips hangs on their numbers
-    alone."""
+    """Return whether the k/v chunk is at the query chunk's place or before it.
+
+    Without strips that depends on their numbers alone.
+    """
     blocks = pair_of(max(q, kv) // 2)[0] + 1
     return _is_causal(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
 
@@ -60,7 +67,7 @@ def _is_causal(tiles: Tiling, q: int, kv: int) -> bool:
 class _Triangle(Counted):
     def __init__(self, tiles: Tiling, block_mask: BlockMask, direction: str) -> None:
         self.tiles, self.block_mask, self.direction = tiles, block_mask, direction
-        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # of a chunk that goes round
+        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # of a chunk that rotates
         self.turn = self.comes("kv", self.hops["kv"])  # the first step in which results leave
         self.steps = max(1, self.turn + 2 * self.hops["kv"])
         self.products = functools.cache(self._products)
@@ -68,7 +75,7 @@ class _Triangle(Counted):
         self.reads = functools.cache(self._reads)
 
     def _products(self, rank: int) -> list[tuple[int, int]]:
-        """The (q chunk, k/v chunk) pairs of a rank that are needed: its tile and its share of the blocks' diagonal."""
+        """Return the (q chunk, k/v chunk) pairs that a rank needs: its tile and its share of the blocks' diagonal."""
         i, _, j = self.tiles.tile(rank)
         row, column = self.tiles.members("q", self.groups(rank, "q")[0]), self.tiles.members("kv", j)
         late = column.index(2 * rank)
@@ -79,13 +86,16 @@ class _Triangle(Counted):
         return [pair for pair in pairs if self.block_mask(*pair)]
 
     def _reads(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
-        """The q and the k/v chunks in a rank's products."""
+        """Return the q and the k/v chunks in a rank's products."""
         pairs = self.products(rank)
         return frozenset(q for q, _ in pairs), frozenset(kv for _, kv in pairs)
 
     def groups(self, rank: int, side: str) -> list[int]:
-        """The strips (side q) or blocks (side kv) of which a rank has or gets a chunk: its row's or its block first,
-        the others falling. So any two ranks have the groups that they share in one order."""
+        """Return the strips (side q) or blocks (side kv) of which a rank has or gets a chunk.
+
+        Its row's strip or its own block is first, the others descend. So any two ranks have their common groups in the
+        same order.
+        """
         i, strip, j = self.tiles.tile(rank)
         if side == "kv":
             return [i, j]
@@ -94,23 +104,28 @@ class _Triangle(Counted):
         return [i * self.tiles.strips + strip, *sorted({late, *lent}, reverse=True)]
 
     def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Every chunk that goes round a group, with the members that read it, but for its owner, and their distances in
-        hops. Then the same for chunks that ranks take for the staircase."""
-        way = self.tiles.way(side, number)
-        for start, (chunk, _) in enumerate(way):
-            stops = [(way[(start + hop) % len(way)].rank, hop) for hop in range(1, len(way))]
+        """Yield every chunk that rotates in a group, with the (rank, distance in hops) of its readers.
+
+        These are the members that read it, without its owner. Then yield the same for chunks that ranks take for the
+        staircase.
+        """
+        route = self.tiles.route(side, number)
+        for start, (chunk, _) in enumerate(route):
+            stops = [(route[(start + hop) % len(route)].rank, hop) for hop in range(1, len(route))]
             yield chunk, [(r, hop) for r, hop in stops if r is not None and chunk in self.reads(r)[side == "kv"]]
         for chunk, ranks in self.tiles.stairs(side, number):
             yield chunk, [(r, hop) for hop, r in enumerate(ranks, 1) if chunk in self.reads(r)[side == "kv"]]
 
     def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
-        """All moves of a group: (field of `Step`, move, step)."""
+        """Return all moves of a group: (field of `Step`, move, step)."""
         moves = [("moves", *move) for move in self.moves(side, number)]
         return moves + [("results", *move) for move in self.results(side, number)]
 
     def moves(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
-        """The moves of operands round a group, with their steps: a chunk's owner sends it to the first member that
-        reads it, which passes it on."""
+        """Yield the moves of operands in a group, with their steps.
+
+        A chunk's owner sends it to the first member that reads it, which passes it on.
+        """
         for chunk, visits in self.visits(side, number):
             holders = [chunk // 2, *(rank for rank, _ in visits)]
             for src, (rank, hop) in zip(holders, visits, strict=False):
@@ -118,8 +133,10 @@ class _Triangle(Counted):
                 yield Move(src=src, dst=rank, kind=side, key=(chunk,), within=end - start), start
 
     def results(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
-        """The moves of results on the same way, with their steps: each member adds its own, and the last sends the sum
-        to the chunk's owner."""
+        """Yield the moves of results on the same route, with their steps.
+
+        Each member adds its own, and the last sends the sum to the chunk's owner.
+        """
         kind = self.kind(side)
         for chunk, visits in self.visits(side, number) if kind else ():
             ends = [*(rank for rank, _ in visits[1:]), chunk // 2]
@@ -128,7 +145,7 @@ class _Triangle(Counted):
                 yield Move(src=rank, dst=dst, kind=kind, key=(chunk,), within=within), self.leaves(side, hop)
 
     def kind(self, side: str) -> str:
-        """The kind of result that this side's chunks have and that leaves the rank; "" for none."""
+        """Return the kind of result of this side's chunks that leaves the rank; "" for none."""
         kinds = ACCUMULATORS[self.direction]
         return kinds[0] if side == "q" else "dkv" if "dkv" in kinds else ""
 
@@ -143,25 +160,28 @@ class _Triangle(Counted):
         return tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps)
 
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
-        """A rank's products by step. A step has those whose results must leave in it, and up to an equal share of all
-        that are left. Of products that can be computed, those come first whose results leave first."""
+        """Return a rank's products by step.
+
+        A step has those whose results must leave in it, and up to an equal share of all that are left. Of products that
+        can be computed, those come first whose results leave first.
+        """
         far = {side: self.away(rank, side) for side in ("q", "kv")}
         waiting = []
         for q, kv in self.products(rank):
             hops = [(side, far[side].get(chunk, 0)) for side, chunk in (("q", q), ("kv", kv))]
-            waiting.append((min(self.leaves(*one) for one in hops), max(self.comes(*one) for one in hops), (q, kv)))
+            waiting.append((min(self.leaves(*hop) for hop in hops), max(self.comes(*hop) for hop in hops), (q, kv)))
         waiting.sort()
         steps = []
         for t in range(self.steps):
             share = -(-len(waiting) // (self.steps - t))
-            ready = [one for one in waiting if one[1] <= t]
-            taken = [one for n, one in enumerate(ready) if n < share or one[0] <= t]
-            waiting = [one for one in waiting if one not in taken]
+            ready = [entry for entry in waiting if entry[1] <= t]
+            taken = [entry for n, entry in enumerate(ready) if n < share or entry[0] <= t]
+            waiting = [entry for entry in waiting if entry not in taken]
             steps.append([pair for _, _, pair in taken])
         return steps
 
     def away(self, rank: int, side: str) -> dict[int, int]:
-        """How many hops each chunk that comes to a rank is away from it; 0 for its own."""
+        """Return the distance in hops of each chunk that comes to a rank, without its own, which are 0 hops away."""
         hops: dict[int, int] = {}
         for number in self.groups(rank, side):
             for chunk, visits in self.visits(side, number):
@@ -170,17 +190,17 @@ class _Triangle(Counted):
         return hops
 
     def starts(self, side: str, hop: int) -> int:
-        """The step in which hop number `hop` of a chunk, counted from 1, starts."""
+        """Return the step in which hop number `hop` of a chunk, counted from 1, starts."""
         if side == "kv":
             return 2 * hop - 1 if hop else 0
         return 2 * ((hop - 1) * self.hops["kv"] // self.hops["q"]) if hop else 0
 
     def comes(self, side: str, hops: int) -> int:
-        """The first step that can compute with a chunk from so many hops away."""
+        """Return the first step that can compute with a chunk from `hops` hops away."""
         return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
-        """The step in which the results of a chunk from so many hops away leave; those of own chunks stay."""
+        """Return the step in which the results of a chunk from `hops` hops away leave; those of own chunks stay."""
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
@@ -192,18 +212,21 @@ class _Triangle(Counted):
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Elements that each rank receives: T - 2 chunks of q and R (T - 1) - 1 of k/v. It receives as many results, less
-    those that start with it, and one more from the group that it is outside of. And what `Tiling.stairs` says."""
-    tiles = _of(dict(axes))
+    """Return the elements that each rank receives.
+
+    Each receives T - 2 chunks of q and R (T - 1) - 1 of k/v, and as many results, less those that start with it, and
+    one more from the group that it is outside of. The elements of `Tiling.stairs` are added.
+    """
+    tiles = _tiling_of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
     hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}
     elements: list[float] = [sum(hops[side] * units[side] for side in hops)] * tiles.ranks
     for side, number in tiles.groups():
         result = units[kinds[side]] if side in kinds else 0
-        way = tiles.way(side, number)
-        for n, (chunk, rank) in enumerate(way):
+        route = tiles.route(side, number)
+        for n, (chunk, rank) in enumerate(route):
             elements[chunk // 2 if rank is None else rank] += result * (
-                1 if rank is None else hops[side] - _foreign(way, n)
+                1 if rank is None else hops[side] - _foreign(route, n)
             )
         for chunk, ranks in tiles.stairs(side, number):
             for rank, home in zip(ranks, [*ranks[1:], chunk // 2], strict=True):
@@ -212,12 +235,15 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
     return elements
 
 
-def _foreign(way: Sequence[Stop], at: int) -> int:
-    """How many chunks from outside start right before a member, which is the first to have a result for them."""
-    return next(n for n in range(len(way)) if way[at - 1 - n].rank is not None)
+def _foreign(route: Sequence[Stop], at: int) -> int:
+    """Return how many chunks from outside start directly before a member.
+
+    The member is the first to have a result for them.
+    """
+    return next(n for n in range(len(route)) if route[at - 1 - n].rank is not None)
 
 
-def _of(axes: Mapping[str, int]) -> Tiling:
+def _tiling_of(axes: Mapping[str, int]) -> Tiling:
     strips = axes.get("strip", 1)
     return tiling(strips * axes["pair"], strips)
 
@@ -226,7 +252,7 @@ STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # strips of a bloc
 
 
 def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
-    """A rank holds a chunk of one block and one of a later block. For `strips` T (T - 1) / 2 ranks only."""
+    """Return a rank's chunk of one block and its chunk of a later block. For `strips` T (T - 1) / 2 ranks only."""
     chunks = tiling(ranks, strips).owned[rank]
     ends = [(tokens * c // (2 * ranks), tokens * (c + 1) // (2 * ranks)) for c in chunks]
     return tuple(Run(low, 1, high - low) for low, high in ends)
@@ -245,27 +271,30 @@ def _fits(ranks: int, strips: int) -> bool:
     return not ranks % strips and not more and (blocks > 2 or strips == 1)
 
 
-def resolve(ranks: int, given: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Where no number of strips is given, the one with which the busiest rank receives the fewest elements for these
-    heads, forward and backward together."""
+def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the number of strips.
+
+    If it is not set, it is the one with which the busiest rank receives the fewest elements for these heads, forward
+    and backward together.
+    """
     legal = [options["strips"] for options in shapes(ranks)]
     if not legal:
-        near = [next(n for n in numbers if shapes(n)) for numbers in (range(ranks, 0, -1), itertools.count(ranks))]
+        nearest = [next(n for n in numbers if shapes(n)) for numbers in (range(ranks, 0, -1), itertools.count(ranks))]
         raise ConfigError(
             f"{SECTION}.schedule triangle needs 1, 2, 4 or 8 times T (T - 1) / 2 CP ranks, size / "
-            f"ulysses; got {ranks}, use {near[0]} or {near[1]}, or schedule mesh"
+            f"ulysses; got {ranks}, use {nearest[0]} or {nearest[1]}, or schedule mesh"
         )
-    strips = given.get("strips") or min(legal, key=lambda strips: _elements(ranks, strips, heads or (1, 1)))
+    strips = fixed.get("strips") or min(legal, key=lambda strips: _elements(ranks, strips, heads or (1, 1)))
     if strips not in legal:
         raise ConfigError(f"{SECTION}.strips must be one of {legal} for {ranks} CP ranks; got {strips}, change it")
     return {"strips": strips}
 
 
 def _elements(ranks: int, strips: int, heads: HeadCounts) -> float:
-    """Elements that the busiest rank receives forward and backward, where a chunk of one head counts as one."""
+    """Return the elements that the busiest rank receives in forward and backward; a chunk of one head counts as one."""
     q, kv = heads[0], 2 * heads[1]
     units = {"forward": {"q": q, "kv": kv, "out": q}, "backward": {"q": 2 * q, "kv": kv, "dq": q, "dkv": kv}}
-    return sum(max(received(axes(ranks, {"strips": strips}), way, "kv", units[way])) for way in units)
+    return sum(max(received(axes(ranks, {"strips": strips}), direction, "kv", units[direction])) for direction in units)
 
 
 def axes(ranks: int, options: ScheduleOptions) -> Axes:
@@ -273,12 +302,12 @@ def axes(ranks: int, options: ScheduleOptions) -> Axes:
 
 
 def by_shape(ranks: int, options: ScheduleOptions) -> Mapping[str, Any]:
-    """Each number of strips has a layout of its own, and its own order of chunks."""
+    """Return the fields that differ: each number of strips has its own layout, and its own order of chunks."""
     layout = STRIPS[options["strips"]]
     return {
         "layouts": (layout,),
         "default_layout": layout,
-        "can_compute": lambda q, kv: _is_causal(_of(dict(axes(ranks, options))), q, kv),
+        "can_compute": lambda q, kv: _is_causal(_tiling_of(dict(axes(ranks, options))), q, kv),
     }
 
 
@@ -292,7 +321,7 @@ SCHEDULE = Schedule(
     shapes=shapes,
     resolve=resolve,
     by_shape=by_shape,
-    extra_layouts=tuple(_layout(*one) for one in STRIPS.items()),
+    extra_layouts=tuple(_layout(*item) for item in STRIPS.items()),
     layouts=("pairs",),
     default_layout="pairs",
     moving_sides=("kv",),
