@@ -276,12 +276,12 @@ class _StepMemory:
         end, head = self.norm + self.residual, m.embedding * self.size
         if tiles > 1:  # gradients are taken in forward; in fp16 tiles are computed again in backward
             sums, late = m.embedding * 4, self.step.dtype == "float16"
-            parts = {"gathered": gathered, "layer": end + self.hidden}
+            common = {"gathered": gathered, "layer": end + self.hidden}
             return [
                 self.moment(
-                    f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **parts, **held
+                    f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **common, **held
                 ),
-                self.moment("backward: head", grads=sums + (head if self.fp32_copy else 0), **parts, **held),
+                self.moment("backward: head", grads=sums + (head if self.fp32_copy else 0), **common, **held),
             ]
         cast = self.size if self.fp32_copy else 0  # logits in their own dtype, beside the fp32 ones
         return [
@@ -351,7 +351,12 @@ class _StepMemory:
     def footprint(self) -> Footprint:
         layers = self.model.layers
         ends = dict.fromkeys((layers, 1))
-        moments = [*self.forward(), *self.loss(), *(x for i in ends for x in self.backward(i)), *self.ends()]
+        moments = [
+            *self.forward(),
+            *self.loss(),
+            *(moment for index in ends for moment in self.backward(index)),
+            *self.ends(),
+        ]
         host, pinned = dict(self.states.host), list(self.states.pinned)
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []

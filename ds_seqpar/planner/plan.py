@@ -116,8 +116,8 @@ class _Search:
         sizes = list(ulysses_sizes(self.request.world, self.request.heads, self.request.given))
         largest = max((size for size, _ in sizes), default=0)
         if largest < self.request.world and not (self.request.sizes or "size" in self.request.given):
-            few = f"{limits.MAX_CP_RANKS:,} run its schedule"
-            why = f"at most {limits.MAX_PLANNED_RANKS:,} ranks share a sequence, and {few}"
+            schedule_limit = f"{limits.MAX_CP_RANKS:,} run its schedule"
+            why = f"at most {limits.MAX_PLANNED_RANKS:,} ranks share a sequence, and {schedule_limit}"
             self.refused[f"more than {largest} ranks", why] += 1
         return max(STEPS, STEPS_EACH * len(sizes))
 
@@ -171,11 +171,11 @@ class _Search:
         first, second, last = list[Estimate](), list[Estimate](), list[Estimate]()
         for estimate in sorted(map(Estimator(self.request), self.fitting_sizes()), key=_promise):
             candidate = estimate.candidate
-            kind = *candidate.ulysses_size, candidate.schedule.name, candidate.has_default_layout
-            counts.update((candidate.ulysses_size, kind))
-            if counts[candidate.ulysses_size] == 1:
+            group = *candidate.size_and_ulysses, candidate.schedule.name, candidate.has_default_layout
+            counts.update((candidate.size_and_ulysses, group))
+            if counts[candidate.size_and_ulysses] == 1:
                 first.append(estimate)
-            elif counts[kind] <= (EACH if candidate.has_default_layout else 1):
+            elif counts[group] <= (EACH if candidate.has_default_layout else 1):
                 (second if candidate.has_default_layout else last).append(estimate)
             else:
                 self.dropped[candidate.size] += 1

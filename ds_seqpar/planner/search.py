@@ -181,7 +181,7 @@ def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_h
     """Return the seconds of Ulysses' exchanges in one direction, for a Ulysses rank with these numbers of heads."""
     machine, ulysses_size = request.machine, candidate.ulysses
     in_node = not _crossing(machine, candidate.topology, "ulysses")
-    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # Ulysses ranks send straight to one another
+    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # Ulysses ranks send directly to one another
     tokens = request.seq / candidate.size * request.batch
     elements = tokens * (ulysses_size - 1) * (2 * q_heads + 2 * kv_heads) * request.model.head_dim
     return elements * ITEMSIZE[request.dtype] / rate

@@ -96,19 +96,19 @@ def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
     return States(device, host, _pinned(offload.pin_memory, (1, size * local), *gradients), elements_on_device)
 
 
-def _with_parameters_offloaded(states: States, zero: Zero, local: int, size: int) -> States:
+def _with_parameters_offloaded(result: States, zero: Zero, local: int, size: int) -> States:
     """Return the states with the rank's parameters in pinned host memory, or on drives except for `max_in_cpu`."""
     offload = zero.offload_param
     kept = min(local, offload.max_in_cpu) if offload.device == "nvme" else local
-    host = dict(states.host)
+    host = dict(result.host)
     host["parameters"] = host.get("parameters", 0) + size * kept
     if kept < local:  # a pool of buffers, and room for a sub-group that comes back
         pool = offload.buffer_count * offload.buffer_size + min(local, zero.sub_group_size)
         host["buffers"] = host.get("buffers", 0) + size * pool
-    device = {**states.device, "parameters": states.device["parameters"] - size * local}
-    drives = states.drives + size * (local - kept)
+    device = {**result.device, "parameters": result.device["parameters"] - size * local}
+    drives = result.drives + size * (local - kept)
     return dataclasses.replace(
-        states, device=device, host=host, pinned=(*states.pinned, (1, size * kept)), drives=drives
+        result, device=device, host=host, pinned=(*result.pinned, (1, size * kept)), drives=drives
     )
 
 

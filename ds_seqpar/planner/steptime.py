@@ -41,8 +41,8 @@ LOGIT_BYTES = 32
 # bytes per element of a rank's shard that the optimizer reads and writes: gradients are read for their norm and clipped
 # (4 + 8), AdamW reads four tensors and writes three (28), and the parameter is copied out of its fp32 copy (8)
 OPTIMISER_BYTES = 48
-# the same if DeepSpeed's CPUAdam steps in host memory: clipped (8), seven tensors (28), and read as it is cast (4); what
-# the cast writes is added to this
+# the same if DeepSpeed's CPUAdam steps in host memory: clipped (8), seven tensors (28), and read as it is cast (4);
+# what the cast writes is added to this
 HOST_OPTIMISER_BYTES = 40
 # bytes per element on drives and step: the fp32 copy, its gradient and two moments are read and written again
 DRIVE_BYTES = 32
