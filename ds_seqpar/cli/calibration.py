@@ -103,13 +103,13 @@ class Calibration:
 
     def window(self, function: Callable[[], object], count: int | None) -> float:
         """Return the mean seconds of `count` calls; None: of as many as fill a window."""
-        done, began, took = 0, time.perf_counter(), 0.0
-        while done < (count or 1) or (count is None and took < WINDOW[self.kind]):
+        done, began, elapsed = 0, time.perf_counter(), 0.0
+        while done < (count or 1) or (count is None and elapsed < WINDOW[self.kind]):
             function()
             self.settle()
             done += 1
-            took = time.perf_counter() - began
-        return took / done
+            elapsed = time.perf_counter() - began
+        return elapsed / done
 
     def settle(self) -> None:
         if self.kind != "cpu":
@@ -146,8 +146,8 @@ class Calibration:
         for dtype, dim, mask in itertools.product(dtypes, HEAD_DIMS[self.kind], masks):
             heads = HEADS[self.kind][0]
             spec = BlockSpec(self.device.type, dtype, heads, max(1, heads // 4), dim)
-            took = self.compared(spec, mask, tokens)
-            self.measured[spec.case(mask)] = sorted(took, key=lambda name: took[name])
+            seconds_by_kernel = self.compared(spec, mask, tokens)
+            self.measured[spec.case(mask)] = sorted(seconds_by_kernel, key=lambda name: seconds_by_kernel[name])
         return {name: self.measured for name in sorted(set(self.gathered(device_name(self.device))))}
 
     def compared(self, spec: BlockSpec, mask: Mask, tokens: int) -> dict[str, float]:
@@ -278,10 +278,10 @@ class Calibration:
         whether both directions at once take hardly longer than one; if not, the rate is that of one direction alone."""
         counts = peer is not None
         latency = self.seconds(self.swap(peer, 8), 200, counts)
-        both = self.slope(lambda size: self.swap(peer, size), counts)
-        one = self.slope(lambda size: self.swap(peer, size, both=False), counts)
-        duplex = both < 1.5 * one
-        return {"latency": latency, "rate": 1 / (both if duplex else one), "duplex": duplex}
+        both_ways = self.slope(lambda size: self.swap(peer, size), counts)
+        one_way = self.slope(lambda size: self.swap(peer, size, both=False), counts)
+        duplex = both_ways < 1.5 * one_way
+        return {"latency": latency, "rate": 1 / (both_ways if duplex else one_way), "duplex": duplex}
 
     def slope(self, function_for: Callable[[int], Callable[[], object]], counts: bool = True) -> float:
         """Return the seconds that one more byte takes. `function_for` returns the function to time for a number of
@@ -350,18 +350,18 @@ def zero_costs(measured: Calibration) -> dict[str, Any]:
     """Return the costs of ZeRO by the fields of `planner.machine.ZeroCosts`: collectives of all ranks, and hooks of a
     module."""
     forward, backward = _hooks(measured)
-    kinds = ("gather", "reduce", "all_reduce")
-    return {"ranks": measured.world, **{kind: _collective(measured, kind) for kind in kinds},
+    collectives = ("gather", "reduce", "all_reduce")
+    return {"ranks": measured.world, **{collective: _collective(measured, collective) for collective in collectives},
             "forward": forward, "backward": backward}  # fmt: skip
 
 
-def _collective(measured: Calibration, kind: str) -> dict[str, float]:
+def _collective(measured: Calibration, collective: str) -> dict[str, float]:
     def function_for(size: int) -> Callable[[], object]:
         whole = torch.zeros(max(1, size // 4 // measured.world) * measured.world, device=measured.device)
         shard = torch.zeros(whole.numel() // measured.world, device=measured.device)
-        if kind == "gather":
+        if collective == "gather":
             return lambda: ALL_GATHER(whole, shard)
-        return lambda: REDUCE_SCATTER(shard, whole) if kind == "reduce" else dist.all_reduce(whole)
+        return lambda: REDUCE_SCATTER(shard, whole) if collective == "reduce" else dist.all_reduce(whole)
 
     latency = measured.seconds(function_for(8), 50)
     return {"latency": latency, "rate": 1 / measured.slope(function_for)}

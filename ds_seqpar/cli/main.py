@@ -22,9 +22,7 @@ from . import memory, plan, show
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit code: 0, or 2 for settings that do not fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
-    parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # DeepSpeed's launcher passes it to every rank
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it to all ranks
     commands = parser.add_subparsers(dest="command", required=True)
     show.add_parser(commands)
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
@@ -36,9 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # names in files may have characters that the terminal cannot encode
+        # names in files may have characters that the terminal cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate}
     try:
         _check_numbers(args)

@@ -157,12 +157,10 @@ class _StepMemory:
         self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden  # saved by a norm beside its input
         self.before_mlp = 0 if tiled else self.norm  # saved by the norm before the MLP: tiles compute the norm again
         self.before_attention = 0 if tiled and self.head_chunks > 1 else self.norm
-        self.normed = (
-            0 if tiled and self.head_chunks > 1 else self.hidden
-        )  # attention's input, unless its tiles make it
-        self.residual = (
-            0 if self.fp32_copy and not tiled else self.hidden
-        )  # a norm's input, unless it saves an fp32 copy
+        # attention's input, unless its tiles make it
+        self.normed = 0 if tiled and self.head_chunks > 1 else self.hidden
+        # a norm's input, unless it saves an fp32 copy
+        self.residual = 0 if self.fp32_copy and not tiled else self.hidden
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and not step.config.recompute_attention
 
@@ -258,7 +256,8 @@ class _StepMemory:
         layer = self.normed + output + saved * max(0, self.before_attention - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.saved if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
-        head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
+        # the head is prefetched, and copied out of the gathered buffer
+        head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0
         return [
             self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
@@ -301,7 +300,7 @@ class _StepMemory:
         matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP, its leaf, at once
         gathered = self.gathered(m.layer_parameters, matrices) + prefetched
         done = m.parameters - m.embedding - index * m.layer_parameters
-        tied = m.embedding * self.size if m.tied else 0  # the head's gradient waits for the embedding's
+        tied = m.embedding * self.size if m.tied else 0  # the head's gradient is kept until the embedding's
         place = f"layer {index}"
         saved, tiles = self.saved - self.residual, self.mlp_tiles()
         whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)

@@ -77,7 +77,7 @@ class Machine:
     elementwise_rate: float  # bytes/s, read and written, of elementwise operations into new tensors
     offload_rate: float  # bytes/s of copies between a rank and its host's memory
     instruction: float  # host seconds per instruction
-    ahead: bool  # whether the host goes on while the device works, as it does with GPUs
+    ahead: bool  # whether the host continues while the device works, as with GPUs
 
     # memory
     host_memory: float  # bytes of a node's host

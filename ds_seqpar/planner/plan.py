@@ -79,7 +79,7 @@ def plan(request: Request) -> PlanResult:
 
 
 def find_plan(request: Request) -> PlanResult:
-    """As `plan`, but return a result with empty `ranked` if nothing fits."""
+    """Return the result of `plan`, with empty `ranked` if nothing fits."""
     check_given(request.given, request.world, request.heads)
     search = _Search(request)
     ranked = search.simulate_finalists(search.by_lower_bound())
@@ -107,9 +107,8 @@ class _Search:
         self.finalists: list[Prediction] = []  # with times by lower bounds
         self.not_simulated: list[Prediction] = []
         self.legal = self.considered = 0
-        self.dropped: Counter[int] = (
-            Counter()
-        )  # size -> number of candidates dropped because others of their kind receive less
+        # size -> number of candidates dropped because others of their kind receive less
+        self.dropped: Counter[int] = Counter()
 
     def count_allowed_steps(self) -> int:
         """Return how many steps lower bounds may visit. Record in `refused` that larger sizes cannot be planned."""
@@ -304,8 +303,8 @@ class _Search:
 
 
 def _promise(estimate: Estimate) -> tuple:
-    """Sort key of estimates: time in steps of 2 %, since their error is larger; then the time of links that a sequence
-    takes; then the plainest first."""
+    """Return the sort key of an estimate: time in steps of 2 %, since its error is larger; then the time of links that
+    a sequence takes; then the plainest first."""
     candidate = estimate.candidate
     plainness = len(candidate.options), candidate.rank_order != "auto"
     return round(50 * math.log(estimate.seconds)), estimate.message_seconds * candidate.size, *plainness

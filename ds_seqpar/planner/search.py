@@ -104,7 +104,7 @@ class Estimator:
         return self.request.seconds_a_sequence(time.seconds, time.sequences)
 
     def links(self, candidate: Candidate) -> tuple[float, list[float]]:
-        """(seconds of Ulysses' exchanges in forward, or in backward; seconds of the schedule's messages [in forward, in
+        """Return (seconds of Ulysses' exchanges in one direction, seconds of the schedule's messages [in forward, in
         backward])."""
         key = candidate.schedule.name, *candidate.options.values(), candidate.topology
         if key not in self.link_seconds:

@@ -102,7 +102,7 @@ def _with_parameters_offloaded(result: States, zero: Zero, local: int, size: int
     kept = min(local, offload.max_in_cpu) if offload.device == "nvme" else local
     host = dict(result.host)
     host["parameters"] = host.get("parameters", 0) + size * kept
-    if kept < local:  # a pool of buffers, and room for a sub-group that comes back
+    if kept < local:  # a pool of buffers, and room for a sub-group that is read back
         pool = offload.buffer_count * offload.buffer_size + min(local, zero.sub_group_size)
         host["buffers"] = host.get("buffers", 0) + size * pool
     device = {**result.device, "parameters": result.device["parameters"] - size * local}

@@ -107,9 +107,8 @@ def step_time(
         tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
     attention_again = step.checkpointing and step.config.recompute_attention
     elementwise = rows * elementwise_bytes(step)
-    elementwise_seconds = (
-        elementwise / machine.elementwise_rate
-    )  # seconds of a forward pass beside matrices; backward has twice that
+    # seconds of a forward pass besides matrix products; backward has twice that
+    elementwise_seconds = elementwise / machine.elementwise_rate
     work = (
         machine.gemm_seconds(dtype, passes) + elementwise_seconds,
         machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * elementwise_seconds,
@@ -161,21 +160,23 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
     rows, local_parameters = math.ceil(step.seq / config.size) * step.batch, _owned_parameters(step)
     on_host = local_parameters - states(step.model, zero, step.world, size).elements_on_device
-    checkpoint = refetched = 0
+    checkpoint = offloaded_again = 0
     if config.offload_checkpoints and step.checkpointing:
         checkpoint = rows * step.model.hidden * size + (kept.saved if kept and not config.recompute_attention else 0)
-        refetched = (
-            kept.saved if kept and projecting_head_chunks(step) > 1 else 0
-        )  # offloaded when a layer is computed again
+        # offloaded when a layer is computed again
+        offloaded_again = kept.saved if kept and projecting_head_chunks(step) > 1 else 0
     fetched = local_parameters * size / layers if zero.parameters_away else 0.0
-    # stage 3 copies gradients as they come, and once more in fp32
+    # stage 3 copies gradients as they are computed, and once more in fp32
     gradients = (
         (MASTER * on_host + (size * local_parameters if zero.stage == 3 else 0)) / layers
         if zero.optimiser_away
         else 0.0
     )
     pinned = zero.offload_optimizer.pin_memory
-    forward, backward = max(checkpoint, fetched), refetched + max(checkpoint + fetched, gradients if pinned else 0.0)
+    forward, backward = (
+        max(checkpoint, fetched),
+        offloaded_again + max(checkpoint + fetched, gradients if pinned else 0.0),
+    )
     of_layer = sum(
         max(0.0, moved / machine.offload_rate - hidden)
         for moved, hidden in zip((forward, backward), hiding, strict=True)
