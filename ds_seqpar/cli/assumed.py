@@ -58,7 +58,7 @@ class Answer(NamedTuple):
         """Return the assumptions as lines for the user."""
         assumed, machine = self.assumed(), self.inputs.machine
         offloads = [f"{name} on {device}" for name in ("offload_optimizer", "offload_param")
-                if (device := assumed[name]) != "none"]  # fmt: skip
+                    if (device := assumed[name]) != "none"]  # fmt: skip
         optimizer = self.inputs.content.get("optimizer")
         optimizer_type = optimizer.get("type") if isinstance(optimizer, dict) else None
         other = (
