@@ -1,4 +1,5 @@
-"""What an answer of `memory` or `plan` holds for, and how to train so: a DeepSpeed JSON and what goes with it."""
+"""The assumptions of an answer of `memory` or `plan`, and how to train with it: a DeepSpeed JSON and the Trainer's
+flags."""
 
 from __future__ import annotations
 
@@ -9,36 +10,35 @@ from typing import Any, NamedTuple
 from ..config.deepspeed_json import SECTION
 from ..config.settings import SequenceParallelConfig
 from ..files import shown
-from .options import GIB, Told
+from .options import GIB, Inputs
 
-OPTIMIZER = "AdamW"  # whose states and time are counted
+OPTIMIZER = "AdamW"  # the optimizer whose states and time are counted
 # dtype -> the Trainer's flag
 HALVES = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 class Answer(NamedTuple):
-    """What a command found, for who wants to train so. config: resolved. sequences: of an optimiser step; None: as many
-    as the JSON says."""
+    """The result of a command, with the means to train with it."""
 
-    told: Told
-    config: SequenceParallelConfig
-    sequences: int | None = None
+    inputs: Inputs
+    config: SequenceParallelConfig  # resolved
+    sequences: int | None = None  # of an optimizer step; None: as many as the JSON says
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a micro-batch on all ranks."""
-        return self.told.world // self.config.size * (self.told.job.batch or 1)
+        """Number of sequences of a micro-batch on all ranks."""
+        return self.inputs.world // self.config.size * (self.inputs.job.batch or 1)
 
     @property
     def steps(self) -> int:
-        """Micro-batches of an optimiser step."""
+        """Number of micro-batches of an optimizer step."""
         if self.sequences is not None:
             return -(-self.sequences // self.micro_batch)
-        return self.told.job.steps or max(1, (self.told.job.sequences or 0) // self.micro_batch)
+        return self.inputs.job.steps or max(1, (self.inputs.job.sequences or 0) // self.micro_batch)
 
     def assumed(self) -> dict[str, Any]:
-        """For --json."""
-        job, machine = self.told.job, self.told.machine
+        """Return the assumptions for --json."""
+        job, machine = self.inputs.job, self.inputs.machine
         sequences = self.steps * self.micro_batch
         return {
             "dtype": job.dtype,
@@ -49,40 +49,45 @@ class Answer(NamedTuple):
             "optimizer": OPTIMIZER,
             "micro_batch": job.batch or 1,
             "sequences_a_step": sequences,
-            "tokens_a_step": sequences * self.told.seq,
-            "ranks": self.told.world,
+            "tokens_a_step": sequences * self.inputs.seq,
+            "ranks": self.inputs.world,
             "machine": machine and {"name": machine.name, "ranks_a_node": machine.per_node, "memory": machine.memory},
         }
 
     def lines(self) -> list[str]:
-        """What was assumed, for the user."""
-        found, machine = self.assumed(), self.told.machine
-        away = [f"{name} on {device}" for name in ("offload_optimizer", "offload_param")
-                if (device := found[name]) != "none"]  # fmt: skip
-        told = self.told.content.get("optimizer")
-        kind = told.get("type") if isinstance(told, dict) else None
-        other = f" (not the JSON's {kind})" if isinstance(kind, str) and "adam" not in kind.lower() else ""
-        words = [
-            found["dtype"],
-            f"ZeRO-{found['zero_stage']}",
-            *away,
-            f"gradient checkpointing {'on' if found['gradient_checkpointing'] else 'off'}",
+        """Return the assumptions as lines for the user."""
+        assumed, machine = self.assumed(), self.inputs.machine
+        offloads = [f"{name} on {device}" for name in ("offload_optimizer", "offload_param")
+                    if (device := assumed[name]) != "none"]  # fmt: skip
+        optimizer = self.inputs.content.get("optimizer")
+        optimizer_type = optimizer.get("type") if isinstance(optimizer, dict) else None
+        other = (
+            f" (not the JSON's {optimizer_type})"
+            if isinstance(optimizer_type, str) and "adam" not in optimizer_type.lower()
+            else ""
+        )
+        assumptions = [
+            assumed["dtype"],
+            f"ZeRO-{assumed['zero_stage']}",
+            *offloads,
+            f"gradient checkpointing {'on' if assumed['gradient_checkpointing'] else 'off'}",
             f"{OPTIMIZER}{other}",
-            f"micro-batch {found['micro_batch']}",
-            f"{found['sequences_a_step']} sequence{'s' * (found['sequences_a_step'] > 1)} "
-            f"({found['tokens_a_step']:,} tokens) a step",
+            f"micro-batch {assumed['micro_batch']}",
+            f"{assumed['sequences_a_step']} sequence{'s' * (assumed['sequences_a_step'] > 1)} "
+            f"({assumed['tokens_a_step']:,} tokens) a step",
         ]
         if machine:
-            limit = machine.usable if self.told.memory is None else self.told.memory
-            words += [
+            limit = machine.usable if self.inputs.memory is None else self.inputs.memory
+            assumptions += [
                 f"{limit / GIB:.1f} of {machine.memory / GIB:.1f} GiB for tensors",
                 f"nodes of {machine.per_node}",
             ]
-        return [f"assumed: {'; '.join(words)}"]
+        return [f"assumed: {'; '.join(assumptions)}"]
 
     def deepspeed_json(self) -> dict[str, Any]:
-        """The whole JSON, with the section of the configuration. An "auto" stays the Trainer's to fill in."""
-        content = copy.deepcopy(self.told.content)
+        """Return the whole DeepSpeed JSON, with the section of the configuration. An "auto" is left for the Trainer to
+        fill in."""
+        content = copy.deepcopy(self.inputs.content)
         if self.sequences is not None:
             content["gradient_accumulation_steps"] = self.steps
             if "train_batch_size" in content:
@@ -90,10 +95,10 @@ class Answer(NamedTuple):
         return {**content, SECTION: self.config.section()}
 
     def flags(self) -> list[str]:
-        """What a Trainer must be told beside the JSON, which has to say the same."""
-        job, content = self.told.job, self.deepspeed_json()
-        given = content.get("optimizer")
-        rate = given.get("params", {}).get("lr") if isinstance(given, dict) else None
+        """Return the flags that a Trainer needs in addition to the JSON; the two must agree."""
+        job, content = self.inputs.job, self.deepspeed_json()
+        optimizer = content.get("optimizer")
+        rate = optimizer.get("params", {}).get("lr") if isinstance(optimizer, dict) else None
         flags = {
             "--gradient_checkpointing": job.checkpointing,
             HALVES.get(job.dtype, ""): job.dtype in HALVES,
@@ -105,22 +110,22 @@ class Answer(NamedTuple):
         return [f"{name} {value}" for name, value in flags.items() if value is not False]
 
     def json_lines(self) -> list[str]:
-        """The JSON for the user, a line for each key, and what goes with it."""
+        """Return the JSON for the user, a line per key, and how to train with it."""
         items = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in self.deepspeed_json().items()]
-        calls = "call model.gradient_checkpointing_enable(), " * self.told.job.checkpointing
+        calls = "call model.gradient_checkpointing_enable(), " * self.inputs.job.checkpointing
         return [
             "ds_config.json:", "", "{", *",\n".join(items).split("\n"), "}", "",
             f"with it a Trainer takes {' '.join(self.flags())}",
-            f"a loop of your own: {calls}give {self.told.seq:,} tokens a sequence, on {self.told.world} ranks",
+            f"a loop of your own: {calls}give {self.inputs.seq:,} tokens a sequence, on {self.inputs.world} ranks",
             *self.auto_lines(),
         ]  # fmt: skip
 
     def auto_lines(self) -> list[str]:
-        """The value that each "auto" counts as."""
-        values = ", ".join(f"{key} {shown(value)}" for key, value in self.told.filled.items())
+        """Return lines with the value that each "auto" counts as."""
+        values = ", ".join(f"{key} {shown(value)}" for key, value in self.inputs.filled.items())
         return ["", f'what the configuration leaves "auto" counts as {values}'] if values else []
 
     def for_json(self) -> dict[str, Any]:
-        """The keys that --json has of it."""
-        return {"auto": self.told.filled, "assumed": self.assumed(), "deepspeed_json": self.deepspeed_json(),
+        """Return the keys for --json."""
+        return {"auto": self.inputs.filled, "assumed": self.assumed(), "deepspeed_json": self.deepspeed_json(),
                 "trainer_flags": self.flags()}  # fmt: skip

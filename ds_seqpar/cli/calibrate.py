@@ -1,5 +1,5 @@
-"""`deepspeed --module ds_seqpar calibrate -o machine.json`: measures the machine's rates and links on the ranks that
-are to train, and writes the file that the planner reads (`planner.machine`)."""
+"""`deepspeed --module ds_seqpar calibrate -o machine.json`: measure the machine's rates and links on the ranks that are
+to train, and write the file that the planner reads (`planner.machine`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from .calibration import Calibration, zero_costs
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the command. Collective over the launched ranks. Raises ConfigError where no launcher started them, and on
-    all ranks where the first one cannot write the file."""
+    """Run the command. Collective over the launched ranks.
+
+    Raises:
+        ConfigError: If no launcher started the ranks; on all ranks, if the first one cannot write the file.
+    """
     _check_launcher()
     accelerator = set_device()
     try:
@@ -37,10 +40,10 @@ def run(args: argparse.Namespace) -> None:
         assert_ranks_agree(
             groups.control_world(), "files", None, error=_file_error(args.output) if first else None, call="calibrate"
         )
-        found = calibrate()
+        content = calibrate()
         if first:
-            write_text(args.output, json.dumps(found, indent=1) + "\n", "--output")
-            print(f"{table(found)}\n\nwrote {args.output}: python -m ds_seqpar plan --machine {args.output}")
+            write_text(args.output, json.dumps(content, indent=1) + "\n", "--output")
+            print(f"{table(content)}\n\nwrote {args.output}: python -m ds_seqpar plan --machine {args.output}")
     finally:
         dist.destroy_process_group()
 
@@ -59,7 +62,7 @@ def _check_launcher() -> None:
 
 
 def _file_error(file: str) -> ConfigError | None:
-    """The error for a file that cannot be written, found before a minute of measuring."""
+    # checked before measuring, which takes up to a minute
     folder = Path(file).parent
     if os.path.isdir(file) or not os.access(folder, os.W_OK | os.X_OK):
         return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
@@ -67,23 +70,27 @@ def _file_error(file: str) -> ConfigError | None:
 
 
 def calibrate() -> dict[str, Any]:
-    """Measures for less than a minute and returns the content of a machine's file, the same on all ranks. Collective;
-    torch.distributed must be up. Raises ConfigError for a single rank, and for nodes with unequal numbers of ranks."""
+    """Measure for less than a minute and return the content of a machine's file, the same on all ranks. Collective;
+    torch.distributed must be initialized.
+
+    Raises:
+        ConfigError: For a single rank, and for nodes with unequal numbers of ranks.
+    """
     config = SequenceParallelConfig(ulysses=1, layout="contiguous")
     with SequenceParallel(config) as sp:
         measured = Calibration(sp.comm, sp.control_world)
         with measured.bar:
-            return _found(measured)
+            return _content(measured)
 
 
-def _found(measured: Calibration) -> dict[str, Any]:
+def _content(measured: Calibration) -> dict[str, Any]:
     inside = measured.link(measured.neighbour(1)) if measured.per_node > 1 else None
     between, uplink = measured.between() if measured.nodes > 1 else (None, None)
     any_link = inside or between
     if any_link is None:
         raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
     orders, attention, gemm = measured.orders(), measured.attention(), measured.gemm()
-    found = {
+    content = {
         "about": f"{measured.nodes} nodes of {measured.per_node} ranks, {measured.what()}",
         "per_node": measured.per_node,
         "inside": _wire(inside or any_link),
@@ -106,51 +113,56 @@ def _found(measured: Calibration) -> dict[str, Any]:
         "kernels": orders,
     }
     when = time.strftime("%Y-%m-%d")
-    found["sources"] = {name: f"measured {when}, {measured.world} ranks at once" for name in found if name != "about"}
-    found["sources"] |= {
+    content["sources"] = {
+        name: f"measured {when}, {measured.world} ranks at once" for name in content if name != "about"
+    }
+    content["sources"] |= {
         "per_node": "what the launcher says",
         "memory": "what the device has; of a CPU, a share of the host",
         "host_memory": "what the host has",
         "nvme_rate": "not measured: say what the drives have",
         "reserve_fraction": "supposed",
     }
-    found["sources"]["host"] += "; ahead: what the kind of device does"
+    content["sources"]["host"] += "; ahead: what the kind of device does"
     for name, measured_link in (("inside", inside), ("between", between)):
         if measured_link is None:
-            found["sources"][name] = "not measured: no two ranks are so far apart; taken for the other one"
-    machine_of("calibrated", found)  # raises where a file must not have such a value
-    return found
+            content["sources"][name] = "not measured: no two ranks are so far apart; taken for the other one"
+    machine_of("calibrated", content)  # raises where a file must not have such a value
+    return content
 
 
 def _wire(link: dict[str, Any]) -> dict[str, float]:
     return {"latency": link["latency"], "rate": link["rate"]}
 
 
-def table(found: dict[str, Any]) -> str:
-    """The figures as the command prints them."""
-    lines = [found["about"], ""]
-    for name, words in (("inside", "two ranks of a node"), ("between", "ranks of two nodes")):
-        link = found[name]
-        note = " (not measured: taken for the other)" * found["sources"][name].startswith("not measured")
+def table(fields: dict[str, Any]) -> str:
+    """Return the figures as the command prints them."""
+    lines = [fields["about"], ""]
+    for name, text in (("inside", "two ranks of a node"), ("between", "ranks of two nodes")):
+        link = fields[name]
+        note = " (not measured: taken for the other)" * fields["sources"][name].startswith("not measured")
         rate, latency = link["rate"] / 1e9, link["latency"] * 1e6
-        lines.append(f"{words:<20}{rate:10.3f} GB/s each way, latency {latency:.1f} us{note}")
-    if found["uplink"]:
-        lines.append(f"{'a node to others':<20}{found['uplink'] / 1e9:10.3f} GB/s each way, which its ranks share")
-    for dtype, ways in found["attention"].items():
-        best = {way: max(rate for table in kinds.values() for _, rate in table) for way, kinds in ways.items()}
+        lines.append(f"{text:<20}{rate:10.3f} GB/s each way, latency {latency:.1f} us{note}")
+    if fields["uplink"]:
+        lines.append(f"{'a node to others':<20}{fields['uplink'] / 1e9:10.3f} GB/s each way, which its ranks share")
+    for dtype, tables_by_direction in fields["attention"].items():
+        best = {
+            direction: max(rate for table in tables.values() for _, rate in table)
+            for direction, tables in tables_by_direction.items()
+        }
         lines.append(
-            f"{dtype:<20}{found['gemm'][dtype] / 1e9:10.1f} GFLOP/s in matrix products; in attention at most "
+            f"{dtype:<20}{fields['gemm'][dtype] / 1e9:10.1f} GFLOP/s in matrix products; in attention at most "
             f"{best['forward'] / 1e9:.1f} forward, {best['backward'] / 1e9:.1f} backward"
         )
-    fresh = f"{found['elementwise_rate'] / 1e9:.1f} into new tensors; {found['memory'] / 2**30:.1f} GiB"
-    lines.append(f"{'memory of a rank':<20}{found['memory_rate'] / 1e9:10.1f} GB/s in place, {fresh}")
-    costs = found["zero"]
+    fresh = f"{fields['elementwise_rate'] / 1e9:.1f} into new tensors; {fields['memory'] / 2**30:.1f} GiB"
+    lines.append(f"{'memory of a rank':<20}{fields['memory_rate'] / 1e9:10.1f} GB/s in place, {fresh}")
+    costs = fields["zero"]
     lines.append(
         f"{'ZeRO-3':<20}{costs['gather']['rate'] / 1e9:10.3f} GB/s gathering, {costs['reduce']['rate'] / 1e9:.3f} "
         f"reducing; hooks of a module {costs['forward'] * 1e3:.2f} ms forward, {costs['backward'] * 1e3:.2f} backward"
     )
     lines.append(
-        f"{'the host':<20}{found['host']['instruction'] * 1e6:10.1f} us an instruction of ours; each end of a message "
-        f"works {found['stolen'] * 1e9:.3f} ns a byte"
+        f"{'the host':<20}{fields['host']['instruction'] * 1e6:10.1f} us an instruction of ours; each end of a message "
+        f"works {fields['stolen'] * 1e9:.3f} ns a byte"
     )
     return "\n".join(lines)

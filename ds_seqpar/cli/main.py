@@ -20,9 +20,9 @@ from . import memory, plan, show
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for settings that do not fit."""
+    """Run a command and return the exit code: 0, or 2 for settings that do not fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # which DeepSpeed's launcher gives to all
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it to all ranks
     commands = parser.add_subparsers(dest="command", required=True)
     show.add_parser(commands)
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in files may have what no terminal shows
+        # names in files may have characters that the terminal cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate}
     try:
         _check_numbers(args)
@@ -43,13 +44,13 @@ def main(argv: list[str] | None = None) -> int:
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head` has read enough; the interpreter flushes once more as it ends
+    except BrokenPipeError:  # `| head` closed the pipe; the interpreter flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raises ConfigError for an option with more than 64 bits: arithmetic with such a number may never end."""
+    # arithmetic with a number of more than 64 bits may take forever
     for name, value in vars(args).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:
@@ -58,7 +59,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    from . import calibrate  # and torch, which commands that run nothing do without
+    from . import calibrate  # imports torch, which the other commands do not need
 
     calibrate.run(args)
 

@@ -31,14 +31,14 @@ from ..planner.machine import presets
 from ..planner.plan import PlanResult
 from ..planner.request import MemoryBudget, TrainingStep
 from .assumed import Answer
-from .options import GIB, Told, add_options
+from .options import GIB, Inputs, add_options
 
 KIB = 2**10
-FAR = 4  # times the peak: memory of a rank beyond that is not drawn
-# colours of `FOOTPRINT_ITEMS`, in their order
+FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
+# colors of `FOOTPRINT_ITEMS`, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
           "#8e5a97")  # fmt: skip
-LIMIT = "#b00020"  # colour of what the rank has
+LIMIT = "#b00020"  # color of the rank's memory
 
 
 def add_parser(commands: Any) -> None:
@@ -51,128 +51,131 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    told = Told.of(args)
-    budget = machine_budget(told)
-    config, planned = config_of(told)
-    step, answer = step_of(told, config), Answer(told, config)
-    found, slope = footprint(step), bytes_a_token(step)
-    most = longest(step, budget) if budget else None
+    inputs = Inputs.of(args)
+    budget = machine_budget(inputs)
+    config, planned = config_of(inputs)
+    step, answer = step_of(inputs, config), Answer(inputs, config)
+    memory, slope = footprint(step), bytes_a_token(step)
+    longest_fit = longest(step, budget) if budget else None
     if args.json:
-        numbers = {**as_json(found, slope), **answer.for_json()}
-        if budget and most:
+        numbers = {**as_json(memory, slope), **answer.for_json()}
+        if budget and longest_fit:
             numbers["room"] = {
                 "limit": budget.limit,
                 "host": budget.host,
                 "together": budget.ranks_per_node,
                 "apart": budget.apart,
-                "longest": most._asdict(),
+                "longest": longest_fit._asdict(),
             }
         print(json.dumps(numbers))
     else:
-        head, *rest = table(found, slope, step)
-        chosen = [line_of(planned)] if planned else unplanned_lines(told)
-        fitting = fit_lines(found, budget, most) if budget and most else []
+        head, *rest = table(memory, slope, step)
+        chosen = [line_of(planned)] if planned else unplanned_lines(inputs)
+        fitting = fit_lines(memory, budget, longest_fit) if budget and longest_fit else []
         print("\n".join([head, *answer.lines(), *chosen, *rest, *fitting, "", *answer.json_lines()]))
     if args.png is not None:
-        draw(found, args.png, budget, told)
+        draw(memory, args.png, budget, inputs)
         if not args.json:
             print(f"wrote {args.png}")
 
 
-def machine_budget(told: Told) -> MemoryBudget | None:
-    """The memory of the machine; None where no machine is named."""
-    if told.machine is not None:
-        return MemoryBudget.of(told.machine, told.world, told.memory)
-    if told.memory is not None:
+def machine_budget(inputs: Inputs) -> MemoryBudget | None:
+    """Return the memory of the machine; None if no machine is named."""
+    if inputs.machine is not None:
+        return MemoryBudget.of(inputs.machine, inputs.world, inputs.memory)
+    if inputs.memory is not None:
         raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
     return None
 
 
-def config_of(told: Told) -> tuple[SequenceParallelConfig, PlanResult | None]:
-    """(the configuration without any "auto", the plan that chose it). Where ranks would plan, so does this, for the
-    named machine."""
-    config, machine, heads = told.config, told.machine, (told.model.heads, told.model.kv_heads)
+def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None]:
+    """Return (the configuration without any "auto", the plan that chose it). If ranks would plan, plan for the named
+    machine."""
+    config, machine, heads = inputs.config, inputs.machine, (inputs.model.heads, inputs.model.kv_heads)
     if machine is not None and config.asks_for_plan:
-        if told.memory is not None:
-            machine = dataclasses.replace(machine, memory=float(told.memory), reserve_fraction=0.0)
-        asked = dataclasses.replace(config, machine="auto", seq_len=told.seq)
-        return resolve_with_plan(asked, told.job, heads, told.world, lambda dtype: machine)
+        if inputs.memory is not None:
+            machine = dataclasses.replace(machine, memory=float(inputs.memory), reserve_fraction=0.0)
+        asked = dataclasses.replace(config, machine="auto", seq_len=inputs.seq)
+        return resolve_with_plan(asked, inputs.job, heads, inputs.world, lambda dtype: machine)
     if config.auto_fields:
         raise ConfigError(
             f'{SECTION}.memory "auto" chooses for a machine; got none, say --machine, or say '
             f"{', '.join(config.auto_fields)}"
         )
-    sharing = told.world if config.size == "auto" else config.size
+    sharing = inputs.world if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.MAX_SHARING_RANKS, "say --set size=8, or what is meant")
-    resolved = config.resolve(told.world, heads)
+    resolved = config.resolve(inputs.world, heads)
     smaller = on_fewer_ranks(resolved)
     limits.check_followed(smaller.size // smaller.ulysses, smaller.overlap)
     return resolved, None
 
 
-def unplanned_lines(told: Told) -> list[str]:
-    """What ranks would plan, and this does not."""
-    words = (
+def unplanned_lines(inputs: Inputs) -> list[str]:
+    """Return lines about settings that ranks would plan and this command does not."""
+    text = (
         f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
     )
-    return [f"{words}: say --machine to plan"] if told.config.asks_for_plan else []
+    return [f"{text}: say --machine to plan"] if inputs.config.asks_for_plan else []
 
 
-def step_of(told: Told, config: SequenceParallelConfig) -> TrainingStep:
-    job = told.job
+def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:
+    job = inputs.job
     return TrainingStep(
-        model=told.model, config=config, world=told.world, seq=told.seq, batch=job.batch or 1, dtype=job.dtype,
+        model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, batch=job.batch or 1, dtype=job.dtype,
         zero=job.zero, checkpointing=job.checkpointing,
     )  # fmt: skip
 
 
-def table(found: Footprint, slope: float, step: TrainingStep) -> list[str]:
-    peak = found.peak
+def table(memory: Footprint, slope: float, step: TrainingStep) -> list[str]:
+    peak = memory.peak
     lines = [f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence", ""]
     lines += [f"{'part':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(peak, FOOTPRINT_ITEMS)]
     lines += [f"{'peak':<16}{peak.total / GIB:>12.3f}{'100.0%':>8}  {peak.name}", ""]
     lines += [f"{'moment':<40}{'GiB a rank':>12}"]
-    lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (found.resting, *found.moments)]
-    if found.host.total:
-        lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(found.host, HOST_ITEMS)]
-        lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the device's peak"]
-    if found.drives:
-        lines += ["", f"{'on drives':<16}{found.drives / GIB:>12.3f}"]
+    lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (memory.resting, *memory.moments)]
+    if memory.host.total:
+        lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(memory.host, HOST_ITEMS)]
+        lines += [f"{'together':<16}{memory.host.total / GIB:>12.3f}{'100.0%':>8}  beside the device's peak"]
+    if memory.drives:
+        lines += ["", f"{'on drives':<16}{memory.drives / GIB:>12.3f}"]
     return [*lines, "", f"one more token on a rank adds {slope / KIB:.1f} KiB to the peak"]
 
 
-def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:
-    """A line for each part of a moment, the largest first."""
-    parts = sorted(moment.bytes_by_item.items(), key=lambda item: -item[1])
-    return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {words[name]}" for name, size in parts]
+def part_lines(moment: Moment, description_of: Mapping[str, str]) -> list[str]:
+    """Return a line for each item of a moment, the largest first."""
+    items = sorted(moment.bytes_by_item.items(), key=lambda item: -item[1])
+    return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {description_of[name]}" for name, size in items]
 
 
-def fit_lines(found: Footprint, budget: MemoryBudget, most: Longest) -> list[str]:
-    """Lines for the user: what a rank and its node need and have, and the longest sequence that fits."""
-    lines = [f"a rank needs {rank_bytes(found, budget) / GIB:.1f} GiB of {budget.limit / GIB:.1f}"]
+def fit_lines(memory: Footprint, budget: MemoryBudget, longest_fit: Longest) -> list[str]:
+    """Return lines for the user: what a rank and its node need and have, and the longest sequence that fits."""
+    lines = [f"a rank needs {rank_bytes(memory, budget) / GIB:.1f} GiB of {budget.limit / GIB:.1f}"]
     if budget.apart:
-        node = found.host.total * budget.ranks_per_node / GIB
+        node = memory.host.total * budget.ranks_per_node / GIB
         lines += [f"the host of a node's {budget.ranks_per_node} ranks needs {node:.1f} GiB of {budget.host / GIB:.1f}"]
-    verdict = "this fits" if fits(found, budget) else "this does not fit"
-    beyond = {"rank": ", then a rank is full", "host": ", then the host is full", "": ""}[most.full]
-    return ["", *lines, f"{verdict}; the longest sequence that does has {most.tokens:,} tokens{beyond}"]
+    verdict = "this fits" if fits(memory, budget) else "this does not fit"
+    beyond = {"rank": ", then a rank is full", "host": ", then the host is full", "": ""}[longest_fit.full]
+    return ["", *lines, f"{verdict}; the longest sequence that does has {longest_fit.tokens:,} tokens{beyond}"]
 
 
-def as_json(found: Footprint, slope: float) -> dict[str, Any]:
-    """The footprint for --json, in bytes."""
+def as_json(memory: Footprint, slope: float) -> dict[str, Any]:
+    """Return the footprint for --json, in bytes."""
 
     def numbers(moment: Any) -> dict[str, Any]:
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.bytes_by_item)}
 
-    moments = [numbers(moment) for moment in found.moments]
-    return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments,
-            "host": numbers(found.host), "drives": found.drives, "bytes_a_token": slope}  # fmt: skip
+    moments = [numbers(moment) for moment in memory.moments]
+    return {"peak": numbers(memory.peak), "resting": numbers(memory.resting), "moments": moments,
+            "host": numbers(memory.host), "drives": memory.drives, "bytes_a_token": slope}  # fmt: skip
 
 
-def draw(found: Footprint, file: str | Path, budget: MemoryBudget | None, told: Told) -> None:
-    """Draws the moments of a step as stacked bars, with what the device has. Raises ConfigError without matplotlib, and
-    for a file that cannot be written."""
-    moments = (found.resting, *found.moments)
+def draw(memory: Footprint, file: str | Path, budget: MemoryBudget | None, inputs: Inputs) -> None:
+    """Draw the moments of a step as stacked bars, with the memory of the device.
+
+    Raises:
+        ConfigError: Without matplotlib, and for a file that cannot be written.
+    """
+    moments = (memory.resting, *memory.moments)
     figure = new_figure(11, 1.4 + 0.38 * len(moments))
     axes = figure.add_subplot()
     starts = [0.0] * len(moments)
@@ -181,14 +184,14 @@ def draw(found: Footprint, file: str | Path, budget: MemoryBudget | None, told: 
         if any(sizes):
             axes.barh(range(len(moments)), sizes, left=starts, label=name, color=SHADES[index])
             starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    title, most = f"peak {found.peak.total / GIB:.2f} GiB: {found.peak.name}", max(starts)
-    if budget is not None and told.machine is not None:
+    title, widest = f"peak {memory.peak.total / GIB:.2f} GiB: {memory.peak.name}", max(starts)
+    if budget is not None and inputs.machine is not None:
         limit = budget.limit / GIB
-        title += f"; {told.machine.name} has {limit:.1f} GiB for tensors"
-        if limit < FAR * most:  # else nothing could be seen of the bars
+        title += f"; {inputs.machine.name} has {limit:.1f} GiB for tensors"
+        if limit < FAR * widest:  # else the bars would be too short to see
             axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=2.5, label="what the rank has")
-            most = max(most, limit)
-    axes.set_xlim(0, 1.03 * most)
+            widest = max(widest, limit)
+    axes.set_xlim(0, 1.03 * widest)
     axes.set_yticks(range(len(moments)), [moment.name for moment in moments])
     axes.invert_yaxis()
     axes.set_xlabel("GiB of tensors on a rank")

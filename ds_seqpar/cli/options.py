@@ -1,4 +1,4 @@
-"""What `memory` and `plan` are told alike: the model, the length, the ranks, the machine and the DeepSpeed JSON."""
+"""Options that `memory` and `plan` share: the model, the length, the ranks, the machine and the DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ..planner.machine import Machine
 from ..planner.request import Model
 from .numbers import numbers_of
 
-# what is counted without --config; the learning rate is for whoever pastes it
+# the DeepSpeed JSON without --config; predictions do not depend on the learning rate, which the printed JSON needs
 DEFAULTS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # which compiles nothing
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # torch's AdamW compiles nothing
     "zero_optimization": {"stage": 3},
 }
 GIB = 2**30
-MOST_GIB = 2**40  # of --memory
-DIGITS = 18  # of a number on the command line: products of three such numbers are finite
+MOST_GIB = 2**40  # largest value of --memory
+DIGITS = 18  # most digits of a number on the command line: products of three such numbers are finite
 UNITS = {"K": 2**10, "M": 2**20}
 UNITS_HELP = "or with K (1,024) or M (1,048,576) after it"
 
 
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Adds the options that `memory` and `plan` share. machine: the help of --machine. units: those of --json."""
+    """Add the options that `memory` and `plan` share. `machine` is the help of --machine, `units` those of --json."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--seq-len", metavar="N", help=f"tokens of the whole sequence, {UNITS_HELP}")
     parser.add_argument("--ranks", metavar="P", help="ranks of the job; or say --nodes")
@@ -54,32 +54,40 @@ def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> No
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a command was told. content: the DeepSpeed JSON, as it can be pasted. filled: key -> value that an "auto" of
-    it counts as. config: its section. seq: tokens of a sequence. job: these two, and what of the JSON memory and time
-    depend on. machine: None: none is named. memory: bytes of a rank; None: the machine's. world: ranks of the job."""
+class Inputs:
+    """The inputs of a command, from its options."""
 
-    content: dict[str, Any]
-    filled: dict[str, Any]
-    config: SequenceParallelConfig
+    content: dict[str, Any]  # the DeepSpeed JSON, as it can be pasted
+    filled: dict[str, Any]  # key of the JSON -> value that its "auto" counts as
+    config: SequenceParallelConfig  # from the section of the JSON
     model: Model
-    seq: int
-    job: Job
-    machine: Machine | None
-    memory: int | None
-    world: int
+    seq: int  # tokens of a sequence
+    job: Job  # the model, the length, and what memory and time depend on in the JSON
+    machine: Machine | None  # None: none is named
+    memory: int | None  # bytes of a rank; None: the machine's
+    world: int  # ranks of the job
 
     @classmethod
-    def of(cls, args: argparse.Namespace, seq: int | None = None, machine: str | None = None) -> Told:
-        """From the options. seq: the length where they do not say it; machine: the machine where neither they nor the
-        section name one. Raises ConfigError for options or settings that do not fit."""
+    def of(cls, args: argparse.Namespace, seq: int | None = None, machine: str | None = None) -> Inputs:
+        """Return the inputs from the options.
+
+        Args:
+            args: The parsed options.
+            seq: Length in tokens if the options do not give one.
+            machine: Machine if neither the options nor the section name one.
+
+        Raises:
+            ConfigError: For options or settings that do not fit.
+        """
         content = content_of(args)
         config = SequenceParallelConfig.from_dict(section_of(content))
         named = args.machine if args.machine is not None else machine if config.machine == "auto" else config.machine
-        found = None if named is None else Machine.load(named)
-        each = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node, limits.MAX_RANKS)
-        if found is not None and each is not None:
-            found = dataclasses.replace(found, per_node=each)
+        loaded = None if named is None else Machine.load(named)
+        per_node = (
+            None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node, limits.MAX_RANKS)
+        )
+        if loaded is not None and per_node is not None:
+            loaded = dataclasses.replace(loaded, per_node=per_node)
         seq = seq or (None if config.seq_len == "auto" else config.seq_len)
         seq = seq if args.seq_len is None else tokens("--seq-len", args.seq_len)
         if seq is None:
@@ -93,18 +101,18 @@ class Told:
         for name in BATCH_SIZES:
             limits.check(name, counted[name] if isinstance(counted.get(name), int) else 1, limits.MAX_COUNT)
         return cls(
-            content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=found,
+            content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=loaded,
             memory=None if args.memory is None else gibibytes("--memory", args.memory),
-            world=_world(args, found.per_node if found else each),
+            world=_world(args, loaded.per_node if loaded else per_node),
         )  # fmt: skip
 
     def section(self) -> dict[str, Any]:
-        """The settings of the section that are no question to the planner."""
+        """Return the settings of the section that do not ask for a plan."""
         return {name: value for name, value in section_of(self.content).items() if name not in PLAN_REQUESTS}
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:
-    """The ranks of the job. per_node: those of a node, where they are known."""
+    """Return the ranks of the job. `per_node` is the ranks of a node, if they are known."""
     if args.ranks is not None and args.nodes is not None:
         raise ConfigError(
             f"--ranks or --nodes says the ranks of a job; got both, {args.ranks:.60} and {args.nodes:.60}"
@@ -119,7 +127,7 @@ def _world(args: argparse.Namespace, per_node: int | None) -> int:
 
 
 def count(name: str, text: str, most: int = limits.MAX_COUNT) -> int:
-    """The number in an option. Raises ConfigError unless it is a whole number from 1 to `most`."""
+    """Return the number in an option. Raise ConfigError unless it is a whole number from 1 to `most`."""
     if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
     limits.check(name, int(text), most)
@@ -127,7 +135,7 @@ def count(name: str, text: str, most: int = limits.MAX_COUNT) -> int:
 
 
 def tokens(name: str, text: str) -> int:
-    """The number of tokens in an option, as 131072 or 128K. Raises ConfigError as `count` does."""
+    """Return the number of tokens in an option, such as 131072 or 128K. Raise ConfigError as `count` does."""
     unit = UNITS.get(text[-1:].upper(), 1)
     number, most = text[:-1] if unit > 1 else text, limits.MAX_TOKENS
     if not number.isdecimal() or len(number) > DIGITS or int(number) < 1:
@@ -137,18 +145,18 @@ def tokens(name: str, text: str) -> int:
 
 
 def gibibytes(name: str, text: str) -> int:
-    """The bytes in an option that gives GiB. Raises ConfigError unless it is a number above 0."""
+    """Return the bytes in an option that gives GiB. Raise ConfigError unless it is a number above 0."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= MOST_GIB:
+        number = 0.0
+    if not 0 < number <= MOST_GIB:
         raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
-    return int(found * GIB)
+    return int(number * GIB)
 
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed JSON with the values of --set. Raises ConfigError where DeepSpeed refuses it."""
+    """Return the DeepSpeed JSON with the values of --set. Raise ConfigError if DeepSpeed refuses it."""
     content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
     for text in args.set:
         name, equals, value = text.partition("=")
@@ -179,8 +187,8 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Replaces each "auto" of a configuration that memory depends on, and returns key -> the new value. Sizes of
-    buckets are those that the Trainer takes from the model; for what it takes from its arguments usual values stand."""
+    """Replace each "auto" of a configuration that memory depends on, and return key -> the new value. Sizes of buckets
+    are those that the Trainer computes from the model; what it takes from its arguments gets usual values."""
     assumed = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,

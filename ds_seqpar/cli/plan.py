@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar plan`: the fastest configuration that fits, its time and memory, and why others lost."""
+"""`python -m ds_seqpar plan`: the fastest configuration that fits, its time and memory, and why others are rejected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..planner.request import Request
 from ..planner.search import Prediction, settings_in_words, timelines
 from ..planner.steptime import STEP_ITEMS
 from .assumed import HALVES, Answer
-from .options import DIGITS, GIB, UNITS_HELP, Told, add_options, count, tokens
+from .options import DIGITS, GIB, UNITS_HELP, Inputs, add_options, count, tokens
 
 SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
-DRAWN = 32  # kinds of ranks in a picture
+DRAWN = 32  # most groups of equal ranks in a picture
 COLUMNS = ["s a sequence", "tokens/s", "MFU", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]
-REASONS = 16  # lines of "why not others" in the table
+REASONS = 16  # most lines of "why not others" in the table
 
 
 def add_parser(commands: Any) -> None:
@@ -39,54 +39,54 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    told, request = request_of(args)
+    inputs, request = request_of(args)
     result = plan(request)
-    answer = Answer(told, result.best.config, None if args.sequences is None else request.sequences)
+    answer = Answer(inputs, result.best.config, None if args.sequences is None else request.sequences)
     print(json.dumps({**as_json(result), **answer.for_json()}) if args.json else table(result, answer))
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
         if file is not None:
-            line = _timeline(result)
+            timeline = _timeline(result)
             if name == "png":
-                _draw(result, line, file)
+                _draw(result, timeline, file)
             else:
-                line.save(file)
+                timeline.save(file)
             if not args.json:
                 print(f"wrote {file}")
 
 
-def request_of(args: argparse.Namespace) -> tuple[Told, Request]:
-    """(what the command was told, the planner's question). Raises ConfigError for options or settings that do not
+def request_of(args: argparse.Namespace) -> tuple[Inputs, Request]:
+    """Return (the inputs of the command, the planner's request). Raise ConfigError for options or settings that do not
     fit."""
     documents = _documents(args.documents) if args.documents is not None else ()
-    told = Told.of(args, sum(documents) or None, DEFAULT)
-    job, machine = told.job, told.machine
+    inputs = Inputs.of(args, sum(documents) or None, DEFAULT)
+    job, machine = inputs.job, inputs.machine
     assert machine is not None  # the default one
     if args.sequences is not None:
         job = dataclasses.replace(job, sequences=count("--sequences", args.sequences), steps=None)
     request = Request(
-        model=told.model,
+        model=inputs.model,
         machine=machine,
-        world=told.world,
-        seq=told.seq,
+        world=inputs.world,
+        seq=inputs.seq,
         documents=documents,
         window=None if args.window is None else tokens("--window", args.window),
         batch=job.batch or 1,
         dtype=job.dtype,
         zero=job.zero,
         checkpointing=job.checkpointing,
-        given=told.section(),
+        given=inputs.section(),
         sequences=job.sequences,
-        sizes=job.sizes(told.world) if told.config.size == "auto" and job.sequences is not None else (),
-        memory=told.memory,
+        sizes=job.sizes(inputs.world) if inputs.config.size == "auto" and job.sequences is not None else (),
+        memory=inputs.memory,
     )
-    return told, request
+    return inputs, request
 
 
 def _documents(file: str) -> tuple[int, ...]:
-    """The lengths in a file: whole numbers, separated by blanks or line ends."""
+    """Return the lengths in a file: whole numbers, separated by blanks or line ends."""
     words = read_text(file, "--documents").split()
-    wrong = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
-    if (word := next(wrong, None)) is not None:
+    invalid = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
+    if (word := next(invalid, None)) is not None:
         raise ConfigError(
             f"--documents must be a file of lengths, whole numbers from 1 of at most {DIGITS} digits; {file} has "
             f"{word!r:.60}"
@@ -95,21 +95,22 @@ def _documents(file: str) -> tuple[int, ...]:
 
 
 def _timeline(result: PlanResult) -> Timeline:
-    ranks, inner = result.best.candidate.size, result.best.candidate.cp_size
-    if 12 * ranks * inner > SIMULATED:
+    ranks, cp_size = result.best.candidate.size, result.best.candidate.cp_size
+    if 12 * ranks * cp_size > SIMULATED:
         raise ConfigError(
             f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
             "or draw a schedule by python -m ds_seqpar show"
         )
-    found = timelines(result.request, result.best)
-    return found["backward"].after(found["forward"])
+    timeline_of = timelines(result.request, result.best)
+    return timeline_of["backward"].after(timeline_of["forward"])
 
 
 def _draw(result: PlanResult, timeline: Timeline, file: str) -> None:
-    """Draws a row for each kind of rank: most do the same at the same times, and differ in their blocks alone."""
+    """Draw a row for each group of equal ranks: most do the same at the same times, and differ only in their
+    blocks."""
     groups = timeline.alike()
-    shown, most = groups[:DRAWN], f", {DRAWN} of {len(groups)} kinds of ranks" * (len(groups) > DRAWN)
-    title = f"{result.best.candidate}: attention of a layer, forward and then backward{most}"
+    shown, omitted = groups[:DRAWN], f", {DRAWN} of {len(groups)} kinds of ranks" * (len(groups) > DRAWN)
+    title = f"{result.best.candidate}: attention of a layer, forward and then backward{omitted}"
     rows = {ranks[0]: ranks_in_words(ranks) for ranks in shown}
     draw_timelines({title: timeline}, file, rows, unit="ms; blocks are those of a row's first rank")
 
@@ -117,10 +118,10 @@ def _draw(result: PlanResult, timeline: Timeline, file: str) -> None:
 def table(result: PlanResult, answer: Answer) -> str:
     request, best = result.request, result.best
     unlisted = len(result.rejected) - REASONS
-    what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
-    head = f"{what} on {request.world} ranks of {request.machine.name} ({request.machine.about})"
+    data = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
+    head = f"{data} on {request.world} ranks of {request.machine.name} ({request.machine.about})"
     rows = [COLUMNS]
-    rows += [_row(result, one) for one in result.ranked]
+    rows += [_row(result, prediction) for prediction in result.ranked]
     return "\n".join(
         [
             head,
@@ -143,22 +144,22 @@ def table(result: PlanResult, answer: Answer) -> str:
             *_part_lines(result),
             "",
             "why not others:",
-            *(f"  {who}: {why}" for who, why in result.rejected[:REASONS]),
+            *(f"  {configurations}: {why}" for configurations, why in result.rejected[:REASONS]),
             *[f"  and {unlisted} more reasons: --json lists all"][: unlisted > 0],
         ]
     )
 
 
 def _rank_hours(result: PlanResult) -> str:
-    """The cost of the best configuration, in rank hours."""
     hours = result.best.seconds * result.request.world / 3600
     return f"{hours:.3g} rank hours a sequence, {hours * 1e9 / result.request.seq:,.0f} for a billion tokens"
 
 
-def _mfu(request: Request, one: Prediction) -> float | None:
-    """Model flops over the most that all ranks could do in that time; None where the machine's peak is not known."""
+def _mfu(request: Request, prediction: Prediction) -> float | None:
+    """Return model flops over the most that all ranks could do in that time; None if the machine's peak is not
+    known."""
     peak = request.machine.peak if request.dtype in HALVES else None
-    return request.flops / (one.seconds * request.world * peak) if peak else None
+    return request.flops / (prediction.seconds * request.world * peak) if peak else None
 
 
 def _mfu_words(request: Request) -> str:
@@ -167,46 +168,56 @@ def _mfu_words(request: Request) -> str:
     return f"MFU: model flops, without what checkpoints repeat, over {request.machine.peak / 1e12:,.0f} TFLOP/s a rank."
 
 
-def _row(result: PlanResult, one: Prediction) -> list[str]:
+def _row(result: PlanResult, prediction: Prediction) -> list[str]:
     layers = result.request.model.layers
-    over = received_over_least(result, one)
-    mfu = _mfu(result.request, one)
-    words = f"{one.candidate}{_notes(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
-    attention = (one.time.seconds_by_item[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
+    over = received_over_least(result, prediction)
+    mfu = _mfu(result.request, prediction)
+    text = (
+        f"{prediction.candidate}{_notes(prediction)}"
+        f"{'' if prediction.simulated else '; not simulated: it takes at least this'}"
+    )
+    attention = (
+        prediction.time.seconds_by_item[name] / layers * 1e3 for name in ("attention forward", "attention backward")
+    )
     return [
-        f"{one.seconds:.3f}", f"{result.request.seq / one.seconds:,.0f}", "-" if mfu is None else f"{mfu:.1%}",
-        *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
-        f"{over:.2f}" if over is not None else "-", words,
+        f"{prediction.seconds:.3f}", f"{result.request.seq / prediction.seconds:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        *(f"{ms:.2f}" for ms in attention), f"{prediction.memory.peak.total / GIB:.1f}",
+        f"{over:.2f}" if over is not None else "-", text,
     ]  # fmt: skip
 
 
-def _notes(one: Prediction) -> str:
-    words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
-    words += ["overlap"] * one.config.overlap
-    words += settings_in_words(one.spared)
-    return f" ({', '.join(words)})" if words else ""
+def _notes(prediction: Prediction) -> str:
+    notes = [
+        f"{direction} q"
+        for direction, side in zip(("forward", "backward"), prediction.travels, strict=True)
+        if side == "q"
+    ]
+    notes += ["overlap"] * prediction.config.overlap
+    notes += settings_in_words(prediction.spared)
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def _link_lines(best: Prediction, layers: int) -> list[str]:
     head_chunks = best.config.head_chunks
     lines = ["attention of one layer, on the busiest rank:"]
-    for name, way in (("forward", best.forward), ("backward", best.backward)):
-        took = best.time.seconds_by_item[f"attention {name}"]
-        share = way.compute * head_chunks * layers / took if took else 1.0
-        near, far = (f"{head_chunks * size / GIB:.3f} GiB" for size in (way.inside, way.between))
+    for direction, bound in (("forward", best.forward), ("backward", best.backward)):
+        seconds = best.time.seconds_by_item[f"attention {direction}"]
+        share = bound.compute * head_chunks * layers / seconds if seconds else 1.0
+        near, far = (f"{head_chunks * size / GIB:.3f} GiB" for size in (bound.inside, bound.between))
         lines.append(
-            f"  {name:<9} receives {near} from its node and {far} from others, in "
-            f"{head_chunks * way.messages} messages; computes {min(1.0, share):.0%} of the time"
+            f"  {direction:<9} receives {near} from its node and {far} from others, in "
+            f"{head_chunks * bound.messages} messages; computes {min(1.0, share):.0%} of the time"
         )
     return lines
 
 
 def _part_lines(result: PlanResult) -> list[str]:
     best = result.best
-    took, peak = best.time, best.memory.peak
-    lines = [f"one step, of {took.sequences} sequence{'s'[: took.sequences > 1]}: {took.seconds:.3f} s"]
+    time, peak = best.time, best.memory.peak
+    lines = [f"one step, of {time.sequences} sequence{'s'[: time.sequences > 1]}: {time.seconds:.3f} s"]
     lines += [
-        f"  {seconds:10.3f} s  {name}: {STEP_ITEMS[name]}" for name, seconds in took.seconds_by_item.items() if seconds
+        f"  {seconds:10.3f} s  {name}: {STEP_ITEMS[name]}" for name, seconds in time.seconds_by_item.items() if seconds
     ]
     lines += ["", f"memory: {peak.total / GIB:.2f} GiB on each rank at the peak ({peak.name})"]
     sizes = sorted(peak.bytes_by_item.items(), key=lambda item: -item[1])
@@ -221,31 +232,35 @@ def _part_lines(result: PlanResult) -> list[str]:
 
 
 def as_json(result: PlanResult) -> dict[str, Any]:
-    """The result for --json, in seconds and bytes."""
+    """Return the result for --json, in seconds and bytes."""
     return {
         "section": result.section,
         "simulated": result.simulated,
         "legal": result.legal,
-        "ranked": [_numbers(result, one) for one in result.ranked],
-        "rejected": [{"who": who, "why": why} for who, why in result.rejected],
+        "ranked": [_numbers(result, prediction) for prediction in result.ranked],
+        "rejected": [{"who": configurations, "why": why} for configurations, why in result.rejected],
     }
 
 
-def _numbers(result: PlanResult, one: Prediction) -> dict[str, Any]:
-    ways = {"forward": one.forward, "backward": one.backward}
+def _numbers(result: PlanResult, prediction: Prediction) -> dict[str, Any]:
+    bounds = {"forward": prediction.forward, "backward": prediction.backward}
     return {
-        "section": one.config.section(),
-        "seconds_a_sequence": one.seconds,
-        "tokens_per_second": result.request.seq / one.seconds,
-        "mfu": _mfu(result.request, one),
-        "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.seconds_by_item)},
-        "simulated": one.simulated,
-        "memory": {
-            "total": one.memory.peak.total,
-            "parts": dict(one.memory.peak.bytes_by_item),
-            "host": one.memory.host.total,
+        "section": prediction.config.section(),
+        "seconds_a_sequence": prediction.seconds,
+        "tokens_per_second": result.request.seq / prediction.seconds,
+        "mfu": _mfu(result.request, prediction),
+        "step": {
+            "seconds": prediction.time.seconds,
+            "sequences": prediction.time.sequences,
+            "parts": dict(prediction.time.seconds_by_item),
         },
-        "travels": one.travels,
-        "bytes_over_floor": received_over_least(result, one),
-        "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},
+        "simulated": prediction.simulated,
+        "memory": {
+            "total": prediction.memory.peak.total,
+            "parts": dict(prediction.memory.peak.bytes_by_item),
+            "host": prediction.memory.host.total,
+        },
+        "travels": prediction.travels,
+        "bytes_over_floor": received_over_least(result, prediction),
+        "attention": {direction: dataclasses.asdict(bound) for direction, bound in bounds.items()},
     }

@@ -1,4 +1,4 @@
-"""`ds-seqpar show`: what each rank does in each step of a schedule, as a table, a picture or a time line."""
+"""`ds-seqpar show`: what each rank does in each step of a schedule, as a table, a picture or a timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 """
 
 
-# options of version 0.1 -> how they are read
+# options of version 0.1 -> how they are parsed
 OLD_OPTIONS: dict[str, dict[str, Any]] = {
     "forward": {}, "backward": {}, "placement": {"nargs": "+"}, "travel_dtype": {}, "head_stages": {"type": int},
     "window": {"type": int},
@@ -38,11 +38,13 @@ GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: ra
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `show` to a parser's commands."""
+    """Add `show` to a parser's commands."""
     show = commands.add_parser(
         "show",
         help="print a plan as a table of ranks and steps; nothing is run",
-        epilog="\n".join(["schedules:", *(f"  {name:14}{its.summary}" for name, its in sorted(SCHEDULES.items()))]),
+        epilog="\n".join(
+            ["schedules:", *(f"  {name:14}{schedule.summary}" for name, schedule in sorted(SCHEDULES.items()))]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
@@ -80,21 +82,21 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the command. Raises ConfigError for settings that do not fit."""
-    given = {name: getattr(args, name, None) for name in setting_names()}
+    """Run the command. Raise ConfigError for settings that do not fit."""
+    current = {name: getattr(args, name, None) for name in setting_names()}
     old = {name: getattr(args, f"old_{name}") for name in OLD_OPTIONS}
-    chosen = {name: value for name, value in (given | old).items() if value is not None}
+    settings_given = {name: value for name, value in (current | old).items() if value is not None}
     for name in ("rank_order", "placement"):
-        if len(chosen.get(name, ())) == 1:
-            chosen[name] = chosen[name][0]
-    config = SequenceParallelConfig(**chosen)
+        if len(settings_given.get(name, ())) == 1:
+            settings_given[name] = settings_given[name][0]
+    config = SequenceParallelConfig(**settings_given)
     _check_limits(args)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
-    first = Heads.of(args.heads[0], args.heads[1], UlyssesGroup(ulysses_size, 0), head_chunks).head_chunks[0]
+    first_chunk = Heads.of(args.heads[0], args.heads[1], UlyssesGroup(ulysses_size, 0), head_chunks).head_chunks[0]
     local = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, 128))
-    heads = *largest_share(*first.counts, ulysses_size), 128  # of the Ulysses rank that sets the pace
+    heads = *largest_share(*first_chunk.counts, ulysses_size), 128  # of the Ulysses rank with the most work
     shape = shape_of(config.comm_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
@@ -124,9 +126,9 @@ def run(args: argparse.Namespace) -> None:
         print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
         print(LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1) if index == 0 else "")
         if args.program is not None:
-            place = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first.counts, ulysses_size))
+            ulysses_group = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first_chunk.counts, ulysses_size))
             compiler = Compiler(recipe, args.program)
-            call = compiler.bound_call(direction, mask, shards, local, place, PLAIN_KERNEL, head_chunks, saved)
+            call = compiler.bound_call(direction, mask, shards, local, ulysses_group, PLAIN_KERNEL, head_chunks, saved)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png, head_split)
@@ -137,11 +139,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_limits(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a plan that `show` would need more than about ten seconds for."""
+    """Raise ConfigError for a plan for which `show` would need more than about ten seconds."""
     limits.check("--heads", max(args.heads), limits.MAX_HEADS)
     limits.check("--seq", args.seq or 0, limits.MAX_TOKENS)
     limits.check("--size", args.size, limits.MAX_RANKS)
-    inner = -(-args.size // max(1, args.ulysses))
-    limits.check_followed(inner, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
+    cp_size = -(-args.size // max(1, args.ulysses))
+    limits.check_followed(cp_size, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
-        limits.check("--png takes size / ulysses, which", inner, limits.MAX_DRAWN_RANKS, "leave --png out")
+        limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")

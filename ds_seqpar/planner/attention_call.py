@@ -1,5 +1,5 @@
-"""One call of attention under a configuration: its programs on all ranks, and the memory that they take. Imports no
-torch."""
+"""One call of attention under a configuration: its programs on all ranks, and the memory that they take. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -35,25 +35,22 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """Attention of one layer.
+    """Attention of one layer."""
 
-    config: without any "auto". shards: of the CP ranks. heads: (query heads, key/value heads, head_dim) that are
-    computed at once: the model's, or those of one head chunk. head_chunks: how many head chunks there are, all of as
-    many heads. kept: what forward leaves for backward."""
-
-    config: SequenceParallelConfig
-    world: int
+    config: SequenceParallelConfig  # without any "auto"
+    world: int  # ranks of the job
     mask: Mask
-    shards: Shards
+    shards: Shards  # of the CP ranks
+    # (query heads, key/value heads, head_dim) that are computed at once: the model's, or those of one head chunk
     heads: tuple[int, int, int]
     dtype: str = "bfloat16"
     batch: int = 1
-    head_chunks: int = 1
-    kept: SavedForBackward = SavedForBackward.QKV_AND_OUT
+    head_chunks: int = 1  # number of head chunks, all of equally many heads
+    kept: SavedForBackward = SavedForBackward.QKV_AND_OUT  # what forward saves for backward
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether Ulysses' exchanges of one head chunk travel while another head chunk computes."""
+        """Whether Ulysses' exchanges of one head chunk overlap with the computation of another."""
         return self.config.overlap and self.head_chunks > 1 and self.ulysses_size > 1
 
     @functools.cached_property
@@ -84,14 +81,17 @@ class AttentionCall:
 
     @functools.cached_property
     def busiest_ulysses_rank(self) -> int:
-        """The first Ulysses rank with the most heads. All Ulysses ranks choose what travels by its bytes."""
-        return max(range(self.ulysses_size), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
+        """The first Ulysses rank with the most heads. Its bytes decide what rotates on all Ulysses ranks."""
+        return max(
+            range(self.ulysses_size), key=lambda rank: (self.shapes[rank].q_heads, self.shapes[rank].kv_heads, -rank)
+        )
 
     @functools.cached_property
     def coordinates(self) -> tuple[tuple[int, int], ...]:
-        """(Ulysses rank, CP rank) of each rank that shares the first sequence; the next sequences repeat them."""
+        """(Ulysses rank, CP rank) of each rank that shares the first sequence; ranks of the next sequences repeat
+        them."""
         topology, ranks = self.topology, range(self.config.size)
-        return tuple((topology.index(r, "ulysses"), topology.index(r, *topology.cp_axes)) for r in ranks)
+        return tuple((topology.index(rank, "ulysses"), topology.index(rank, *topology.cp_axes)) for rank in ranks)
 
     @functools.cached_property
     def ranks(self) -> dict[tuple[int, int], int]:
@@ -103,14 +103,17 @@ class AttentionCall:
         return self.recipe.moving_side(direction, self.block_mask, sizes)
 
     def steps(self, direction: str) -> StepsOf:
-        """A function from a CP rank to its steps, without overlap. Raises ConfigError where the schedule has
-        none."""
+        """Return a function from a CP rank to its steps, without overlap.
+
+        Raises:
+            ConfigError: If the schedule has none.
+        """
         return _steps(self.recipe.schedule, self.topology, self.block_mask, direction, self.moving_side(direction))
 
 
 @functools.lru_cache(maxsize=64)
-def _steps(schedule: Schedule, topology: Topology, block_mask: BlockMask, direction: str, travels: str) -> StepsOf:
-    return schedule.build(topology, block_mask, direction, travels)
+def _steps(schedule: Schedule, topology: Topology, block_mask: BlockMask, direction: str, moving_side: str) -> StepsOf:
+    return schedule.build(topology, block_mask, direction, moving_side)
 
 
 @functools.lru_cache(maxsize=64)
@@ -125,7 +128,7 @@ def _block_mask(mask: Mask, shards: Shards) -> BlockMask:
 
 
 def simulated_sequences(machine: Machine, call: AttentionCall) -> int:
-    """How many sequences must be simulated together. One is enough where all do the same at the same time. Where ranks
+    """Return how many sequences must be simulated together. One is enough if all do the same at the same time. If ranks
     of two sequences share a node's uplink, it is as many as fill whole nodes."""
     size, per_node = call.config.size, machine.per_node
     if machine.uplink is None or size % per_node == 0 or per_node % size == 0:
@@ -134,13 +137,13 @@ def simulated_sequences(machine: Machine, call: AttentionCall) -> int:
 
 
 def programs(machine: Machine, call: AttentionCall, direction: str) -> list[Program]:
-    """The programs of all simulated ranks, with Ulysses' exchanges: of all head chunks where these hide one another's
-    exchanges, else of one head chunk."""
+    """Return the programs of all simulated ranks, with Ulysses' exchanges: of all head chunks if these hide one
+    another's exchanges, else of one head chunk."""
     return with_exchanges(machine, call, inner_programs(call, direction))
 
 
 def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
-    """The programs of the first Ulysses rank's ranks, without Ulysses' exchanges."""
+    """Return the programs of the CP ranks of the first Ulysses rank, without Ulysses' exchanges."""
     shape, schedule, size = call.shapes[0], call.recipe.schedule, call.recipe.size
     if call.recipe.overlap:
         steps_of_ranks = list(
@@ -156,9 +159,9 @@ def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
 
 
 def with_exchanges(machine: Machine, call: AttentionCall, inner: Sequence[Program]) -> list[Program]:
-    """The programs of all simulated ranks, given those of the CP ranks without Ulysses' exchanges."""
+    """Return the programs of all simulated ranks, given those of the CP ranks without Ulysses' exchanges."""
     size, head_chunks = call.config.size, call.head_chunks if call.hides_exchanges else 1
-    of_all_ranks = []
+    programs_of_ranks = []
     for rank in range(simulated_sequences(machine, call) * size):
         ulysses_rank, cp_rank = call.coordinates[rank % size]
         base = rank - rank % size
@@ -166,38 +169,44 @@ def with_exchanges(machine: Machine, call: AttentionCall, inner: Sequence[Progra
         def world_rank(peer: int, ulysses_rank: int = ulysses_rank, base: int = base) -> int:
             return base + call.ranks[ulysses_rank, peer]
 
-        group = tuple(base + call.ranks[m, cp_rank] for m in range(call.ulysses_size))
+        group = tuple(base + call.ranks[member, cp_rank] for member in range(call.ulysses_size))
         program = call_program(
             [inner[cp_rank]] * head_chunks, call.ulysses_size, True, call.kept, overlap=head_chunks > 1
         )
-        of_all_ranks.append(with_world_ranks(program, rank, world_rank, group))
-    return of_all_ranks
+        programs_of_ranks.append(with_world_ranks(program, rank, world_rank, group))
+    return programs_of_ranks
 
 
 def with_world_ranks(program: Program, rank: int, world_rank: Callable[[int], int], group: tuple[int, ...]) -> Program:
-    """The program with ranks of the world in place of CP ranks. rank: whose program it is. world_rank: of an inner
-    rank. group: the ranks of its Ulysses group."""
+    """Replace CP ranks by ranks of the world in a program.
+
+    Args:
+        program: The program of one rank.
+        rank: That rank in the world.
+        world_rank: Returns the rank in the world of a CP rank.
+        group: Ranks in the world of its Ulysses group.
+    """
     code: list[Instruction] = []
-    for one in program.code:
-        if isinstance(one, Post):
+    for instruction in program.code:
+        if isinstance(instruction, Post):
             sends, receives = (
                 tuple(transfer._replace(peer=world_rank(transfer.peer)) for transfer in transfers)
-                for transfers in (one.sends, one.receives)
+                for transfers in (instruction.sends, instruction.receives)
             )
-            code.append(one._replace(sends=sends, receives=receives))
-        elif isinstance(one, GatherStart | ScatterStart | Assemble):
-            ranks = tuple(map(world_rank, one.collective.ranks))
-            code.append(one._replace(collective=dataclasses.replace(one.collective, ranks=ranks)))
-        elif isinstance(one, ExchangeStart):
-            code.append(one._replace(ranks=group))
+            code.append(instruction._replace(sends=sends, receives=receives))
+        elif isinstance(instruction, GatherStart | ScatterStart | Assemble):
+            ranks = tuple(map(world_rank, instruction.collective.ranks))
+            code.append(instruction._replace(collective=dataclasses.replace(instruction.collective, ranks=ranks)))
+        elif isinstance(instruction, ExchangeStart):
+            code.append(instruction._replace(ranks=group))
         else:
-            code.append(one)
+            code.append(instruction)
     return dataclasses.replace(program, rank=rank, code=tuple(code))
 
 
 # ---- memory
 
-# cached, since memory settings, head chunks included, leave the inner programs as they are
+# cached, since memory settings, head chunks included, do not change the programs of CP ranks
 cached_compiler = functools.lru_cache(maxsize=256)(Compiler)
 
 
@@ -216,14 +225,23 @@ def call_figures(
     early: int = 0,
     kept: bool | None = None,
 ) -> Figures:
-    """The memory of a layer's attention on one rank, with `tokens` tokens a rank.
+    """Return the memory of a layer's attention on one rank.
 
-    config: without any "auto". heads: (query heads, key/value heads, head_dim) of the model. rank: the CP rank.
-    Ulysses rank: of the Ulysses group; None: one with the most heads. support: of the kernel. early: as
-    `Comm.early`, which is 0 except over gloo. kept: whether the checkpoint around attention keeps its results; None:
-    there is no checkpoint.
+    Args:
+        config: The configuration, without any "auto".
+        world: Ranks of the job.
+        tokens: Tokens per rank.
+        mask: The mask of the whole sequence.
+        heads: (query heads, key/value heads, head_dim) of the model.
+        dtype: dtype of q, k and v.
+        batch: Sequences that a group of ranks trains at once.
+        rank: The CP rank.
+        ulysses_rank: The Ulysses rank; None: one with the most heads.
+        support: What the kernel supports.
+        early: As `Comm.early`, which is 0 except over gloo.
+        kept: Whether the checkpoint around attention keeps its results; None: there is no checkpoint.
     """
-    recipe = config.recipe(Topology(axes=config.cp_axes))  # where ranks lie changes no program
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # the placement of ranks changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
     local = shape_of(config.comm_dtype, dtype, batch, heads)
@@ -232,11 +250,11 @@ def call_figures(
         count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, mask, shards)
     if ulysses_rank is None:
         ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
-    leaves = config.kept(count, kept is not None, bool(kept))
-    compiler, ulysses_size = cached_compiler(recipe, rank, early), UlyssesGroup(config.ulysses, ulysses_rank)
+    saved_for_backward = config.kept(count, kept is not None, bool(kept))
+    compiler, ulysses_group = cached_compiler(recipe, rank, early), UlyssesGroup(config.ulysses, ulysses_rank)
 
     def bound(direction: str) -> BoundProgram:
-        kept_for_backward = leaves if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
-        return compiler.bound_call(direction, mask, shards, local, ulysses_size, support, count, kept_for_backward)
+        kept_for_backward = saved_for_backward if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
+        return compiler.bound_call(direction, mask, shards, local, ulysses_group, support, count, kept_for_backward)
 
-    return figures(bound("forward"), bound("backward"), leaves)
+    return figures(bound("forward"), bound("backward"), saved_for_backward)

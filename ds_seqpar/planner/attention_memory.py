@@ -1,5 +1,5 @@
 """The memory that a layer's attention takes on a rank: with all heads at once, or in head chunks that include their
-projections. Imports no torch."""
+projections. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..config.settings import SequenceParallelConfig
 from .attention_call import call_figures
 from .request import TrainingStep
 
-TURNS = 16  # steps round a ring: two more of them never change what attention takes of memory
+TURNS = 16  # length of a ring from which on two more ranks never change the memory of attention on each
 
 
 def projecting_head_chunks(step: TrainingStep) -> int:
-    """The number of head chunks of a patched model whose projections run inside the head chunk; 1: all heads at
+    """Return the number of head chunks of a patched model whose projections run inside the head chunk; 1: all heads at
     once."""
     config, m = step.config, step.model
     if config.overlap or m.norms_heads:
@@ -35,19 +35,19 @@ def projecting_head_chunks(step: TrainingStep) -> int:
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
-    """The tokens of a sequence that a rank holds, padding included."""
+    """Return the tokens of a sequence that a rank holds, padding included."""
     share = multiple(step.config.layout, step.config.size, step.config.ulysses)
     return math.ceil(step.seq / share) * share // step.config.size
 
 
 def is_offloaded(step: TrainingStep) -> bool:
-    """Whether checkpoints, and with them the attention results that they keep, wait for backward in host memory."""
+    """Return whether checkpoints, with the attention results that they keep, are in host memory until backward."""
     return step.config.offload_checkpoints and step.checkpointing
 
 
 def attention_figures(step: TrainingStep) -> Figures:
-    """The memory of attention on the rank that needs most. With head chunks it includes q, k, v and the gradient of out
-    of a head chunk, which then exist in no other part of the layer."""
+    """Return the memory of attention on the rank that needs most. With head chunks it includes q, k, v and the gradient
+    of out of a head chunk, which then no other item of the layer includes."""
     m, head_chunks, tokens = step.model, projecting_head_chunks(step), tokens_on_rank(step)
     config = on_fewer_ranks(step.config) if step.mask.scale_free else step.config
     bare = dataclasses.replace(config, rank_order="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
@@ -58,41 +58,40 @@ def attention_figures(step: TrainingStep) -> Figures:
     bare = dataclasses.replace(bare, head_chunks=1, save_qkv_after_all_to_all=kept.qkv, recompute_attention=False)
     kv_heads = math.ceil(m.kv_heads / head_chunks)
     heads = m.heads // m.kv_heads * kv_heads, kv_heads, m.head_dim
-    one = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
+    chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, local = heads[0] * width, (heads[0] + 2 * kv_heads) * width
-    # offloaded: the results of one stage, which is fetched ahead; else those of all other stages
-    other_head_chunks = one.saved if is_offloaded(step) else (head_chunks - 1) * one.saved
+    # offloaded: the results of one head chunk, which are prefetched; else those of all other head chunks
+    other_head_chunks = chunk_figures.saved if is_offloaded(step) else (head_chunks - 1) * chunk_figures.saved
     in_backward = other_head_chunks
     if step.checkpointing and not is_offloaded(step) and not kept.qkv:
-        # before the first head chunk is through there is no gradient of the input yet; after it delta and lse replace
-        # out
-        rows = 8 * heads[0] * tokens * step.batch
+        # before the first head chunk is done there is no gradient of the input yet; after it delta and lse replace out
+        delta_and_lse = 8 * heads[0] * tokens * step.batch
         in_backward = max(
-            (head_chunks - 1) * rows, other_head_chunks - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype]
+            (head_chunks - 1) * delta_and_lse, other_head_chunks - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype]
         )
     return Figures(
-        forward=local + one.forward + other_head_chunks,
-        saved=head_chunks * one.saved,
-        backward=local + q + one.backward + in_backward,
+        forward=local + chunk_figures.forward + other_head_chunks,
+        saved=head_chunks * chunk_figures.saved,
+        backward=local + q + chunk_figures.backward + in_backward,
         inputs=False,
     )
 
 
 def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
-    """A configuration on fewer ranks whose attention takes as much memory on each, for as many tokens a rank; the
-    configuration itself where there is none.
+    """Return a configuration on fewer ranks whose attention takes as much memory per rank, for as many tokens per rank;
+    the configuration itself if there is none.
 
     The longest ring is shortened, since on a longer one a rank holds no more at once. Axes that are gathered over, and
-    whether the ring's length is even, stay as they are."""
+    whether the ring's length is even, do not change."""
     inner_schedule, cp_size = schedule(config.schedule), config.size // config.ulysses
     axes = dict(config.cp_axes)
     rings = [name for name in axes if name not in inner_schedule.collective_axes]
     if config.overlap or not rings:
         return config
     longest = max(rings, key=lambda name: axes[name])
-    turns = min(axes[longest], TURNS + axes[longest] % 2)
-    cp_size, axes = cp_size // axes[longest] * turns, {**axes, longest: turns}
+    ring_ranks = min(axes[longest], TURNS + axes[longest] % 2)
+    cp_size, axes = cp_size // axes[longest] * ring_ranks, {**axes, longest: ring_ranks}
     fitting = (
         options for options in inner_schedule.shapes(cp_size) if dict(inner_schedule.axes(cp_size, options)) == axes
     )
@@ -107,8 +106,8 @@ def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
     checkpointing: bool,
 ) -> Figures:  # fmt: skip
-    """The memory of attention on the first, the middle or the last CP rank, whichever needs most. tokens: of a rank.
-    Cached, because candidates that differ only in their links or rank order need the same."""
+    """Return the memory of attention on the first, the middle or the last CP rank, whichever needs most, for `tokens`
+    tokens per rank. Cached, because candidates that differ only in their links or rank order need the same."""
     cp_size = config.size // config.ulysses
     figures = [
         call_figures(
@@ -117,4 +116,4 @@ def _attention(
         )
         for rank in sorted({0, cp_size // 2, cp_size - 1})
     ]  # fmt: skip
-    return max(figures, key=lambda one: (one.backward, one.forward))
+    return max(figures, key=lambda figures_of_rank: (figures_of_rank.backward, figures_of_rank.forward))

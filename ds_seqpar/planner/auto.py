@@ -1,5 +1,5 @@
-"""The planner's answer to settings that are "auto": a `Job` says what is to be trained, `resolve_with_plan` replaces
-the settings, and `line_of` tells the user. Imports no torch."""
+"""Replacement of settings that are "auto" by the planner: a `Job` describes what is to be trained, `resolve_with_plan`
+replaces the settings, and `line_of` describes the choice to the user. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,49 +23,48 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What ranks know of a training run when they start; a `Request` is made from it once the length is known.
-
-    model: its sizes. seq: tokens of the longest sequence; None: not known. documents: their lengths in tokens, where
-    that sequence is a pack. window: attention's window in tokens, the same in all layers. batch: sequences that a group
-    of ranks trains at once. steps: micro-batches of an optimiser step. sequences: of an optimiser step; None: any
-    number, and then all ranks share each sequence. dtype, zero, checkpointing: as in `Request`."""
+    """What ranks know of a training run when they start; a `Request` is made from it once the length is known."""
 
     model: Model | None = None
-    seq: int | None = None
-    documents: tuple[int, ...] = ()
-    window: int | None = None
-    batch: int | None = None
-    steps: int | None = None
-    sequences: int | None = None
+    seq: int | None = None  # tokens of the longest sequence; None: not known
+    documents: tuple[int, ...] = ()  # their lengths in tokens, if that sequence is a pack
+    window: int | None = None  # attention's window in tokens, the same in all layers
+    batch: int | None = None  # sequences that a group of ranks trains at once
+    steps: int | None = None  # micro-batches of an optimizer step
+    sequences: int | None = None  # of an optimizer step; None: any number, and then all ranks share each sequence
+    # as in `Request`
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
     checkpointing: bool = False
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Job:
-        """The job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
+        """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        batch, steps, sequences = (x if isinstance(x := content.get(name), int) else None for name in names)
+        batch, steps, sequences = (value if isinstance(value := content.get(name), int) else None for name in names)
         zero = Zero.of(content.get("zero_optimization", {}))
         return cls(batch=batch, steps=steps, sequences=sequences, dtype=dtype_of(content), zero=zero)
 
     def sizes(self, world: int) -> tuple[int, ...]:
-        """The numbers of ranks that may share a sequence, so that an optimiser step has `sequences` sequences."""
+        """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
+        sequences."""
         if self.sequences is None:
             return (world,)
-        each = (self.batch or 1) * (self.steps or 1)
+        sequences_per_group = (self.batch or 1) * (self.steps or 1)
         exact = self.batch is not None and self.steps is not None
-        trained = {size: world // size * each for size in divisors(world)}
+        trained = {size: world // size * sequences_per_group for size in divisors(world)}
         return tuple(
-            size for size, n in trained.items() if (self.sequences == n if exact else self.sequences % n == 0)
+            size
+            for size, count in trained.items()
+            if (self.sequences == count if exact else self.sequences % count == 0)
         ) or (world,)
 
 
 class Planned(NamedTuple):
-    """config: without any "auto". plan: the planner's result; None: nothing was to be planned."""
+    """A configuration, and the plan that chose it."""
 
-    config: SequenceParallelConfig
-    plan: PlanResult | None
+    config: SequenceParallelConfig  # without any "auto"
+    plan: PlanResult | None  # None: nothing was to be planned
 
 
 def resolve_with_plan(
@@ -75,11 +74,18 @@ def resolve_with_plan(
     world: int,
     detect_machine: Callable[[str], Machine],
 ) -> Planned:
-    """The configuration with every "auto" replaced: by the planner where it `asks_for_plan`, else as `config.resolve`
-    says. detect_machine: gives the machine of these ranks, for a dtype that it must have rates of.
+    """Replace every "auto" of a configuration: by the planner if it `asks_for_plan`, else by `config.resolve`.
 
-    Raises ConfigError for what `resolve` or the planner refuses, and where a plan is asked for without a model or a
-    length.
+    Args:
+        config: The configuration.
+        job: What is to be trained; needed only for a plan.
+        heads: (query heads, key/value heads) of the model; None: not known.
+        world: Ranks of the job.
+        detect_machine: Returns the machine of these ranks, given a dtype that it must have rates of.
+
+    Raises:
+        ConfigError: If `resolve` or the planner refuses the configuration, or a plan is asked for without a model or a
+            length.
     """
     resolved = config.resolve(world, heads)
     if not config.asks_for_plan:
@@ -103,8 +109,9 @@ def resolve_with_plan(
 
 
 def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, detected: Machine) -> Request:
-    """The planner's question for a job. detected: the machine of these ranks; a `machine` of the section replaces all
-    of it but the ranks of a node. A length that zigzag cannot share equally is rounded up, as padding would."""
+    """Return the planner's input for a job. `detected` is the machine of these ranks; a `machine` of the section
+    replaces all of it but the ranks per node. A length that zigzag cannot share equally is rounded up, as padding
+    would."""
     assert job.model is not None
     machine = detected
     if config.machine != "auto":
@@ -120,8 +127,8 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, d
 
 
 def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:
-    """The settings that the planner must take as they are. With head_chunks "auto" it also decides about overlap, by
-    which head chunks hide exchanges."""
+    """Return the settings that the planner must take as they are. With head_chunks "auto" it also decides about
+    overlap, with which head chunks hide exchanges."""
     open_settings = {*PLAN_REQUESTS, *config.auto_fields}
     if config.head_chunks == "auto" and not config.overlap:
         open_settings.add("overlap")
@@ -129,8 +136,8 @@ def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:
 
 
 def plan_even_if_too_large(request: Request) -> PlanResult:
-    """The fastest configuration that is predicted to fit. Where none is, the fastest with every setting that saves
-    memory: the machine's memory may only be guessed, and `line_of` tells the user that it is too little."""
+    """Return the fastest configuration that is predicted to fit. If none is, return the fastest with every setting that
+    saves memory: the machine's memory may only be guessed, and `line_of` tells the user that it is too little."""
     result = find_plan(request)
     if result.ranked:
         return result
@@ -148,12 +155,12 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
 
 
 def line_of(result: PlanResult) -> str:
-    """One line for the user: what was chosen, its predicted time and memory, and the next best."""
+    """Return one line for the user: what was chosen, its predicted time and memory, and the next best."""
     request, best = result.request, result.best
     machine, needed = request.machine, rank_bytes(best.memory, request.budget)
-    what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
+    data = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     line = (
-        f'{SECTION}: "auto" for {what} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '
+        f'{SECTION}: "auto" for {data} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '
         f"{best.candidate}, predicted {best.seconds:.3g} s a sequence"
     )
     saving = chosen_memory_settings(result)
@@ -170,7 +177,8 @@ def line_of(result: PlanResult) -> str:
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """The memory settings that the planner chose, where they are not the defaults; None: it had none to choose."""
+    """Return the memory settings that the planner chose and that differ from the defaults; None if it had none to
+    choose."""
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}

@@ -1,5 +1,5 @@
-"""What a call of attention costs on a machine: the seconds of its programs' instructions and transfers, and those of
-the whole call, which the simulator finds. Imports no torch."""
+"""The costs of a call of attention on a machine: the seconds of its programs' instructions and transfers, and those of
+the whole call, by simulation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ from ..compiler.tiles.tiles import tiles
 from .attention_call import AttentionCall, inner_programs, programs, simulated_sequences, with_world_ranks
 from .machine import Machine, Wire
 
-# a link as one of its users sees it: direction, kind, and rank or node: ("out", "net", rank), ("in", "uplink", node)
+# an end of a link: direction, kind, and rank or node, such as ("out", "net", rank) or ("in", "uplink", node)
 LinkEnd = tuple[str, str, int]
 
 
 class MachineCosts:
-    """The seconds of a call's programs on a machine, as the simulator asks for them (`simulate.Prices`).
+    """The seconds of a call's programs on a machine, in the interface that the simulator needs (`simulate.Prices`).
 
-    Ranks are those of the first sequence, and of the next ones where several are simulated. A gather sends blocks round
-    the ring of its members. A reduce-scatter and Ulysses' exchange send straight from each member to each."""
+    Ranks are those of the first sequence, and of the next ones if several are simulated. A gather sends blocks along
+    the ring of its members. In a reduce-scatter and in Ulysses' exchange each member sends directly to each other."""
 
     def __init__(self, machine: Machine, call: AttentionCall, direction: str, programs: Iterable[Program] = ()) -> None:
         self.machine, self.call, self.direction = machine, call, direction
         self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
-        # caches of `product_seconds`, `carried` and `rank_seconds`
+        # caches of `product_seconds`, `transfer_time` and `rank_seconds`
         self.products: dict[tuple, tuple[float, int]] = {}
         self.transfers: dict[tuple, TransferTime] = {}
         self.collectives: dict[tuple, tuple[float, ...]] = {}
-        # (rank, product) whose result is added to an earlier one
+        # (rank, product) pairs whose result is added to an earlier one
         self.added = {(program.rank, product) for program in programs for product in _adding_products(program)}
 
     # ---- work of a rank
@@ -71,61 +71,68 @@ class MachineCosts:
         return self.with_host(*self.work(rank, instruction))
 
     def with_host(self, device: float, calls: int) -> float:
-        """Seconds of `device` seconds of work that the host starts by `calls` calls."""
+        """Return the seconds of work that takes `device` seconds on the device and that the host starts by `calls`
+        calls."""
         host = self.machine.instruction * calls
         return max(device, host) if self.machine.ahead else device + host
 
     def work(self, rank: int, instruction: Instruction) -> tuple[float, int]:
-        """(seconds of the device, calls by which the host starts them)."""
-        ulysses_rank, inner = self.coordinates_of(rank)
+        """Return (seconds on the device, calls by which the host starts the work)."""
+        ulysses_rank, cp_rank = self.coordinates_of(rank)
         if isinstance(instruction, Product):
             seconds, calls = self.product_seconds(ulysses_rank, instruction.q, instruction.kv)
             if (rank, instruction) in self.added:
                 seconds += sum(self.copy_seconds(3, ulysses_rank, unit, wide=True) for unit, _ in instruction.results)
             return seconds, calls
-        return self.copies(ulysses_rank, inner, instruction) + self.machine.stolen * self.bytes_through(
+        return self.copies(ulysses_rank, cp_rank, instruction) + self.machine.stolen * self.bytes_through(
             rank, instruction
         ), 1
 
-    def bytes_through(self, rank: int, one: Instruction) -> float:
-        """Bytes that an instruction has the rank send and receive, where these slow its work down; else 0."""
+    def bytes_through(self, rank: int, instruction: Instruction) -> float:
+        """Return the bytes that the rank sends and receives in an instruction, if these slow its work down; else 0."""
         if not self.machine.stolen:
             return 0.0
-        if isinstance(one, Post):
-            ends = [(rank, t.unit) for t in one.sends] + [(t.peer, t.unit) for t in one.receives]
+        if isinstance(instruction, Post):
+            ends = [(rank, transfer.unit) for transfer in instruction.sends] + [
+                (transfer.peer, transfer.unit) for transfer in instruction.receives
+            ]
             return sum(self.unit_bytes(self.coordinates_of(src)[0], unit) for src, unit in ends)
-        if isinstance(one, Start):
-            return sum(size for src, dst, size in self.transfers_of(one) if rank in (src, dst))
+        if isinstance(instruction, Start):
+            return sum(size for src, dst, size in self.transfers_of(instruction) if rank in (src, dst))
         return 0.0
 
-    def copies(self, ulysses_rank: int, inner: int, one: Instruction) -> float:
-        """Seconds in which an instruction reads and writes memory."""
-        if isinstance(one, PackHeads | UnpackHeads):
-            return self.pack_seconds(ulysses_rank, inner, one)
-        if isinstance(one, Pack):
-            return self.copy_seconds(2, ulysses_rank, one.unit)
-        if isinstance(one, Assemble):
-            return self.copy_seconds(2, ulysses_rank, (one.collective.kind, one.collective.blocks))
-        if isinstance(one, Export) and one.accumulator != one.into:
-            return self.copy_seconds(2, ulysses_rank, one.unit)
-        if isinstance(one, Merge) and one.accumulator != LOCAL:
-            return self.copy_seconds(3, ulysses_rank, one.unit, wide=True)
-        if isinstance(one, Fold):
-            return self.copy_seconds(one.parts + 2, ulysses_rank, one.unit, wide=True)
-        if isinstance(one, Finish):
-            return sum(self.copy_seconds(1, ulysses_rank, unit, wide=True) for unit, _ in one.results)
+    def copies(self, ulysses_rank: int, cp_rank: int, instruction: Instruction) -> float:
+        """Return the seconds in which an instruction reads and writes memory."""
+        if isinstance(instruction, PackHeads | UnpackHeads):
+            return self.pack_seconds(ulysses_rank, cp_rank, instruction)
+        if isinstance(instruction, Pack):
+            return self.copy_seconds(2, ulysses_rank, instruction.unit)
+        if isinstance(instruction, Assemble):
+            return self.copy_seconds(2, ulysses_rank, (instruction.collective.kind, instruction.collective.blocks))
+        if isinstance(instruction, Export) and instruction.accumulator != instruction.into:
+            return self.copy_seconds(2, ulysses_rank, instruction.unit)
+        if isinstance(instruction, Merge) and instruction.accumulator != LOCAL:
+            return self.copy_seconds(3, ulysses_rank, instruction.unit, wide=True)
+        if isinstance(instruction, Fold):
+            return self.copy_seconds(instruction.parts + 2, ulysses_rank, instruction.unit, wide=True)
+        if isinstance(instruction, Finish):
+            return sum(self.copy_seconds(1, ulysses_rank, unit, wide=True) for unit, _ in instruction.results)
         return 0.0
 
-    def pack_seconds(self, ulysses_rank: int, inner: int, one: PackHeads | UnpackHeads) -> float:
-        """Seconds of packing for an exchange, or of unpacking. A single tensor that goes outward is not packed."""
-        exchange, others = one.exchange, range(self.call.ulysses_size)
-        if isinstance(one, PackHeads) and not exchange.inward and len(exchange.fields) == 1:
+    def pack_seconds(self, ulysses_rank: int, cp_rank: int, instruction: PackHeads | UnpackHeads) -> float:
+        """Return the seconds of packing for an exchange, or of unpacking. A single tensor that is sent outward is not
+        packed."""
+        exchange, others = instruction.exchange, range(self.call.ulysses_size)
+        if isinstance(instruction, PackHeads) and not exchange.inward and len(exchange.fields) == 1:
             return 0.0
-        ends = [(ulysses_rank, other) if isinstance(one, PackHeads) else (other, ulysses_rank) for other in others]
-        return 2 * sum(self.exchanged_bytes(exchange, inner, *end) for end in ends) / self.machine.memory_rate
+        ends = [
+            (ulysses_rank, other) if isinstance(instruction, PackHeads) else (other, ulysses_rank) for other in others
+        ]
+        return 2 * sum(self.exchanged_bytes(exchange, cp_rank, *end) for end in ends) / self.machine.memory_rate
 
     def copy_seconds(self, times: int, ulysses_rank: int, unit: Unit, wide: bool = False) -> float:
-        """Seconds of reading or writing a unit `times` times. wide: in the dtype of sums, not in that of messages."""
+        """Return the seconds of reading or writing a unit `times` times: in accum_dtype if `wide`, else in
+        comm_dtype."""
         size = self.unit_bytes(ulysses_rank, unit)
         if wide:
             shape = self.call.shapes[ulysses_rank]
@@ -135,7 +142,7 @@ class MachineCosts:
         return times * size / self.machine.memory_rate
 
     def product_seconds(self, ulysses_rank: int, q: Key, kv: Key) -> tuple[float, int]:
-        """(seconds, kernel calls) of the product of some blocks of q with some of kv."""
+        """Return (seconds, kernel calls) of the product of some blocks of q with some of kv."""
         shape = self.call.shapes[ulysses_rank]
         key = shape.q_heads, self._tiling_key(q, kv)
         if key not in self.products:
@@ -147,8 +154,8 @@ class MachineCosts:
         return self.products[key]
 
     def _tiling_key(self, q: Key, kv: Key) -> tuple:
-        """Equal for products that have equal tiles. Under a mask of order alone, and with runs of one length, it is the
-        order in which the runs start."""
+        """Return a key that is equal for products with equal tiles. If the mask depends only on the order of tokens,
+        and all runs have one length, it is the order in which the runs start."""
         shards = self.call.shards
         if self.call.mask.full and shards.even:
             return len(q), len(kv)
@@ -161,19 +168,22 @@ class MachineCosts:
     # ---- transfers
 
     def coordinates_of(self, rank: int) -> tuple[int, int]:
-        """(Ulysses rank, CP rank)."""
+        """Return (Ulysses rank, CP rank)."""
         return self.call.coordinates[rank % self.call.config.size]
 
     def unit_bytes(self, ulysses_rank: int, unit: Unit) -> float:
         return self.sizes[ulysses_rank][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
 
-    def exchanged_bytes(self, exchange: HeadExchange, inner: int, src: int, dst: int) -> float:
-        """Bytes that one Ulysses rank sends to another. Inward it sends the receiver's heads, outward its own."""
+    def exchanged_bytes(self, exchange: HeadExchange, cp_rank: int, src: int, dst: int) -> float:
+        """Return the bytes that one Ulysses rank sends to another. Inward it sends the receiver's heads, outward its
+        own."""
         shape = self.call.shapes[dst if exchange.inward else src]
         heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
-        tokens = tokens_of(self.call.shards, "q", inner) / self.call.ulysses_size
-        each = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
-        return tokens * heads * shape.batch * each
+        tokens = tokens_of(self.call.shards, "q", cp_rank) / self.call.ulysses_size
+        bytes_per_row = (
+            ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+        )
+        return tokens * heads * shape.batch * bytes_per_row
 
     def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:
         ulysses_rank = self.coordinates_of(src)[0]
@@ -185,30 +195,30 @@ class MachineCosts:
         return self.transfers[key]
 
     def link_seconds(self, src: int, dst: int, size: float) -> Iterator[tuple[LinkEnd, float]]:
-        """(link, seconds) for each link that a message of `size` bytes takes. A link that carries one way at a time has
-        one name for both directions."""
-        machine, ways = self.machine, ("out", "in") if self.machine.duplex else ("link", "link")
+        """Yield (link, seconds) for each link that a message of `size` bytes uses. A link that carries one direction at
+        a time has one name for both directions."""
+        machine, directions = self.machine, ("out", "in") if self.machine.duplex else ("link", "link")
         in_node = machine.node(src) == machine.node(dst)
         wire: Wire = machine.inside if in_node else machine.between
-        for way, rank in zip(ways, (src, dst), strict=True):
-            yield (way, "node" if in_node else "net", rank), size / wire.rate
+        for direction, rank in zip(directions, (src, dst), strict=True):
+            yield (direction, "node" if in_node else "net", rank), size / wire.rate
         if not in_node and machine.uplink:
-            for way, rank in zip(ways, (src, dst), strict=True):
-                yield (way, "uplink", machine.node(rank)), size / machine.uplink
+            for direction, rank in zip(directions, (src, dst), strict=True):
+                yield (direction, "uplink", machine.node(rank)), size / machine.uplink
 
     def rank_seconds(self, start: Start) -> tuple[float, ...]:
-        """Seconds of each member of a collective. Cached for groups that are spread alike over nodes, where all blocks
-        have one length."""
+        """Return the seconds of each member of a collective. If all blocks have one length, the result is cached for
+        groups that are spread alike over nodes."""
         ranks = start.ranks
         if not self.call.shards.even:
             return self.collective_times(start).seconds
         nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
-        ulysses_size = tuple(self.coordinates_of(rank)[0] for rank in ranks)
+        ulysses_ranks = tuple(self.coordinates_of(rank)[0] for rank in ranks)
         if isinstance(start, ExchangeStart):
-            what: tuple = start.exchange
+            collective_key: tuple = start.exchange
         else:
-            what = start.collective.kind, len(start.collective.keys[0])
-        key = type(start), what, nodes, ulysses_size
+            collective_key = start.collective.kind, len(start.collective.keys[0])
+        key = type(start), collective_key, nodes, ulysses_ranks
         if key not in self.collectives:
             self.collectives[key] = self.collective_times(start).seconds
         return self.collectives[key]
@@ -222,50 +232,52 @@ class MachineCosts:
         wires = [self.machine.wire(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
         rounds = len(ranks) - 1 if isinstance(start, GatherStart) else 1
         latency = rounds * max(wire.latency for wire in wires)
-        if isinstance(start, GatherStart):  # a ring goes at the pace of its slowest link
+        if isinstance(start, GatherStart):  # a ring is as fast as its slowest link
             longest = max(busy.values(), default=0.0)
             return CollectiveTimes(tuple(busy.items()), (latency + longest,) * len(ranks))
         times = []
         for rank in ranks:
-            own = ("node", rank), ("net", rank), ("uplink", self.machine.node(rank))
-            times.append(latency + max(seconds for (_, *link), seconds in busy.items() if tuple(link) in own))
+            local_links = ("node", rank), ("net", rank), ("uplink", self.machine.node(rank))
+            times.append(latency + max(seconds for (_, *link), seconds in busy.items() if tuple(link) in local_links))
         return CollectiveTimes(tuple(busy.items()), tuple(times))
 
     def transfers_of(self, start: Start, rank: int | None = None) -> Iterator[tuple[int, int, float]]:
-        """(source, destination, bytes) of each message of a collective. rank: where members send straight to each
-        other, only the messages from and to this one."""
+        """Yield (source, destination, bytes) of each message of a collective. If `rank` is given and members send
+        directly to each other, yield only the messages from and to that rank."""
         ranks = start.ranks
         if isinstance(start, GatherStart):
-            parts = zip(ranks, start.collective.keys, strict=True)
-            sizes = [self.unit_bytes(self.coordinates_of(src)[0], (start.collective.kind, part)) for src, part in parts]
-            for index, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
-                yield ranks[index - 1], dst, sum(sizes) - own
+            keys_of_ranks = zip(ranks, start.collective.keys, strict=True)
+            sizes = [
+                self.unit_bytes(self.coordinates_of(src)[0], (start.collective.kind, key)) for src, key in keys_of_ranks
+            ]
+            for index, (dst, local_size) in enumerate(zip(ranks, sizes, strict=True)):
+                yield ranks[index - 1], dst, sum(sizes) - local_size
             return
         others = [other for other in ranks if other != rank]
         ends = (
             itertools.permutations(ranks, 2)
             if rank is None
-            else [*((rank, x) for x in others), *((x, rank) for x in others)]
+            else [*((rank, other) for other in others), *((other, rank) for other in others)]
         )
         for src, dst in ends:
             yield src, dst, self.collective_bytes(start, src, dst)
 
     def collective_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
-        """Bytes of the message from one Ulysses rank of a reduce-scatter or an exchange to another."""
-        (sender, inner), (receiver, _) = self.coordinates_of(src), self.coordinates_of(dst)
+        """Return the bytes of the message from one member of a reduce-scatter or an exchange to another."""
+        (sender, cp_rank), (receiver, _) = self.coordinates_of(src), self.coordinates_of(dst)
         if isinstance(start, ExchangeStart):
-            return self.exchanged_bytes(start.exchange, inner, sender, receiver)
+            return self.exchanged_bytes(start.exchange, cp_rank, sender, receiver)
         return self.unit_bytes(sender, (start.collective.kind, start.collective.key_of(dst)))
 
 
 def _adding_products(program: Program) -> Iterator[Product]:
-    """The products of a program whose results are added to those of earlier products."""
+    # the products whose results are added to those of earlier products
     computed: set[Unit] = set()
-    for one in program.code:
-        if isinstance(one, Product):
-            units = {unit for unit, _ in one.results}
+    for instruction in program.code:
+        if isinstance(instruction, Product):
+            units = {unit for unit, _ in instruction.results}
             if units & computed:
-                yield one
+                yield instruction
             computed |= units
 
 
@@ -273,14 +285,14 @@ def _adding_products(program: Program) -> Iterator[Product]:
 
 
 def simulate_call(machine: Machine, call: AttentionCall, direction: str) -> Timeline:
-    """The time line of all ranks that must be simulated together."""
+    """Simulate all ranks that must be simulated together, and return their timeline."""
     of_all_ranks = programs(machine, call, direction)
     return simulate(of_all_ranks, MachineCosts(machine, call, direction, of_all_ranks))
 
 
 def call_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
-    """Seconds of a call, simulated: on one Ulysses rank's ranks where all Ulysses ranks do the same at the same
-    time."""
+    """Return the seconds of a call by simulation. If all Ulysses ranks do the same at the same time, only the CP ranks
+    of one Ulysses rank are simulated."""
     if call.hides_exchanges:
         return simulate_call(machine, call, direction).seconds
     return call.head_chunks * _head_chunk_seconds(machine, call, direction)
@@ -289,47 +301,50 @@ def call_seconds(machine: Machine, call: AttentionCall, direction: str) -> float
 def _head_chunk_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
     if not ulysses_ranks_are_alike(machine, call):
         return simulate_call(machine, call, direction).seconds
-    inner, ranks = inner_programs(call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]
-    numbered = (dataclasses.replace(program, rank=ranks[i]) for i, program in enumerate(inner))
+    inner, ranks = inner_programs(call, direction), [call.ranks[0, cp_rank] for cp_rank in range(call.recipe.size)]
+    numbered = (dataclasses.replace(program, rank=ranks[cp_rank]) for cp_rank, program in enumerate(inner))
     costs = MachineCosts(machine, call, direction, numbered)
     return _exchange_seconds(costs, call, inner[0]) + simulate(inner, _CostsOfRanks(costs, ranks)).seconds
 
 
 def simulated_ranks(machine: Machine, call: AttentionCall) -> int:
-    """How many ranks `call_seconds` simulates."""
-    one = ulysses_ranks_are_alike(machine, call) and not call.hides_exchanges
-    return call.recipe.size if one else simulated_sequences(machine, call) * call.config.size
+    """Return how many ranks `call_seconds` simulates."""
+    one_ulysses_rank = ulysses_ranks_are_alike(machine, call) and not call.hides_exchanges
+    return call.recipe.size if one_ulysses_rank else simulated_sequences(machine, call) * call.config.size
 
 
 def ulysses_ranks_are_alike(machine: Machine, call: AttentionCall) -> bool:
-    """Whether all Ulysses ranks have equally many heads, share no links, and are spread alike over nodes."""
+    """Return whether all Ulysses ranks have equally many heads, share no links, and are spread alike over nodes."""
     if machine.uplink is not None or len(set(call.shapes)) > 1 or not call.shards.even:
         return False
     along = [
-        [call.ranks[ulysses_rank, i] for i in range(call.recipe.size)] for ulysses_rank in range(call.ulysses_size)
+        [call.ranks[ulysses_rank, cp_rank] for cp_rank in range(call.recipe.size)]
+        for ulysses_rank in range(call.ulysses_size)
     ]
     across = zip(*along, strict=True)
-    return all(len({_block_mask(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
+    return all(len({_node_pattern(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
 
 
-def _block_mask(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
-    """For each rank the index of the first one in its node: equal for groups that are spread alike over nodes."""
+def _node_pattern(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return for each rank the index of the first one in its node: equal for groups that are spread alike over
+    nodes."""
     nodes = [machine.node(rank) for rank in ranks]
     return tuple(map(nodes.index, nodes))
 
 
 def _exchange_seconds(costs: MachineCosts, call: AttentionCall, program: Program) -> float:
-    """Seconds of Ulysses' exchanges around a call, with their packing, on the first rank of the sequence."""
+    """Return the seconds of Ulysses' exchanges around a call, with their packing, on the first rank of the
+    sequence."""
     group = tuple(call.ranks[ulysses_rank, 0] for ulysses_rank in range(call.ulysses_size))
     empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
     exchanges = call_program([empty], call.ulysses_size, True, call.kept)
-    code = with_world_ranks(exchanges, group[0], lambda inner: inner, group).code
-    waited = sum(costs.rank_seconds(one)[0] for one in code if isinstance(one, ExchangeStart))
-    return waited + sum(costs.busy_time(group[0], one) for one in code)
+    code = with_world_ranks(exchanges, group[0], lambda rank: rank, group).code
+    waited = sum(costs.rank_seconds(instruction)[0] for instruction in code if isinstance(instruction, ExchangeStart))
+    return waited + sum(costs.busy_time(group[0], instruction) for instruction in code)
 
 
 class _CostsOfRanks:
-    """The costs of some ranks, which the simulator numbers from 0."""
+    """Costs of a subset of ranks, which the simulator numbers from 0."""
 
     def __init__(self, costs: MachineCosts, ranks: Sequence[int]) -> None:
         self.costs, self.ranks = costs, ranks

@@ -1,4 +1,4 @@
-"""All configurations that the runtime takes for a job. Imports no torch."""
+"""All configurations that the runtime supports for a job. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from . import limits
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A configuration without what travels and without memory settings. options: the schedule's own settings. topology:
-    of the job. A search makes thousands of candidates, and a `SequenceParallelConfig` of a few of them."""
+    """A configuration without memory settings and without the choice of what rotates. A search makes thousands of
+    candidates, and a `SequenceParallelConfig` from a few of them."""
 
     size: int
     ulysses: int
     schedule: Schedule
-    options: ScheduleOptions
+    options: ScheduleOptions  # the schedule's own settings
     layout: str
     rank_order: str
-    topology: Topology
+    topology: Topology  # of the job
     overlap: bool = False
 
     @property
@@ -33,7 +33,7 @@ class Candidate:
         return self.size // self.ulysses
 
     @property
-    def ulysses_size(self) -> tuple[int, int]:
+    def size_and_ulysses(self) -> tuple[int, int]:
         return self.size, self.ulysses
 
     @property
@@ -42,48 +42,56 @@ class Candidate:
         return {**named, "rank_order": self.rank_order, **self.options}
 
     def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
-        """The candidate as a configuration without any "auto". settings: those that a candidate has not. Raises
-        ConfigError where they do not fit."""
+        """Return the candidate as a configuration without any "auto".
+
+        Args:
+            heads: (query heads, key/value heads) of the model.
+            settings: Settings that a candidate does not have.
+
+        Raises:
+            ConfigError: If the settings do not fit.
+        """
         options = {**self.settings, "overlap": self.overlap, **settings}
         return SequenceParallelConfig(**options).resolve(self.topology.world_size, heads)
 
     def plan_key(self, documents: bool) -> tuple:
-        """Equal for candidates whose plans are equal. These have the same builder, the same axes of more than one rank
-        in the same order, and equal layouts. Schedules with one ring and nothing else are equal, and on one CP rank
-        all are. documents: whether sequences are packs; without, layouts that deal the same tokens are equal."""
+        """Return a key that is equal for candidates with equal plans. These have the same builder, the same axes of
+        more than one rank in the same order, and equal layouts. Schedules with one ring and nothing else are equal, and
+        on one CP rank all are. `documents`: whether sequences are packs; if not, layouts with the same tokens per rank
+        are equal."""
         layout = None if self.cp_size == 1 else self.layout if documents else LAYOUTS[self.layout].runs
         long_axes = [name for name in self.topology.cp_axes if self.topology.size(name) > 1]
         if len(long_axes) < 2 and not set(long_axes) & set(self.schedule.collective_axes):
-            kind = self.schedule.blocks_per_rank, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
-            passing: tuple = kind if long_axes else ()
+            ring_key = self.schedule.blocks_per_rank, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
+            key: tuple = ring_key if long_axes else ()
             order = tuple((name in long_axes, size) for name, size in self.topology.axes if size > 1)
-            return passing, order, self.size, layout
+            return key, order, self.size, layout
         cp_size = tuple((name, self.topology.size(name)) for name in self.topology.cp_axes)
         return self.schedule.build, cp_size, tuple(axis for axis in self.topology.axes if axis[1] > 1), layout
 
     @property
     def has_default_layout(self) -> bool:
-        """Whether the layout is the one that the schedule takes by default."""
+        """Whether the layout is the schedule's default."""
         return self.layout == self.schedule.default_layout
 
     @property
     def ring_ranks(self) -> int:
-        """The CP ranks of one ring: those along axes without collectives."""
+        """The number of CP ranks of one ring: those along axes without collectives."""
         axes = set(self.topology.cp_axes) - set(self.schedule.collective_axes)
         return self.topology.size(*axes)
 
     def __str__(self) -> str:
-        named = self.schedule.name
+        schedule_name = self.schedule.name
         options = "".join(
-            f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.options.items()
+            f"{'' if name == schedule_name else f' {name}'} {_word(value)}" for name, value in self.options.items()
         )
-        name = f"{named}{options}" if self.cp_size > 1 else ""
+        name = f"{schedule_name}{options}" if self.cp_size > 1 else ""
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
-        kind = " x ".join(filter(None, (ulysses, name))) or "alone"
-        words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
+        shape = " x ".join(filter(None, (ulysses, name))) or "alone"
+        text = f"{self.size} rank{'s' * (self.size > 1)}: {shape}"
         if not self.has_default_layout:
-            words += f", {self.layout}"
-        return words + (f", {self.rank_order}" if self.rank_order != "auto" else "")
+            text += f", {self.layout}"
+        return text + (f", {self.rank_order}" if self.rank_order != "auto" else "")
 
 
 def _word(value: Any) -> str:
@@ -94,28 +102,32 @@ ParallelShape = tuple[int, int, Schedule, ScheduleOptions]  # size, ulysses, sch
 
 
 def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[ParallelShape]:
-    """All shapes that agree with the given settings, of sizes that can be planned, always in the same order."""
+    """Yield all shapes that agree with the given settings, of sizes that can be planned, always in the same order."""
     for size, ulysses in ulysses_sizes(world, heads, given):
         for schedule in _schedules(given):
             for options in schedule.shapes(size // ulysses):
                 wanted = {name: given[name] for name in options if _is_given(given, name)}
-                if all(options[name] == (tuple(x) if isinstance(x, list) else x) for name, x in wanted.items()):
+                if all(
+                    options[name] == (tuple(value) if isinstance(value, list) else value)
+                    for name, value in wanted.items()
+                ):
                     yield size, ulysses, schedule, options
 
 
 def ulysses_sizes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """All pairs (size, ulysses) that agree with the given settings and are small enough to be planned."""
+    """Yield all pairs (size, ulysses) that agree with the given settings and are small enough to be planned."""
     for size in _options(given, "size", divisors(world)):
         for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
-            few = size <= limits.MAX_PLANNED_RANKS and ulysses <= limits.MAX_ULYSSES
-            if few and size % ulysses == 0 and size // ulysses <= limits.MAX_CP_RANKS:
+            can_plan = size <= limits.MAX_PLANNED_RANKS and ulysses <= limits.MAX_ULYSSES
+            if can_plan and size % ulysses == 0 and size // ulysses <= limits.MAX_CP_RANKS:
                 yield size, ulysses
 
 
 def candidates(
     world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False
 ) -> Iterator[Candidate]:
-    """All shapes in all rank orders and layouts; plain: each shape in its first rank order and layout alone."""
+    """Yield all shapes in all rank orders and layouts; if `plain`, each shape only in its first rank order and
+    layout."""
     for shape in shapes(world, heads, given):
         yield from _candidates_of_shape(world, shape, given, 1 if plain else None)
 
@@ -140,8 +152,7 @@ def _candidates_of_shape(
 
 
 def _schedules(given: Mapping[str, Any]) -> list[Schedule]:
-    """The given schedule, or all. The default comes first: of candidates with equal plans the search keeps the
-    first."""
+    # the default comes first: of candidates with equal plans the search keeps the first
     first = schedules.schedule(given.get("schedule", "auto"))
     return [first] if _is_given(given, "schedule") else list(dict.fromkeys((first, *schedules.SCHEDULES.values())))
 
@@ -150,19 +161,20 @@ def _is_given(given: Mapping[str, Any], name: str) -> bool:
     return given.get(name, "auto") != "auto"
 
 
-def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[Any]:
-    """[the value that is given], or all values."""
-    return [given[name]] if _is_given(given, name) else list(every)
+def _options(given: Mapping[str, Any], name: str, all_values: Iterable[Any]) -> list[Any]:
+    return [given[name]] if _is_given(given, name) else list(all_values)
 
 
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Direction -> the sides that may travel, "q" or "kv". On one CP rank nothing travels, so one side is enough."""
+    """Return direction -> the sides that may rotate, "q" or "kv". On one CP rank nothing rotates, so one side is
+    enough."""
     sides = candidate.schedule.moving_sides if candidate.cp_size > 1 else candidate.schedule.moving_sides[:1]
-    return {way: tuple(_options(given, f"rotate_{way}", sides)) for way in ("forward", "backward")}
+    return {direction: tuple(_options(given, f"rotate_{direction}", sides)) for direction in ("forward", "backward")}
 
 
 def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
-    """Why the runtime would refuse sequences of `seq` tokens; "" where it takes them. Packs may have any length."""
+    """Return why the runtime would refuse sequences of `seq` tokens; "" if it supports them. Packs may have any
+    length."""
     share = multiple(candidate.layout, candidate.size, candidate.ulysses)
     if documents or seq % share == 0:
         return ""
@@ -170,7 +182,7 @@ def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
 
 
 def check_given(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
-    """Raises ConfigError for given settings that the runtime refuses whatever the other settings are."""
+    """Raise ConfigError for given settings that the runtime refuses whatever the other settings are."""
     SequenceParallelConfig(**given).resolve(world, heads)
     if isinstance(given.get("rank_order", "auto"), str):
         return

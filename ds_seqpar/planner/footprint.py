@@ -1,9 +1,9 @@
-"""How much memory a rank needs for a training step of a LLaMA-like model, part by part, before anything is launched.
+"""The memory that a rank needs for a training step of a LLaMA-like model, item by item, predicted before launch.
 
-A step has a few moments at which the most can be alive; each is a sum of parts, and the greatest is the peak. A layer
-is followed operation by operation as transformers writes it (norms in fp32, RoPE, gate, up, down), its attention by
-`planner.attention_call`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel
-takes for itself is not in it. docs/archive/2026-11-24-memory.md has the formulas.
+A step has a few moments at which memory can be at its peak; each is a sum of items, and the largest is the peak. A
+layer is modeled operation by operation as transformers implements it (norms in fp32, RoPE, gate, up, down), its
+attention by `planner.attention_call`, states and buffers as DeepSpeed allocates them. Only bytes of tensors are
+counted, not what an allocator or a kernel uses itself. docs/archive/2026-11-24-memory.md has the formulas.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ HOST_ITEMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """bytes_by_item: bytes by name, of `FOOTPRINT_ITEMS`; in host memory of `HOST_ITEMS`."""
+    """The memory at one moment of a step."""
 
     name: str
-    bytes_by_item: Mapping[str, int]
+    bytes_by_item: Mapping[str, int]  # by the names of `FOOTPRINT_ITEMS`; in host memory by those of `HOST_ITEMS`
 
     @property
     def total(self) -> int:
@@ -61,13 +61,12 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank. resting: between steps. moments: of a step. host: in its host's memory, beside these.
-    drives: bytes on drives."""
+    """The memory of a rank."""
 
-    resting: Moment
-    moments: tuple[Moment, ...]
-    host: Moment
-    drives: int = 0
+    resting: Moment  # between steps
+    moments: tuple[Moment, ...]  # of a step
+    host: Moment  # in its host's memory, in addition
+    drives: int = 0  # bytes on drives
 
     @property
     def peak(self) -> Moment:
@@ -75,8 +74,8 @@ class Footprint:
 
 
 def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
-    """The memory of a step on the rank that needs most. attention: the memory of a layer's attention, where the caller
-    knows it; default: `attention_figures`."""
+    """Return the memory of a step on the rank that needs most. `attention` is the memory of a layer's attention, if the
+    caller knows it; default: `attention_figures(step)`."""
     memory = _StepMemory(step)
     if attention is not None:
         memory.attention = attention
@@ -84,13 +83,13 @@ def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint
 
 
 def rank_bytes(memory: Footprint, budget: MemoryBudget) -> int:
-    """Bytes of a rank's memory at the peak; without device memory, those in host memory are among them."""
+    """Return the bytes of a rank's memory at the peak; without device memory they include those in host memory."""
     host = 0 if budget.apart else memory.host.total - memory.host.bytes_by_item.get("rounding", 0)
     return memory.peak.total + host
 
 
 def fits_host(memory: Footprint, budget: MemoryBudget) -> bool:
-    """Whether a node's host has room for what its ranks keep there."""
+    """Return whether a node's host has room for what its ranks keep there."""
     return not budget.apart or memory.host.total * budget.ranks_per_node <= budget.host
 
 
@@ -99,15 +98,14 @@ def fits(memory: Footprint, budget: MemoryBudget) -> bool:
 
 
 class Longest(NamedTuple):
-    """The longest sequence that fits. tokens: 0 where no length fits. full: the memory that a longer sequence exceeds,
-    "rank" or "host"; "": the length is the largest that the command takes."""
+    """The longest sequence that fits."""
 
-    tokens: int
-    full: str
+    tokens: int  # 0 if no length fits
+    full: str  # the memory that a longer sequence exceeds, "rank" or "host"; "": it is the longest that is allowed
 
 
 def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
-    """The longest sequence with which a step fits, to 0.1 %, by bisection."""
+    """Find the longest sequence with which a step fits, to 0.1 %, by bisection."""
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
 
     def memory_of(units: int) -> Footprint:
@@ -128,41 +126,41 @@ def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
 
 
 def bytes_a_token(step: TrainingStep) -> float:
-    """Bytes that one more token of a rank adds to the peak, as a mean between this length and twice this length."""
+    """Return the bytes that one more token of a rank adds to the peak, as a mean between this length and twice this
+    length."""
     short = _StepMemory(step)
     padded = short.tokens * step.config.size  # ranks share this length equally
     long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
     return (long.footprint().peak.total - short.footprint().peak.total) / (long.rows - short.rows)
 
 
-def _named_moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = FOOTPRINT_ITEMS) -> Moment:
-    return Moment(name, {part: parts[part] for part in known if parts.get(part)})
+def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[str, str] = FOOTPRINT_ITEMS) -> Moment:
+    return Moment(name, {item: bytes_by_item[item] for item in items if bytes_by_item.get(item)})
 
 
 class _StepMemory:
-    """The memory of a step, by moments. hidden, q, kv, mlp: bytes of a rank's tensors of these sizes. wide: of an fp32
-    copy of the hidden states; 0: they are fp32."""
+    """The memory of a step, by moments."""
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
-        m, self.size = step.model, ITEMSIZE[step.dtype]
+        m, self.size = step.model, ITEMSIZE[step.dtype]  # size: bytes of an element
         self.tokens, self.head_chunks = tokens_on_rank(step), projecting_head_chunks(step)
         self.rows = self.tokens * step.batch
+        # bytes of a rank's tensors of these widths
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
         self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
         self.mlp = self.rows * m.intermediate * self.size
-        self.accum_dtype = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
+        # bytes of an fp32 copy of the hidden states, since a norm computes in fp32; 0: they are fp32
+        self.fp32_copy = self.rows * m.hidden * 4 if self.size < 4 else 0
         tiled = self.mlp_tiles() > 1  # with them norms have tiles too
-        self.norm = self.hidden if tiled else self.accum_dtype + 2 * self.hidden  # saved by a norm beside its input
+        self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden  # saved by a norm beside its input
         self.before_mlp = 0 if tiled else self.norm  # saved by the norm before the MLP: tiles compute the norm again
         self.before_attention = 0 if tiled and self.head_chunks > 1 else self.norm
-        self.normed = (
-            0 if tiled and self.head_chunks > 1 else self.hidden
-        )  # attention's input, unless its tiles make it
-        self.residual = (
-            0 if self.accum_dtype and not tiled else self.hidden
-        )  # a norm's input, unless it saves an fp32 copy
+        # attention's input, unless its tiles make it
+        self.normed = 0 if tiled and self.head_chunks > 1 else self.hidden
+        # a norm's input, unless it saves an fp32 copy
+        self.residual = 0 if self.fp32_copy and not tiled else self.hidden
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and not step.config.recompute_attention
 
@@ -173,7 +171,7 @@ class _StepMemory:
     # ---- states
 
     def share(self, stage: int) -> int:
-        """The ranks among which ZeRO divides what it divides from this stage on."""
+        """Return the number of ranks among which ZeRO shards what it shards from this stage on."""
         return self.step.world if self.zero.stage >= stage else 1
 
     @functools.cached_property
@@ -181,26 +179,33 @@ class _StepMemory:
         return states(self.model, self.zero, self.step.world, self.size)
 
     def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **parts: int) -> Moment:
-        """A moment of the step. done: parameters whose gradients exist. gathered: parameters that ZeRO-3 holds whole.
-        grads: bytes of gradients that are not reduced yet. parts: bytes of other parts."""
-        found = dict(self.states.device)
+        """Return a moment of the step.
+
+        Args:
+            name: Its name.
+            done: Parameters whose gradients exist.
+            gathered: Parameters that ZeRO-3 holds whole.
+            grads: Bytes of gradients that are not reduced yet.
+            parts: Bytes of other items.
+        """
+        bytes_by_item = dict(self.states.device)
         stage = self.zero.stage
         if name.startswith("backward") and stage in (1, 2):
             buffers = 2 if self.zero.overlap_comm else 1
-            found["buckets"] = self.zero.reduce_bucket_size * self.size * buffers
+            bytes_by_item["buckets"] = self.zero.reduce_bucket_size * self.size * buffers
         if stage < 3 and not (stage == 2 and self.zero.optimiser_away):
-            found["gradients"] += done * self.size // self.share(2)
-        found["gradients"] = found.get("gradients", 0) + grads
+            bytes_by_item["gradients"] += done * self.size // self.share(2)
+        bytes_by_item["gradients"] = bytes_by_item.get("gradients", 0) + grads
         if stage == 3:
-            found["gathered"] = gathered * self.size
+            bytes_by_item["gathered"] = gathered * self.size
         for keyword, size in parts.items():
-            part = keyword.replace("_", " ")
-            found[part] = found.get(part, 0) + size
-        return _named_moment(name, found)
+            item = keyword.replace("_", " ")
+            bytes_by_item[item] = bytes_by_item.get(item, 0) + size
+        return _named_moment(name, bytes_by_item)
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
-        """The parameters that ZeRO-3 holds whole while `needed` ones are in use. It also keeps earlier ones that are
-        soon used again, prefetches later ones, and gathers `matrices` matrices of an MLP together."""
+        """Return the number of parameters that ZeRO-3 holds whole while `needed` ones are in use. It also keeps earlier
+        ones that are soon used again, prefetches later ones, and gathers `matrices` matrices of an MLP together."""
         zero, matrix = self.zero, self.model.hidden * self.model.intermediate
         free = max(0, zero.max_live_parameters - needed)
         kept_or_prefetched = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
@@ -220,8 +225,8 @@ class _StepMemory:
 
     @property
     def saved_attention(self) -> int:
-        """Bytes that attention saves for backward: q, k and v (own or exchanged), out and lse. Stages project again, so
-        they save no q, k and v of their own."""
+        """Bytes that attention saves for backward: q, k and v (local or exchanged), out and lse. Head chunks project
+        again, so they do not save their local q, k and v."""
         if self.head_chunks > 1:
             return 0 if is_offloaded(self.step) else self.attention.saved
         return self.attention.saved + (self.q + self.kv) * self.attention.inputs
@@ -233,7 +238,8 @@ class _StepMemory:
         return 2 * self.residual + self.before_attention + self.before_mlp + self.saved_attention + mlp
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
-        """Parts that `count` layers hold for backward. running: whether the last of them is being computed."""
+        """Return the bytes by item that `count` layers hold for backward. `running`: whether the last of them is being
+        computed."""
         if not self.step.checkpointing:
             return {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
         kept = self.attention.saved * (count - running) if self.keeps else 0
@@ -241,7 +247,7 @@ class _StepMemory:
         return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
 
     def forward(self) -> list[Moment]:
-        """The moments of the last layer's forward, when most layers hold something."""
+        """Return the moments of the last layer's forward, when the most layers hold something."""
         m, held = self.model, self.layers(self.model.layers, running=True)
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
@@ -250,7 +256,8 @@ class _StepMemory:
         layer = self.normed + output + saved * max(0, self.before_attention - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.saved if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
-        head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
+        # the head is prefetched, and copied out of the gathered buffer
+        head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0
         return [
             self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
@@ -268,14 +275,14 @@ class _StepMemory:
         end, head = self.norm + self.residual, m.embedding * self.size
         if tiles > 1:  # gradients are taken in forward; in fp16 tiles are computed again in backward
             sums, late = m.embedding * 4, self.step.dtype == "float16"
-            parts = {"gathered": gathered, "layer": end + self.hidden}
+            common = {"gathered": gathered, "layer": end + self.hidden}
             return [
                 self.moment(
-                    f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **parts, **held
+                    f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **common, **held
                 ),
-                self.moment("backward: head", grads=sums + (head if self.accum_dtype else 0), **parts, **held),
+                self.moment("backward: head", grads=sums + (head if self.fp32_copy else 0), **common, **held),
             ]
-        cast = self.size if self.accum_dtype else 0  # logits in their own dtype, beside the fp32 ones
+        cast = self.size if self.fp32_copy else 0  # logits in their own dtype, beside the fp32 ones
         return [
             self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
             self.moment("backward: loss", gathered=gathered, layer=end, loss=12 * logits, **held),
@@ -286,14 +293,14 @@ class _StepMemory:
         ]  # fmt: skip
 
     def backward(self, index: int) -> list[Moment]:
-        """The moments of backward in layer `index`, counted from 1."""
+        """Return the moments of backward in layer `index`, counted from 1."""
         m, attention = self.model, self.attention
         held = self.layers(index, running=True)
         prefetched = m.embedding if index == 1 else 0
         matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP, its leaf, at once
         gathered = self.gathered(m.layer_parameters, matrices) + prefetched
         done = m.parameters - m.embedding - index * m.layer_parameters
-        tied = m.embedding * self.size if m.tied else 0  # the head's gradient waits for the embedding's
+        tied = m.embedding * self.size if m.tied else 0  # the head's gradient is kept until the embedding's
         place = f"layer {index}"
         saved, tiles = self.saved - self.residual, self.mlp_tiles()
         whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
@@ -301,7 +308,7 @@ class _StepMemory:
         # in a checkpoint's second run the gradient of a tiled MLP's input takes that input's place
         tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 and not self.step.checkpointing else 0)
         sums = weight * (self.size if tiles == 1 else 12 + self.size)
-        found = [
+        moments = [
             self.moment(
                 f"backward: {place}, MLP", done=done, gathered=gathered, grads=tied + sums, layer=whole,
                 attention=self.saved_attention, mlp=tile, **held,
@@ -313,7 +320,7 @@ class _StepMemory:
             ),
         ]  # fmt: skip
         if self.step.checkpointing and not self.keeps:
-            found.append(
+            moments.append(
                 self.moment(
                     f"backward: {place}, attention once more", done=done, gathered=gathered, grads=tied,
                     layer=self.hidden + self.before_attention
@@ -321,14 +328,14 @@ class _StepMemory:
                     attention=attention.forward, **held,
                 )
             )  # fmt: skip
-        return found
+        return moments
 
     def ends(self) -> list[Moment]:
         m, zero = self.model, self.zero
         head = m.embedding * self.size
         waiting = min(zero.reduce_bucket_size, m.parameters) * self.size if zero.stage else 0
         whole = head * (3 if m.tied else 1)
-        own = self.states.elements_on_device * 4
+        fp32_shard = self.states.elements_on_device * 4
         return [
             self.moment(
                 "backward: embedding", done=m.parameters, gathered=self.gathered(m.embedding), grads=whole,
@@ -336,14 +343,19 @@ class _StepMemory:
             ),
             self.moment("backward: gradients on their way", done=m.parameters, grads=waiting, gathered=m.embedding),
             self.moment(
-                "step of the optimiser", done=0 if zero.optimiser_away else m.parameters, optimiser=3 * own,
+                "step of the optimiser", done=0 if zero.optimiser_away else m.parameters, optimiser=3 * fp32_shard,
             ),
         ]  # fmt: skip
 
     def footprint(self) -> Footprint:
         layers = self.model.layers
         ends = dict.fromkeys((layers, 1))
-        moments = [*self.forward(), *self.loss(), *(x for i in ends for x in self.backward(i)), *self.ends()]
+        moments = [
+            *self.forward(),
+            *self.loss(),
+            *(moment for index in ends for moment in self.backward(index)),
+            *self.ends(),
+        ]
         host, pinned = dict(self.states.host), list(self.states.pinned)
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []

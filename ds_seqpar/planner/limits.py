@@ -1,4 +1,4 @@
-"""The largest numbers that the commands take, and why. A larger one is refused before any work.
+"""The largest numbers that the commands accept, and why. A larger one is refused before any work.
 
 Within these limits each command needs less than 2 GiB and some ten seconds of one core.
 """
@@ -29,7 +29,7 @@ MAX_OVERLAP_RANKS = 64  # CP ranks with overlap: ordering their products takes t
 MAX_SHOWN_RANKS = 128  # CP ranks, in `show`: it prints and simulates all ranks in all steps
 MAX_SHOWN_OVERLAP_RANKS = 64  # the same, with overlap
 MAX_DRAWN_RANKS = 64  # CP ranks in a picture: more could not be told apart
-# documents of a sequence: for each shape the planner deals them to ranks anew, which takes milliseconds a document
+# documents of a sequence: the planner distributes them over ranks for each shape, which takes milliseconds a document
 MAX_DOCUMENTS = 2**12
 # shapes of schedules, over all sizes and Ulysses sizes: if there are more, `plan` tries one layout and one rank order
 # for each
@@ -43,7 +43,8 @@ MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check(name: str, value: int, most: int, hint: str = "") -> None:
-    """Raises ConfigError for a number above its limit. hint: what to do, such as "say --set size=8"."""
+    """Raise ConfigError for a number above its limit. `hint` is the advice of the message, such as "say --set
+    size=8"."""
     if value > most:
         got = str(value) if value < 10**18 else f"a number of {int(math.log10(value)) + 1} digits"
         raise ConfigError(f"{name} must be at most {most:,}; got {got}{hint and f', {hint}'}")
@@ -52,7 +53,8 @@ def check(name: str, value: int, most: int, hint: str = "") -> None:
 def check_followed(
     cp_size: int, overlap: bool, most: int = MAX_CP_RANKS, most_overlapped: int = MAX_OVERLAP_RANKS
 ) -> None:
-    """Raises ConfigError for more CP ranks (size / ulysses) than `most`, or with overlap than `most_overlapped`."""
+    """Raise ConfigError for more than `most` CP ranks (size / ulysses), or with overlap more than
+    `most_overlapped`."""
     name = "size / ulysses, the ranks that run the schedule,"
     if overlap and most_overlapped < cp_size <= most:
         check(f"{name} with overlap", cp_size, most_overlapped, "leave overlap out or take fewer")
@@ -60,7 +62,7 @@ def check_followed(
 
 
 def check_model(numbers: Mapping[str, object]) -> None:
-    """Raises ConfigError for a model's configuration with a number above its limit, before the model is made. Values
+    """Raise ConfigError for a model's configuration with a number above its limit, before the model is made. Values
     that are not whole numbers are not checked here."""
     sizes = {name: value for name, value in numbers.items() if isinstance(value, int)}
     for name, most in MODEL.items():

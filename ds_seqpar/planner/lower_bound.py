@@ -1,6 +1,6 @@
-"""A lower bound of the time that a call of attention takes on a machine, from the steps of a few of its ranks. Nothing
-is simulated, so it is cheap enough to rule most candidates out. It also counts the bytes of the busiest rank and node.
-Imports no torch."""
+"""A lower bound of the time of a call of attention on a machine, from the steps of a few of its ranks. Nothing is
+simulated, so it is cheap enough to rule most candidates out. It also counts the bytes of the busiest rank and node.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,26 +22,21 @@ WIDE = 64  # members of a collective beyond which only the sampled rank's own li
 
 @dataclasses.dataclass(frozen=True)
 class LowerBound:
-    """Bounds of one call of attention, in seconds and bytes.
+    """Bounds of one call of attention, in seconds and bytes."""
 
-    seconds: at most what the simulator finds for programs without overlap; overlapped: the same with overlap. compute:
-    seconds of the busiest rank's products. links: seconds of the busiest link. collectives: seconds of gathers,
-    reductions and Ulysses' exchanges, which nothing hides. inside, between: the most bytes that a rank receives from
-    its own node, and from other nodes; received: from both. messages: the most that a rank sends or receives."""
-
-    seconds: float
-    overlapped: float
-    compute: float
-    links: float
-    collectives: float
-    inside: float
-    between: float
-    received: float
-    messages: int
+    seconds: float  # at most the simulated seconds of programs without overlap
+    overlapped: float  # the same, with overlap
+    compute: float  # seconds of the busiest rank's products
+    links: float  # seconds of the busiest link
+    collectives: float  # seconds of gathers, reductions and Ulysses' exchanges, which nothing hides
+    inside: float  # the most bytes that a rank receives from its own node
+    between: float  # the most bytes that a rank receives from other nodes
+    received: float  # the most bytes that a rank receives from both
+    messages: int  # the most messages that a rank sends or receives
 
 
 def lower_bound(machine: Machine, call: AttentionCall, direction: str) -> LowerBound:
-    """The bound of a call, by the steps of `sampled_ranks`."""
+    """Return the bound of a call, from the steps of `sampled_ranks`."""
     steps, costs = call.steps(direction), MachineCosts(machine, call, direction)
     ranks = [_Rank(costs, call, rank, steps) for rank in sampled_ranks(machine, call.config.size)]
     busy: dict[LinkEnd, float] = defaultdict(float)
@@ -64,17 +59,24 @@ def lower_bound(machine: Machine, call: AttentionCall, direction: str) -> LowerB
 
 
 def sampled_ranks(machine: Machine, size: int) -> list[int]:
-    """The first and last ranks of the first node and of the sequence, and the middle one of the sequence. Where ranks
-    of a node share an uplink, all ranks of the first node."""
+    """Return the first and last ranks of the first node and of the sequence, and the middle one of the sequence. If
+    ranks of a node share an uplink, return all ranks of the first node too."""
     last = min(machine.per_node, size) - 1
     first_node = range(last + 1) if machine.uplink and size > machine.per_node else ()
     return sorted({0, last, size // 2, size - 1, *first_node})
 
 
 class _Rank:
-    """The sums over one rank's steps. exchanges, before, after: seconds of Ulysses' exchanges, of gathers, and of
-    reductions. between_collectives: seconds of the steps themselves; in each, the longer of its products and its
-    incoming messages. received: bytes, by whether they come from the rank's own node."""
+    """Sums over one rank's steps.
+
+    Attributes:
+        exchanges: Seconds of Ulysses' exchanges.
+        before: Seconds of gathers.
+        after: Seconds of reductions.
+        between_collectives: Seconds of the steps themselves; of each, the longer of its products and its incoming
+            messages.
+        received: Bytes, by whether they come from the rank's own node.
+    """
 
     def __init__(self, costs: MachineCosts, call: AttentionCall, rank: int, steps: StepsOf) -> None:
         self.costs, self.call, self.machine, self.rank = costs, call, costs.machine, rank
@@ -95,10 +97,10 @@ class _Rank:
 
     def step(self, step: Step) -> None:
         self.before += self.collectives_seconds(step.gathers, GatherStart)
-        # the host posts messages; it packs a result that leaves, and merges one that arrives
+        # the host posts messages; it packs a result that is sent, and merges one that is received
         posting = self.machine.instruction * (bool(step.moves) + bool(step.results) + len(step.results))
         work = sum(self.product_seconds(compute) for compute in step.computes)
-        coming: dict[LinkEnd, float] = defaultdict(float)
+        incoming: dict[LinkEnd, float] = defaultdict(float)
         latency = 0.0
         for move in (*step.moves, *step.results):
             self.move(move)
@@ -106,9 +108,11 @@ class _Rank:
             if move.dst == self.cp_rank and move.within == 1:
                 latency = max(latency, self.machine.wire(self.at(move.src), self.rank).latency)
                 for link, seconds in self.ends(move, 1):
-                    coming[link] += seconds
+                    incoming[link] += seconds
         self.compute += work
-        self.between_collectives += max(posting + work, latency + max(coming.values(), default=0.0) if coming else 0.0)
+        self.between_collectives += max(
+            posting + work, latency + max(incoming.values(), default=0.0) if incoming else 0.0
+        )
         self.after += self.collectives_seconds(step.reduces, ScatterStart)
 
     def product_seconds(self, compute: Compute) -> float:
@@ -121,11 +125,11 @@ class _Rank:
         return self.costs.with_host(device, calls)
 
     def at(self, cp_rank: int) -> int:
-        """The rank of a CP rank, of the same Ulysses rank."""
+        """Return the rank of a CP rank with the same Ulysses rank."""
         return self.call.ranks[self.ulysses_rank, cp_rank]
 
     def ends(self, move: Move, end: int) -> Sequence[tuple[LinkEnd, float]]:
-        """(link, seconds) of the links at the source of a move (end 0), or at its destination (end 1)."""
+        """Return (link, seconds) of the links at the source of a move (end 0), or at its destination (end 1)."""
         src, dst = self.at(move.src), self.at(move.dst)
         return list(self.costs.link_seconds(src, dst, self.costs.unit_bytes(self.ulysses_rank, move.unit)))[end::2]
 
@@ -140,7 +144,7 @@ class _Rank:
     def collectives_seconds(
         self, collectives: Sequence[Collective], start: type[GatherStart] | type[ScatterStart]
     ) -> float:
-        """Adds collectives that run at the same time. Returns the seconds until this rank has its part of all."""
+        """Add collectives that run at the same time. Return the seconds until this rank has its shard of all."""
         links: dict[LinkEnd, float] = defaultdict(float)
         slowest = 0.0
         for collective in collectives:
@@ -153,13 +157,13 @@ class _Rank:
         return max(host * count, host + max(slowest, *links.values())) if links else 0.0
 
     def exchange(self, exchange: HeadExchange) -> None:
-        group = tuple(self.call.ranks[m, self.cp_rank] for m in range(self.call.ulysses_size))
+        group = tuple(self.call.ranks[member, self.cp_rank] for member in range(self.call.ulysses_size))
         start = ExchangeStart(0, 0, exchange, group, LOCAL, LOCAL)
         self.exchanges += 2 * self.machine.instruction + self.add_collective(start, defaultdict(float))
 
     def add_collective(self, start: Start, links: dict[LinkEnd, float]) -> float:
-        """Adds a collective's messages. links: takes the seconds of this rank's links. Returns the seconds until this
-        rank has its part."""
+        """Add a collective's messages, and add the seconds of this rank's links to `links`. Return the seconds until
+        this rank has its shard."""
         ranks = start.ranks
         self.messages += len(ranks) - 1
         longest = 0.0

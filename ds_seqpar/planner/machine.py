@@ -1,5 +1,5 @@
-"""The planner's description of a machine: nodes, links, and how fast a rank computes. Presets with their sources are in
-machines.json; a user's file has the same form. Imports no torch."""
+"""The planner's description of a machine: nodes, links, rates and memory. Presets with their sources are in
+machines.json; a user's file has the same form. Does not import torch."""
 
 from __future__ import annotations
 
@@ -29,75 +29,79 @@ Table = tuple[tuple[float, float], ...]  # (tokens, flops/s), ascending
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
-    """A link. latency: seconds until a message of no bytes arrives. rate: bytes/s in each direction."""
+    """Latency and rate of a link."""
 
-    latency: float
-    rate: float
+    latency: float  # seconds until an empty message arrives
+    rate: float  # bytes/s in each direction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroCosts:
-    """Measured costs of DeepSpeed's ZeRO. gather, reduce, all_reduce: latency and rate of collectives of all `ranks`;
-    the bytes are those of the whole tensor. forward, backward: seconds of the host for a module that ZeRO-3 hooks."""
+    """Measured costs of DeepSpeed's ZeRO."""
 
-    ranks: int
+    ranks: int  # ranks that were measured together; the costs apply to jobs of as many ranks
+    # collectives over all `ranks`; rates count the bytes of the whole tensor
     gather: Wire
-    reduce: Wire
+    reduce: Wire  # reduce-scatter
     all_reduce: Wire
-    forward: float
-    backward: float
+    forward: float  # host seconds per module that ZeRO-3 hooks, in forward
+    backward: float  # the same, in backward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine. name, about: for the user. sources: where each figure is from.
+    """Links, rates and memory of a machine, as its file describes them.
 
-    Links: per_node: ranks of a node; rank r is in node r // per_node. inside: a rank's link to ranks of its node;
-    between: to ranks of other nodes. uplink: bytes/s in each direction that all ranks of a node share; None: they share
-    no link. duplex: whether a link carries both directions at once. stolen: seconds by which a byte that a rank sends
-    or receives delays the rank's work; where CPUs carry the bytes, this is most of what a byte costs.
+    In the file the fields `instruction` and `ahead` are keys of "host"; `name` is the preset's key, or the file's name
+    without .json."""
 
-    Rates: attention: dtype -> direction -> kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of
-    a tile's rows and columns. gemm: dtype -> flops/s. peak: flops/s in bfloat16 and float16 by the data sheet, of which
-    MFU is a share; None: not known. memory_rate: bytes/s of merging and copying; elementwise_rate: of elementwise
-    operations into new tensors; offload_rate: of copies to host memory. instruction: seconds of the host for one
-    instruction; ahead: whether the host goes on while the device works. kernels: name of a device -> case, as
-    "bfloat16 128 causal" -> the kernels that take it, the fastest first. zero: None: not measured, so collectives cost
-    what links cost, and hooks nothing.
+    name: str  # for the user
+    about: str  # for the user: one line that describes the machine
 
-    Memory: memory: bytes of a rank; reserve_fraction: the share of them that is not for tensors. host_memory: bytes of
-    a node's host; host_rate: its bytes/s, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too;
-    None: not known.
-    """
-
-    name: str
-    about: str
-    per_node: int
-    inside: Wire
-    between: Wire
-    uplink: float | None
-    duplex: bool
+    # links
+    per_node: int  # ranks per node; rank r is in node r // per_node
+    inside: Wire  # a rank's link to ranks of its own node
+    between: Wire  # a rank's link to ranks of other nodes
+    uplink: float | None  # bytes/s in each direction that all ranks of a node share; None: they share no link
+    duplex: bool  # whether a link carries both directions at once
+    # seconds by which each byte that a rank sends or receives delays its computation; where CPUs carry the bytes, this
+    # is most of what a byte costs
     stolen: float
+
+    # rates
+    # dtype -> direction -> kind of tile ("full", "causal") -> rows (tokens, flops/s of the visible pairs); tokens is
+    # the geometric mean of a tile's rows and columns
     attention: Mapping[str, Mapping[str, Mapping[str, Table]]]
-    gemm: Mapping[str, float]
-    memory_rate: float
-    elementwise_rate: float
-    offload_rate: float
-    instruction: float
-    ahead: bool
-    host_memory: float
-    host_rate: float
-    memory: float
-    reserve_fraction: float
-    sources: Mapping[str, str]
-    nvme_rate: float | None = None
-    peak: float | None = None
+    gemm: Mapping[str, float]  # dtype -> flops/s of matrix products
+    memory_rate: float  # bytes/s, read and written, of merging and copying
+    elementwise_rate: float  # bytes/s, read and written, of elementwise operations into new tensors
+    offload_rate: float  # bytes/s of copies between a rank and its host's memory
+    instruction: float  # host seconds per instruction
+    ahead: bool  # whether the host continues while the device works, as with GPUs
+
+    # memory
+    host_memory: float  # bytes of a node's host
+    host_rate: float  # bytes/s of the host's memory, shared by the ranks of a node
+    memory: float  # bytes of a rank
+    reserve_fraction: float  # fraction of `memory` that is not for tensors
+
+    sources: Mapping[str, str]  # field -> where its value comes from
+
+    # not known for every machine
+    nvme_rate: float | None = None  # bytes/s of a node's drives, shared by its ranks; None: not known
+    peak: float | None = None  # flops/s in bfloat16 and float16 by the data sheet, the base of MFU; None: not known
+    # None: not measured; then the cost of collectives follows from the links, and hooks cost nothing
     zero: ZeroCosts | None = None
+    # device name -> case ("bfloat16 128 causal") -> kernels that support the case, the fastest first
     kernels: Mapping[str, Mapping[str, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, place: str) -> Machine:
-        """A preset by its name, or a file by its path. Raises ConfigError for anything else, and for a wrong file."""
+        """Load a preset by its name, or a machine file by its path.
+
+        Raises:
+            ConfigError: If `place` is neither a preset nor a JSON file, or the file is not valid.
+        """
         known = presets()
         if place in known:
             return machine_of(place, known[place])
@@ -110,17 +114,24 @@ class Machine:
 
     @classmethod
     def guessed(cls, device: str, dtype: str) -> Machine:
-        """The preset whose name is in the device's ("NVIDIA H100 80GB HBM3"), or `DEFAULT`. A dtype without rates
-        counts as fast as bfloat16."""
-        model = {name.partition("-")[0].upper(): name for name in presets()}
-        machine = cls.load(next((name for word, name in model.items() if word in device.upper()), DEFAULT))
+        """Return the preset whose name is part of the device's name ("NVIDIA H100 80GB HBM3"), or `DEFAULT`. A dtype
+        without rates gets those of bfloat16."""
+        preset_by_prefix = {name.partition("-")[0].upper(): name for name in presets()}
+        machine = cls.load(
+            next((name for prefix, name in preset_by_prefix.items() if prefix in device.upper()), DEFAULT)
+        )
         rates = {"attention": machine.attention, "gemm": machine.gemm}
-        same: Any = {name: {dtype: its["bfloat16"], **its} for name, its in rates.items() if "float16" not in dtype}
-        return dataclasses.replace(machine, **same)
+        with_dtype: Any = {
+            name: {dtype: rates_by_dtype["bfloat16"], **rates_by_dtype}
+            for name, rates_by_dtype in rates.items()
+            if "float16" not in dtype
+        }
+        return dataclasses.replace(machine, **with_dtype)
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
-        """Hosts without GPUs. cores, memory (bytes): of each host; its `per_node` ranks share them equally."""
+        """Return a machine of hosts without GPUs. Each host has `cores` cores and `memory` bytes, which its `per_node`
+        ranks share equally."""
         core, share = cls.load(CORE), cores / per_node
 
         def scaled(table: Table) -> Table:
@@ -132,8 +143,11 @@ class Machine:
             about=f"{cores} cores and {memory / 2**30:.0f} GiB each, rates supposed",
             per_node=per_node,
             attention={
-                dtype: {way: {kind: scaled(table) for kind, table in kinds.items()} for way, kinds in ways.items()}
-                for dtype, ways in core.attention.items()
+                dtype: {
+                    direction: {kind: scaled(table) for kind, table in tables.items()}
+                    for direction, tables in tables_by_direction.items()
+                }
+                for dtype, tables_by_direction in core.attention.items()
             },
             gemm={dtype: rate * share for dtype, rate in core.gemm.items()},
             memory_rate=core.memory_rate * share,
@@ -152,16 +166,21 @@ class Machine:
 
     @property
     def usable(self) -> int:
-        """Bytes of a rank that tensors may take."""
+        """Bytes of a rank's memory that tensors may take."""
         return int(self.memory * (1 - self.reserve_fraction))
 
     @property
     def apart(self) -> bool:
-        """Whether ranks have memory beside their host's. CPU ranks have none, and their host does not work ahead."""
+        """Whether ranks have device memory beside their host's. CPU ranks have none, and their host does not work
+        ahead."""
         return self.ahead
 
     def rated_dtype(self, dtype: str) -> str:
-        """The dtype whose rates hold for `dtype`. Raises ConfigError where the machine has none."""
+        """Return the dtype whose rates apply to `dtype`; float16 uses those of bfloat16.
+
+        Raises:
+            ConfigError: If the machine has no rates for it.
+        """
         wanted = "bfloat16" if dtype == "float16" else dtype
         if wanted not in self.attention or wanted not in self.gemm:
             known = sorted({*self.attention} & {*self.gemm})
@@ -169,14 +188,15 @@ class Machine:
         return wanted
 
     def tile_seconds(self, dtype: str, direction: str, tile: Tile, heads: int, head_dim: int, batch: int = 1) -> float:
-        """Seconds of one kernel call. Hidden pairs of a tile cost nothing, but masked and small tiles have lower
-        rates."""
+        """Return the seconds of one kernel call on a tile. Hidden pairs cost nothing, but masked and small tiles have
+        lower rates."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
         flops = FLOPS_PER_PAIR[direction] * tile.pairs * heads * head_dim * batch
         return flops / self.tile_rate(dtype, direction, TABLE_OF[tile.kind], math.sqrt(rows * columns))
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
-        """Flops/s. A causal tile larger than its table counts as a full square and two causal halves, and so on."""
+        """Return the flops/s of a tile. A causal tile larger than its table counts as a full square and two causal
+        halves, and so on."""
         tables = self.attention[self.rated_dtype(dtype)][direction]
         rate, last = interpolated(tables[kind], tokens), tables[kind][-1][0]
         if kind == "full" or tokens <= last:
@@ -185,7 +205,7 @@ class Machine:
         return 1 / (1 / full + (1 / rate - 1 / full) * last / tokens)
 
     def best_rate(self, dtype: str, direction: str) -> float:
-        """The highest rate of attention, in flops/s."""
+        """Return the highest rate of attention, in flops/s."""
         tables = self.attention[self.rated_dtype(dtype)][direction]
         return max(rate for table in tables.values() for _, rate in table)
 
@@ -194,8 +214,8 @@ class Machine:
 
 
 def interpolated(table: Table, tokens: float) -> float:
-    """A table's rate at so many tokens: linear in log(tokens) between two rows, proportional to tokens below the first
-    row, and constant above the last."""
+    """Return a table's rate at `tokens` tokens: linear in log(tokens) between two rows, proportional to tokens below
+    the first row, and constant above the last."""
     if tokens <= table[0][0]:
         return table[0][1] * tokens / table[0][0]
     for (low, slow), (high, fast) in itertools.pairwise(table):
@@ -209,7 +229,7 @@ def presets() -> dict[str, Any]:
     return json.loads(PRESETS.read_text(encoding="utf-8"))
 
 
-# the largest figures of a file: above those of any machine, and small enough for products of several
+# largest values that a file may have: above those of any machine, and small enough that products of several are finite
 MOST_RATE, MOST_SECONDS, MOST_RESERVED = 1e24, 1e6, 0.99
 NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "host_rate", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", "peak", *NUMBERS,
@@ -217,9 +237,17 @@ FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen"
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
-    """The machine of a file's content. place: what errors call it; default: "machine NAME". Raises ConfigError, which
-    names the wrong field."""
-    optional = {"kernels": None, "peak": None}  # presets have no kernels, and nobody measures a peak
+    """Build the machine from a file's content.
+
+    Args:
+        name: Name of the machine.
+        content: The parsed JSON.
+        place: What error messages call it; default "machine NAME".
+
+    Raises:
+        ConfigError: If a field is missing, unknown or not valid; the message names it.
+    """
+    optional = {"kernels": None, "peak": None}  # presets have no kernels, and calibrate does not measure a peak
     content = {**optional, **renamed.machine_file(content)} if isinstance(content, Mapping) else content
     fields = JsonField(place or f"machine {name}", content).object(FIELDS)
     host = fields["host"].object(("instruction", "ahead"))
@@ -275,10 +303,10 @@ def _order(field: JsonField) -> tuple[str, ...]:
 def _attention(field: JsonField) -> dict[str, dict[str, dict[str, Table]]]:
     return {
         dtype: {
-            way: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
-            for way, kinds in ways.object(tuple(FLOPS_PER_PAIR)).items()
+            direction: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
+            for direction, kinds in directions.object(tuple(FLOPS_PER_PAIR)).items()
         }
-        for dtype, ways in field.object().items()
+        for dtype, directions in field.object().items()
     }
 
 
@@ -300,7 +328,7 @@ def _wire(field: JsonField) -> Wire:
 
 
 def _rate(field: JsonField) -> float:
-    """A number of tokens, of bytes, of bytes/s or of flops/s."""
+    # tokens, bytes, bytes/s or flops/s
     return field.number(least=1, most=MOST_RATE)
 
 

@@ -1,4 +1,4 @@
-"""What to say where no configuration fits: why, and the nearest change with which one does. Imports no torch."""
+"""The message if no configuration fits: why, and the nearest change with which one does. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .search import Prediction, least_memory, predict
 
 
 def nothing_fits(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
-    """The sentence for a request that nothing fits, with what would fit. rejected: as in PlanResult."""
-    too_large = [f"{who}: {why}" for who, why in rejected if "GiB" in why]
+    """Return the message for a request that nothing fits, with what would fit. `rejected` is that of PlanResult."""
+    too_large = [f"{configurations}: {why}" for configurations, why in rejected if "GiB" in why]
     reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
-    near = nearest_fits(request)
-    advice = f"take {' or '.join(near)}" if near else "take a smaller model"
+    changes = nearest_fits(request)
+    advice = f"take {' or '.join(changes)}" if changes else "take a smaller model"
     tokens = f"{request.seq} tokens on {request.world} ranks"
     return f"a configuration must fit the memory and the length; got none for {tokens} ({reason}), {advice}"
 
 
 def nearest_fits(request: Request) -> list[str]:
-    """What to change so that something fits: a length that can be shared; or more ranks, an offloaded optimiser, or a
-    shorter sequence."""
+    """Return changes with each of which something fits: a length that can be shared; or more ranks, an offloaded
+    optimizer, or a shorter sequence."""
     if (length := fitting_length(request)) > request.seq:
         return [f"{length} tokens"]
     changes = []
@@ -51,7 +51,7 @@ def nearest_fits(request: Request) -> list[str]:
 
 
 def with_optimiser_on_host(request: Request) -> Request | None:
-    """The request with the optimiser in host memory; None where it cannot go there, or is there already."""
+    """Return the request with the optimizer in host memory; None if it cannot be there, or is there already."""
     if request.zero.optimiser_away or not (request.zero.stage and request.machine.apart):
         return None
     zero = dataclasses.replace(request.zero, offload_optimizer=Offload(device="cpu"))
@@ -59,16 +59,20 @@ def with_optimiser_on_host(request: Request) -> Request | None:
 
 
 def fitting_length(request: Request) -> int:
-    """The request's length, or the next one that ranks can share, if the given schedule, or a ring, fits on as many
-    ranks as can share a sequence; else 0."""
-    wanted = {"schedule": schedules.DEFAULT} | {name: x for name, x in request.given.items() if x != "auto"}
-    found = [one for one in ulysses_sizes(request.world, request.heads, wanted) if one[0] in (request.sizes or one)]
-    size = max((size for size, _ in found), default=0)
+    """Return the request's length, or the next one that ranks can share, if the given schedule, or a ring, fits on as
+    many ranks as can share a sequence; else 0."""
+    wanted = {"schedule": schedules.DEFAULT} | {name: value for name, value in request.given.items() if value != "auto"}
+    shapes = [
+        pair for pair in ulysses_sizes(request.world, request.heads, wanted) if pair[0] in (request.sizes or pair)
+    ]
+    size = max((size for size, _ in shapes), default=0)
     if not size or rank_bytes(least_memory(request, size), request.budget) > request.limit:
         return 0
-    members = [ulysses for one, ulysses in found if one == size]
-    even = [ulysses for ulysses in members if ulysses in even_ulysses(size, *request.heads)] or members
-    for ulysses in sorted({min(even), max(even)}):
+    ulysses_choices = [ulysses for shape_size, ulysses in shapes if shape_size == size]
+    even_choices = [
+        ulysses for ulysses in ulysses_choices if ulysses in even_ulysses(size, *request.heads)
+    ] or ulysses_choices
+    for ulysses in sorted({min(even_choices), max(even_choices)}):
         candidate = next(candidates(request.world, request.heads, {**wanted, "size": size, "ulysses": ulysses}), None)
         if candidate is None:  # given settings that fit no shape
             continue

@@ -1,4 +1,4 @@
-"""The planner's question: a model, a machine, and what is to be trained. Imports no torch."""
+"""The planner's input: a model, a machine, and what is to be trained. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """The sizes of a model. intermediate: with experts, the sum over those that one token goes to. parameters: of the
-    whole model, tied ones once; layer_parameters: of one layer. norms_heads: whether q and k have norms over all heads,
-    so that a head stage cannot make its own."""
+    """The sizes of a model."""
 
     hidden: int
-    intermediate: int
+    intermediate: int  # with experts, the sum over those that one token is routed to
     layers: int
-    heads: int
+    heads: int  # query heads
     kv_heads: int
     head_dim: int
     vocab: int
-    parameters: int
-    layer_parameters: int
-    tied: bool = False
-    norms_heads: bool = False
+    parameters: int  # of the whole model, tied ones counted once
+    layer_parameters: int  # of one layer
+    tied: bool = False  # whether the head and the embedding share their weights
+    norms_heads: bool = False  # whether q and k have norms over all heads, so a head chunk cannot project its own
 
     @property
     def embedding(self) -> int:
@@ -40,25 +38,24 @@ class Model:
 
     @property
     def projections(self) -> int:
-        """Weights of a layer's four attention projections."""
+        """Number of weights of a layer's four attention projections."""
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def mlp(self) -> int:
-        """Weights of a layer's MLP; with experts, of those that one token goes to."""
+        """Number of weights of a layer's MLP; with experts, of those that one token is routed to."""
         return 3 * self.hidden * self.intermediate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A training step. config: without any "auto". seq: tokens of the whole sequence. batch: sequences that a group of
-    ranks trains at once. world: ranks of the job."""
+    """A training step."""
 
     model: Model
-    config: SequenceParallelConfig
-    world: int
-    seq: int
-    batch: int = 1
+    config: SequenceParallelConfig  # without any "auto"
+    world: int  # ranks of the job
+    seq: int  # tokens of the whole sequence
+    batch: int = 1  # sequences that a group of ranks trains at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
     checkpointing: bool = True
@@ -66,8 +63,8 @@ class TrainingStep:
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """The number of (query, key) pairs that causal attention computes in documents of these lengths, with a window of
-    so many tokens."""
+    """Return the number of (query, key) pairs that causal attention computes in documents of these lengths (tokens),
+    with a window of `window` tokens; None: no window."""
     pairs = 0
     for n in lengths:
         hidden = max(0, n - window) if window else 0
@@ -76,55 +73,49 @@ def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
 
 
 class MemoryBudget(NamedTuple):
-    """The memory that there is. limit: bytes of a rank for tensors. host: bytes of a node's host, which
-    `ranks_per_node` ranks share. apart: whether ranks have memory beside their host's, as GPUs do."""
+    """The memory that ranks and hosts have."""
 
-    limit: int
-    host: float
+    limit: int  # bytes of a rank for tensors
+    host: float  # bytes of a node's host, shared by `ranks_per_node` ranks
     ranks_per_node: int
-    apart: bool = True
+    apart: bool = True  # whether ranks have device memory beside their host's, as GPUs do
 
     @classmethod
     def of(cls, machine: Machine, world: int, memory: int | None = None) -> MemoryBudget:
-        """The memory of a machine. memory: bytes of a rank in place of the machine's."""
+        """Return the memory of a machine. If `memory` is given, it is the bytes of a rank, in place of the
+        machine's."""
         limit = machine.usable if memory is None else memory
         return cls(limit, machine.host_memory, min(world, machine.per_node), machine.apart)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What is to be trained, on which machine, and which settings are fixed.
-
-    world: ranks of the job. seq: tokens of a sequence. documents: their lengths in tokens, where the sequence is a
-    pack; () for one document. window: attention's, in tokens. batch: sequences that a group of ranks trains at once.
-    given: fixed settings. sequences: of an optimiser step; None: as many as the groups train at once. sizes: values
-    that `size` may take; () for all. memory: bytes of a rank; None: what the machine has for tensors. ignores_memory:
-    whether configurations may need more memory than there is."""
+    """What is to be trained, on which machine, and which settings are fixed."""
 
     model: Model
     machine: Machine
-    world: int
-    seq: int
-    documents: tuple[int, ...] = ()
-    window: int | None = None
-    batch: int = 1
+    world: int  # ranks of the job
+    seq: int  # tokens of a sequence
+    documents: tuple[int, ...] = ()  # their lengths in tokens, if the sequence is a pack; () for one document
+    window: int | None = None  # attention's window in tokens
+    batch: int = 1  # sequences that a group of ranks trains at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
     checkpointing: bool = True
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sequences: int | None = None
-    sizes: tuple[int, ...] = ()
-    memory: int | None = None
-    ignores_memory: bool = False
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
+    sequences: int | None = None  # of an optimizer step; None: as many as the groups train at once
+    sizes: tuple[int, ...] = ()  # values that `size` may take; () for all
+    memory: int | None = None  # bytes of a rank; None: what the machine has for tensors
+    ignores_memory: bool = False  # whether configurations may need more memory than there is
 
     def __post_init__(self) -> None:
-        for what, value, most in (
+        for name, value, most in (
             ("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS),
             ("the tokens of a sequence", self.seq, limits.MAX_TOKENS),
             ("the documents of a sequence", len(self.documents), limits.MAX_DOCUMENTS),
             ("the sequences of a micro-batch", self.batch, limits.MAX_COUNT),
         ):
-            limits.check(what, value, most)
+            limits.check(name, value, most)
         self._check_given()
         if self.documents and sum(self.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
@@ -136,7 +127,7 @@ class Request:
             )
 
     def _check_given(self) -> None:
-        """Raises ConfigError where the given size, or all sizes that may be chosen, are too large to be planned."""
+        """Raise ConfigError if the given size, or every size that may be chosen, is too large to be planned."""
         ulysses = self.given.get("ulysses", "auto")
         if ulysses != "auto":
             limits.check("ulysses of a plan", ulysses, limits.MAX_ULYSSES)
@@ -170,18 +161,18 @@ class Request:
         return budget._replace(limit=2**62, host=math.inf) if self.ignores_memory else budget
 
     def memory_shortage(self, needed: float) -> str:
-        """The sentence for a configuration that needs `needed` bytes of a rank."""
+        """Return the message for a configuration that needs `needed` bytes on a rank."""
         return f"needs at least {needed / 2**30:.1f} GiB on each rank, which has {self.limit / 2**30:.1f}"
 
     @functools.cached_property
     def pairs(self) -> int:
-        """The number of (query, key) pairs of a sequence that attention computes."""
+        """Number of (query, key) pairs of a sequence that attention computes."""
         return visible_pairs(self.documents or (self.seq,), self.window)
 
     @functools.cached_property
     def flops(self) -> int:
-        """Model flops of training on a sequence, as MFU counts them: 6 a weight and token that meet, 12 a visible pair
-        and element of the heads. What checkpoints compute again is not among them."""
+        """Model flops of training on a sequence, as MFU counts them: 6 per token and weight that it is multiplied with,
+        12 per visible pair and element of the heads. What checkpoints compute again is not included."""
         m = self.model
         weights = m.layers * (m.projections + m.mlp) + m.embedding  # of the head; the embedding is read by index
         return 6 * weights * self.seq + 12 * m.layers * m.heads * m.head_dim * self.pairs
@@ -193,8 +184,8 @@ class Request:
         )  # fmt: skip
 
     def seconds_a_sequence(self, seconds: float, sequences: int) -> float:
-        """Seconds of an optimiser step divided by its sequences. seconds: of a micro-batch on all ranks, which trains
-        `sequences` sequences."""
+        """Return the seconds of an optimizer step divided by its sequences, if a micro-batch takes `seconds` on all
+        ranks and trains `sequences` sequences."""
         if self.sequences is None:
             return seconds / sequences
         return math.ceil(self.sequences / sequences) * seconds / self.sequences

@@ -1,5 +1,5 @@
-"""What the planner predicts of a candidate, from cheap to exact: an estimate; its memory and a lower bound of its time;
-a simulation. Also the settings that save memory, in the order in which they are tried. Imports no torch."""
+"""The planner's predictions for a candidate, from cheap to exact: an estimate; its memory and a lower bound of its
+time; a simulation. Also the settings that save memory, in the order in which they are tried. Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,24 +31,19 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """The predicted time and memory of a candidate that fits.
-
-    config: without any "auto". travels: "q" or "kv", forward and backward. spared: the memory settings that it needs.
-    figures: bytes of attention. forward, backward: bounds of attention in one head chunk of one layer. time: of a
-    training step, in parts. seconds: of a step, divided by its sequences. memory: of a rank and its host. simulated:
-    whether attention's time comes from the simulator; else it is the lower bound."""
+    """The predicted time and memory of a candidate that fits."""
 
     candidate: Candidate
-    config: SequenceParallelConfig
-    travels: tuple[str, str]
-    spared: Mapping[str, Any]
-    figures: Figures
-    forward: LowerBound
-    backward: LowerBound
-    time: StepTime
-    seconds: float
-    memory: Footprint
-    simulated: bool = False
+    config: SequenceParallelConfig  # without any "auto"
+    travels: tuple[str, str]  # the side that rotates ("q" or "kv"), in forward and in backward
+    spared: Mapping[str, Any]  # memory settings that it needs to fit
+    figures: Figures  # bytes of attention
+    forward: LowerBound  # of attention's forward, for one head chunk of one layer
+    backward: LowerBound  # the same, of its backward
+    time: StepTime  # of a micro-batch, by item
+    seconds: float  # of an optimizer step, divided by its sequences
+    memory: Footprint  # of a rank and its host
+    simulated: bool = False  # whether attention's time comes from the simulator; else it is the lower bound
 
     @property
     def bounds(self) -> tuple[LowerBound, LowerBound]:
@@ -59,19 +54,17 @@ class Prediction:
 
 
 class Estimate(NamedTuple):
-    """A quick guess of a candidate's time. seconds: of a step, divided by its sequences. least_seconds: the same
-    without messages, a lower bound. message_seconds: of one layer. bound_steps: about how many steps of the schedule
-    its `lower_bound` would visit."""
+    """A quick estimate of a candidate's time."""
 
-    seconds: float
-    least_seconds: float
-    message_seconds: float
-    bound_steps: int
+    seconds: float  # of a step, divided by its sequences
+    least_seconds: float  # the same without messages, a lower bound
+    message_seconds: float  # of one layer's messages
+    bound_steps: int  # about how many steps of the schedule `lower_bound` would visit
     candidate: Candidate
 
 
 class Estimator:
-    """Estimates candidates, to order them. Caches what several candidates have in common."""
+    """Estimates the time of candidates, to order them. Caches what several candidates have in common."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -94,22 +87,24 @@ class Estimator:
         )
 
     def _products(self, size: int, ulysses: int) -> tuple[float, float]:
-        """Seconds of a layer's products (forward, backward) on the Ulysses rank with the most heads, if all inner
-        ranks compute equally much."""
+        """Return the seconds of a layer's products (forward, backward) on the Ulysses rank with the most heads, if all
+        CP ranks compute equally much."""
         request = self.request
         q_heads, _ = largest_share(*request.heads, ulysses)
         pairs = request.pairs * q_heads * request.model.head_dim * request.batch / (size // ulysses)
-        rates = [request.machine.best_rate(request.dtype, way) for way in DIRECTIONS]
-        forward, backward = (FLOPS_PER_PAIR[way] * pairs / rate for way, rate in zip(DIRECTIONS, rates, strict=True))
+        rates = [request.machine.best_rate(request.dtype, direction) for direction in DIRECTIONS]
+        forward, backward = (
+            FLOPS_PER_PAIR[direction] * pairs / rate for direction, rate in zip(DIRECTIONS, rates, strict=True)
+        )
         return forward, backward
 
     def _seconds(self, size: int, forward: float, backward: float) -> float:
-        """Seconds of a step, divided by its sequences. forward, backward: seconds of one layer's attention."""
+        """Return the seconds of a step, divided by its sequences, from the seconds of one layer's attention."""
         time = step_time(self.request.step(_plain(size)), self.request.machine, forward, backward)
         return self.request.seconds_a_sequence(time.seconds, time.sequences)
 
     def links(self, candidate: Candidate) -> tuple[float, list[float]]:
-        """(seconds of Ulysses' exchanges in forward, or in backward; seconds of the schedule's messages [in forward, in
+        """Return (seconds of Ulysses' exchanges in one direction, seconds of the schedule's messages [in forward, in
         backward])."""
         key = candidate.schedule.name, *candidate.options.values(), candidate.topology
         if key not in self.link_seconds:
@@ -122,7 +117,7 @@ class Estimator:
         return self.link_seconds[key]
 
     def lopsided(self, candidate: Candidate) -> bool:
-        """Whether the last rank computes about twice its share, as it does for causal attention on contiguous blocks.
+        """Return whether the last rank computes about twice its share, as for causal attention on contiguous blocks.
         Schedules that never take keys of a later block are made for such blocks, and are balanced."""
         in_order = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
         return in_order and candidate.cp_size > 1 and candidate.schedule.can_compute(0, 1)
@@ -134,7 +129,7 @@ def _plain(size: int) -> SequenceParallelConfig:
 
 
 def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
-    """The share of ranks whose neighbour along this axis is in another node; 0 where a node holds the whole axis."""
+    """Return the share of ranks whose neighbor along this axis is in another node; 0 if a node holds the whole axis."""
     stride = 1
     for name, size in topology.axes:
         if name == axis:
@@ -145,8 +140,8 @@ def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
 
 
 def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> list[float]:
-    """Seconds in which the busiest rank receives all messages of the schedule [in forward, in backward]. All bytes
-    along an axis that leaves the node count as bytes between nodes."""
+    """Return the seconds in which the busiest rank receives all messages of the schedule [in forward, in backward]. All
+    bytes along an axis that leaves the node count as bytes between nodes."""
     machine, schedule, topology = request.machine, candidate.schedule, candidate.topology
     axes = tuple((name, topology.size(name)) for name in topology.cp_axes)
     crossing = {name: _crossing(machine, topology, name) for name, _ in axes}
@@ -156,34 +151,37 @@ def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> l
         request.seq / (candidate.cp_size * schedule.blocks_per_rank),
     )
 
-    def seconds(way: str, side: str) -> float:
-        units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(way).items())
-        total, inside = (_most_received(schedule.received, sizes, way, side, units) for sizes in (axes, in_node))
+    def seconds(direction: str, side: str) -> float:
+        units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(direction).items())
+        total, inside = (_most_received(schedule.received, sizes, direction, side, units) for sizes in (axes, in_node))
         return max(inside / machine.inside.rate, (total - inside) / rate)
 
-    return [min(seconds(way, side) for side in sides) for way, sides in travels(candidate, request.given).items()]
+    return [
+        min(seconds(direction, side) for side in sides)
+        for direction, sides in travels(candidate, request.given).items()
+    ]
 
 
 @functools.lru_cache(maxsize=2**14)
 def _most_received(
-    received: Callable[..., list[float]], axes: Axes, way: str, side: str, units: tuple[tuple[str, float], ...]
+    received: Callable[..., list[float]], axes: Axes, direction: str, side: str, units: tuple[tuple[str, float], ...]
 ) -> float:
-    """Bytes that the busiest rank receives. Cached: candidates that differ only in layout or rank order share them."""
-    return max(received(axes, way, side, dict(units)))
+    # bytes; cached, since candidates that differ only in layout or rank order share them
+    return max(received(axes, direction, side, dict(units)))
 
 
 def _between_rate(machine: Machine, crossing: float) -> float:
-    """Bytes/s of a rank to other nodes. crossing: the share of a node's ranks that send there, through its uplink."""
+    """Return the bytes/s of a rank to other nodes, if the share `crossing` of a node's ranks uses its uplink."""
     if not (machine.uplink and crossing):
         return machine.between.rate
     return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
 
 
 def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_heads: int) -> float:
-    """Seconds of Ulysses' exchanges in forward, or in backward, for a Ulysses rank with these numbers of heads."""
+    """Return the seconds of Ulysses' exchanges in one direction, for a Ulysses rank with these numbers of heads."""
     machine, ulysses_size = request.machine, candidate.ulysses
     in_node = not _crossing(machine, candidate.topology, "ulysses")
-    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # Ulysses ranks send straight to one another
+    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # Ulysses ranks send directly to one another
     tokens = request.seq / candidate.size * request.batch
     elements = tokens * (ulysses_size - 1) * (2 * q_heads + 2 * kv_heads) * request.model.head_dim
     return elements * ITEMSIZE[request.dtype] / rate
@@ -193,10 +191,12 @@ def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_h
 
 
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
-    """The prediction of a candidate by the lower bound of its time, with as few memory settings as it needs. Of
-    `LAST_RESORTS` the fastest that fits is taken.
+    """Predict a candidate by the lower bound of its time, with as few memory settings as it needs. Of `LAST_RESORTS`
+    the fastest that fits is taken.
 
-    Returns a sentence instead where the candidate does not fit, or is not legal."""
+    Returns:
+        The prediction, or a sentence if the candidate does not fit or is not legal.
+    """
     least, best = math.inf, None
     bounds: dict[tuple, list[LowerBound]] = {}  # by (head chunks, what forward keeps for backward)
     try:
@@ -226,9 +226,9 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
 
 
 def config_of_candidate(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
-    """The candidate's configuration without any "auto". Whether q or kv travels is given, or else the one with which
-    the busiest rank receives fewer bytes."""
-    sides = {f"rotate_{way}": request.given.get(f"rotate_{way}", "auto") for way in DIRECTIONS}
+    """Return the candidate's configuration without any "auto". Where the request does not say whether q or kv rotates,
+    it is the side with which the busiest rank receives fewer bytes."""
+    sides = {f"rotate_{direction}": request.given.get(f"rotate_{direction}", "auto") for direction in DIRECTIONS}
     return candidate.config(request.heads, **{**given_common_settings(request.given), **spared, **sides})
 
 
@@ -236,10 +236,10 @@ def _prediction(
     request: Request, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
     figures: Figures, memory: Footprint, known: dict[tuple, list[LowerBound]],
 ) -> Prediction:  # fmt: skip
-    """known: bounds that were computed before; takes those that are computed here."""
+    # `known` has the bounds that were computed before; bounds that are computed here are added to it
     head_chunks, call = config.head_chunks, call_of(request.step(config))
     if (head_chunks, call.kept) not in known:
-        known[head_chunks, call.kept] = [lower_bound(request.machine, call, way) for way in DIRECTIONS]
+        known[head_chunks, call.kept] = [lower_bound(request.machine, call, direction) for direction in DIRECTIONS]
     bounds = known[head_chunks, call.kept]
     attention = [head_chunks * (bound.overlapped if config.overlap else bound.seconds) for bound in bounds]
     time, seconds = _step_time(request, config, figures, bounds, attention)
@@ -261,8 +261,8 @@ def _step_time(
     request: Request, config: SequenceParallelConfig, figures: Figures, bounds: Sequence[LowerBound],
     attention: Sequence[float],
 ) -> tuple[StepTime, float]:  # fmt: skip
-    """(the time of a step, its seconds divided by its sequences). bounds, attention: of one layer, [forward, backward];
-    attention is in seconds."""
+    """Return (the time of a micro-batch, the seconds of a step divided by its sequences). `bounds` and `attention`
+    (seconds) are those of one layer, [forward, backward]."""
     links = [config.head_chunks * attention_link_seconds(request.machine, request.world, bound) for bound in bounds]
     forward, backward = attention
     time = step_time(request.step(config), request.machine, forward, backward, figures, (links[0], links[1]))
@@ -270,8 +270,8 @@ def _step_time(
 
 
 def with_head_chunks(request: Request, prediction: Prediction) -> list[Prediction]:
-    """Predictions of the same candidate with overlap, in head chunks that hide Ulysses' exchanges: one for each number
-    of head chunks that sends no more bytes and fits."""
+    """Return predictions of the same candidate with overlap, in head chunks that hide Ulysses' exchanges: one for each
+    number of head chunks that sends no more bytes and fits."""
     predictions = []
     candidate = dataclasses.replace(prediction.candidate, overlap=True)
     for head_chunks in free_head_chunk_counts(*request.heads, candidate.ulysses)[1:]:
@@ -284,38 +284,40 @@ def with_head_chunks(request: Request, prediction: Prediction) -> list[Predictio
 
 
 def simulated_instructions(request: Request, prediction: Prediction) -> int:
-    """About how many instructions the simulator would execute: at most 12 a pair of a simulated and a CP rank."""
+    """Return about how many instructions the simulator would execute: at most 12 per pair of a simulated rank and a CP
+    rank."""
     call = call_of(request.step(prediction.config))
     head_chunks = call.head_chunks if call.hides_exchanges else 1
     return 12 * call_costs.simulated_ranks(request.machine, call) * (prediction.candidate.cp_size + 1) * head_chunks
 
 
 def least_seconds_with_overlap(request: Request, prediction: Prediction) -> float:
-    """A lower bound of the seconds of a step with overlap, divided by its sequences."""
+    """Return a lower bound of the seconds of a step with overlap, divided by its sequences."""
     attention = [prediction.config.head_chunks * bound.overlapped for bound in prediction.bounds]
     return _step_time(request, prediction.config, prediction.figures, prediction.bounds, attention)[1]
 
 
 def with_simulated_time(request: Request, prediction: Prediction) -> Prediction:
-    """The same prediction, with the time of attention that the simulator finds."""
+    """Return the prediction with the time of attention by the simulator."""
     call = call_of(request.step(prediction.config))
-    attention = [call_costs.call_seconds(request.machine, call, way) for way in DIRECTIONS]
+    attention = [call_costs.call_seconds(request.machine, call, direction) for direction in DIRECTIONS]
     time, seconds = _step_time(request, prediction.config, prediction.figures, prediction.bounds, attention)
     return dataclasses.replace(prediction, time=time, seconds=seconds, simulated=True)
 
 
 def timelines(request: Request, prediction: Prediction) -> dict[str, Timeline]:
-    """Direction -> what all ranks do over time in one layer's attention: of one head chunk, or of all head chunks where
-    they hide one another's exchanges."""
+    """Return direction -> timeline of all ranks in one layer's attention: for one head chunk, or for all head chunks
+    where they hide one another's exchanges."""
     call = call_of(request.step(prediction.config))
-    return {way: call_costs.simulate_call(request.machine, call, way) for way in DIRECTIONS}
+    return {direction: call_costs.simulate_call(request.machine, call, direction) for direction in DIRECTIONS}
 
 
 def least_received_bytes(request: Request, prediction: Prediction) -> float:
-    """The least bytes that a rank can receive in one layer's forward, for full attention and this Ulysses size.
+    """Return the least bytes that a rank can receive in one layer's forward, for full attention and this Ulysses size.
 
-    With any schedule a rank needs 4 S D sqrt(Hq Hkv / (U P)) bytes or more, of which it owns some. Here S is tokens, D
-    head_dim, U the Ulysses size and P the ranks of a sequence. A causal mask lowers the bound by sqrt(2)."""
+    With any schedule a rank needs at least 4 S D sqrt(Hq Hkv / (U P)) bytes, some of which it holds already. Here S is
+    tokens, D the bytes of head_dim elements, Hq and Hkv the numbers of query and key/value heads, U the Ulysses size
+    and P the ranks of a sequence. A causal mask lowers the bound by sqrt(2)."""
     (q_heads, kv_heads), size = request.heads, prediction.config.size
     token = request.model.head_dim * ITEMSIZE[request.dtype] * request.batch * request.seq
     needed = 4 * token * math.sqrt(q_heads * kv_heads / (prediction.config.ulysses * size))
@@ -324,7 +326,7 @@ def least_received_bytes(request: Request, prediction: Prediction) -> float:
 
 # ---- settings that save memory
 
-# tried in this order, each together with those before it; head chunks are tried after these
+# tried in this order, each in addition to those before it; head chunks are tried after these
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
 LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"save_qkv_after_all_to_all": False},
@@ -334,16 +336,17 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
 )
 LAST_NAMES = {name for settings in LAST_RESORTS for name in settings}
 NO_ATTENTION = Figures(forward=0, saved=0, backward=0, inputs=True)  # a lower bound: attention needs its inputs alone
-COMMON = ("comm_dtype", "kernel", *MEMORY_SETTINGS)  # settings that do not distinguish candidates
+COMMON = ("comm_dtype", "kernel", *MEMORY_SETTINGS)  # settings that all candidates share
 
 
 def given_common_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of COMMON that the user gives; a `head_chunks` of "auto" counts as not given."""
+    """Return the settings of COMMON that the user gives; a `head_chunks` of "auto" counts as not given."""
     return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_chunks", "auto")}
 
 
 def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Sets of memory settings to try one after another, each of which saves more. None of them has a given setting."""
+    """Return sets of memory settings to try one after another, each of which saves more. None of them changes a given
+    setting."""
     given = given_common_settings(request.given).keys()
     head_chunks = [{"head_chunks": n} for n in free_head_chunk_counts(*request.heads, ulysses) if n > 1]
     options: list[dict[str, Any]] = [{}]
@@ -360,30 +363,31 @@ def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
 
 
 def most_saving_settings(request: Request, ulysses: int) -> dict[str, Any]:
-    """The last of `memory_options`, which saves most."""
+    """Return the last of `memory_options`, which saves most."""
     return memory_options(request, ulysses)[-1]
 
 
 def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
-    """Each memory setting as the user reads it."""
-    plainer = {
+    """Return each memory setting as it is printed for the user."""
+    plain_text = {
         "recompute_attention": "attention runs twice",
         "save_qkv_after_all_to_all False": "heads are exchanged again",
     }
-    words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
-    return [plainer.get(word, word) for word in words]
+    texts = [name if value is True else f"{name} {value}" for name, value in spared.items()]
+    return [plain_text.get(text, text) for text in texts]
 
 
 def least_memory(request: Request, size: int) -> Footprint:
-    """A lower bound of the memory of all candidates of a size: without attention, and with every memory setting."""
+    """Return a lower bound of the memory of all candidates of a size: without attention, and with every memory
+    setting."""
     spared = {**given_common_settings(request.given), **most_saving_settings(request, 1)}
     config = SequenceParallelConfig(size=size, ulysses=1, **spared).resolve(size)
     return footprint(request.step(config, Mask()), NO_ATTENTION)
 
 
 def least_attention(step: TrainingStep) -> Figures:
-    """The least memory of attention with any schedule: out, and in backward also dq, dk and dv. With projections inside
-    head chunks the bound is 0, since none of these tensors ever exists as a whole."""
+    """Return the least memory of attention with any schedule: out, and in backward also dq, dk and dv. With projections
+    inside head chunks the bound is 0, since none of these tensors ever exists as a whole."""
     if projecting_head_chunks(step) > 1:
         return NO_ATTENTION
     m, rows = step.model, step.seq // step.config.size * step.batch

@@ -1,5 +1,5 @@
-"""How long a training step takes on a machine. Attention's seconds are given; all else is counted by its flops and
-bytes, and the host's time by the modules that ZeRO hooks. Imports no torch."""
+"""The time of a training step on a machine. Attention's seconds are given; everything else follows from its flops and
+bytes, and the host's time from the modules that ZeRO hooks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ STEP_ITEMS = {
     "offload": "copies to host memory and back that computation does not hide",
     "drives": "ZeRO's reads from drives and writes to them",
 }
-# of a LLaMA as transformers writes it. A layer: itself, its attention, 4 projections, its MLP, 3 more, the activation
-# and 2 norms; beside layers: two models, the embedding, RoPE, a norm and the head
+# modules of a LLaMA as transformers implements it. A layer: itself, its attention, 4 projections, its MLP, 3 more, the
+# activation and 2 norms; beside layers: two models, the embedding, RoPE, a norm and the head
 LAYER_MODULES, OTHER_MODULES = 13, 6
-LOGIT_BYTES = 32  # of a logit, by the loss in fp32: log_softmax reads thrice and writes once, its gradient likewise
-# of an element of a rank's share: gradients are read for their norm and clipped (4 + 8), AdamW reads four tensors and
-# writes three (28), and the parameter is copied out of its fp32 copy (8)
+# bytes per logit that the loss reads and writes in fp32: log_softmax reads three times and writes once, its gradient
+# likewise
+LOGIT_BYTES = 32
+# bytes per element of a rank's shard that the optimizer reads and writes: gradients are read for their norm and clipped
+# (4 + 8), AdamW reads four tensors and writes three (28), and the parameter is copied out of its fp32 copy (8)
 OPTIMISER_BYTES = 48
-# the same where DeepSpeed's CPUAdam steps in host memory: clipped (8), seven tensors (28), and read as it is cast (4);
-# what the cast writes comes to that
+# the same if DeepSpeed's CPUAdam steps in host memory: clipped (8), seven tensors (28), and read as it is cast (4);
+# what the cast writes is added to this
 HOST_OPTIMISER_BYTES = 40
-# on drives, a step: the copy in fp32, its gradient and two moments are read and written again
+# bytes per element on drives and step: the fp32 copy, its gradient and two moments are read and written again
 DRIVE_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The time of one micro-batch on all ranks. seconds_by_item: seconds by the names of `STEP_ITEMS`. sequences: how
-    many are trained in it."""
+    """The time of one micro-batch on all ranks."""
 
-    seconds_by_item: Mapping[str, float]
-    sequences: int
+    seconds_by_item: Mapping[str, float]  # by the names of `STEP_ITEMS`
+    sequences: int  # sequences that are trained in it
 
     @property
     def seconds(self) -> float:
@@ -60,7 +61,7 @@ class StepTime:
 
 
 def call_of(step: TrainingStep) -> AttentionCall:
-    """The attention call of one layer of a step, on the heads of its first head chunk."""
+    """Return the attention call of one layer of a step, on the heads of its first head chunk."""
     m, cp_size, head_chunks = step.model, step.config.size // step.config.ulysses, step.config.head_chunks
     kv_heads = math.ceil(m.kv_heads / head_chunks)
     return AttentionCall(
@@ -87,9 +88,16 @@ def step_time(
     step: TrainingStep, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
     attention_links: tuple[float, float] = (0.0, 0.0),
 ) -> StepTime:  # fmt: skip
-    """The time of a step. forward, backward: seconds of one layer's attention, all head chunks together. kept:
-    attention's memory, for the bytes that checkpoints offload. attention_links: `attention_link_seconds` of both
-    directions."""
+    """Return the time of a step.
+
+    Args:
+        step: The step.
+        machine: The machine.
+        forward: Seconds of one layer's attention in forward, all head chunks together.
+        backward: The same in backward.
+        kept: Attention's memory, for the bytes that checkpoints offload.
+        attention_links: `attention_link_seconds` in forward and in backward.
+    """
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
     passes = 2 * (m.projections + m.mlp) * rows
@@ -99,8 +107,12 @@ def step_time(
         tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
     attention_again = step.checkpointing and step.config.recompute_attention
     elementwise = rows * elementwise_bytes(step)
-    small = elementwise / machine.elementwise_rate  # seconds of a forward pass beside matrices; backward has twice that
-    work = machine.gemm_seconds(dtype, passes) + small, machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * small
+    # seconds of a forward pass besides matrix products; backward has twice that
+    elementwise_seconds = elementwise / machine.elementwise_rate
+    work = (
+        machine.gemm_seconds(dtype, passes) + elementwise_seconds,
+        machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * elementwise_seconds,
+    )
     recomputed = work[0] if step.checkpointing else 0.0
     attention = forward, backward + (forward if attention_again else 0.0)
     device = attention[0] + work[0], attention[1] + work[1] + recomputed  # seconds of a layer
@@ -108,7 +120,7 @@ def step_time(
     hiding = tuple(  # seconds of a layer in which the links are free for ZeRO's transfers
         max(0.0, busy + host - links) for busy, host, links in zip(device, hooks, attention_links, strict=True)
     )
-    parts = {
+    seconds_by_item = {
         "attention forward": layers * attention[0],
         "attention backward": layers * attention[1],
         "matrices": layers * machine.gemm_seconds(dtype, (3 + step.checkpointing) * passes + tiled),
@@ -123,11 +135,11 @@ def step_time(
         "offload": offload_seconds(step, machine, kept, (hiding[0], hiding[1])),
         "drives": drive_seconds(step, machine),
     }  # fmt: skip
-    return StepTime(parts, step.world // step.config.size * step.batch)
+    return StepTime(seconds_by_item, step.world // step.config.size * step.batch)
 
 
 def optimiser_seconds(step: TrainingStep, machine: Machine) -> float:
-    """Seconds of the optimiser's step: of the elements on the device, and of those in host memory."""
+    """Return the seconds of the optimizer's step, on the elements on the device and on those in host memory."""
     on_device = states(step.model, step.zero, step.world, ITEMSIZE[step.dtype]).elements_on_device
     on_host = _owned_parameters(step) - on_device
     rate = machine.host_rate / min(step.world, machine.per_node)
@@ -136,52 +148,66 @@ def optimiser_seconds(step: TrainingStep, machine: Machine) -> float:
 
 
 def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, hiding: tuple[float, float]) -> float:
-    """Seconds of copies between a rank and its host that no computation hides. The link carries both directions at
-    once. kept: attention's memory, for the bytes that checkpoints offload. hiding: seconds of a layer (forward,
-    backward) beside which copies of pinned memory run."""
+    """Return the seconds of copies between a rank and its host that no computation hides. The link carries both
+    directions at once.
+
+    Args:
+        step: The step.
+        machine: The machine.
+        kept: Attention's memory, for the bytes that checkpoints offload.
+        hiding: Seconds of a layer (forward, backward) that can hide copies of pinned memory.
+    """
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
-    rows, own = math.ceil(step.seq / config.size) * step.batch, _owned_parameters(step)
-    on_host = own - states(step.model, zero, step.world, size).elements_on_device
-    checkpoint = lent = 0
+    rows, local_parameters = math.ceil(step.seq / config.size) * step.batch, _owned_parameters(step)
+    on_host = local_parameters - states(step.model, zero, step.world, size).elements_on_device
+    checkpoint = offloaded_again = 0
     if config.offload_checkpoints and step.checkpointing:
         checkpoint = rows * step.model.hidden * size + (kept.saved if kept and not config.recompute_attention else 0)
-        lent = (
-            kept.saved if kept and projecting_head_chunks(step) > 1 else 0
-        )  # offloaded when a layer is computed again
-    fetched = own * size / layers if zero.parameters_away else 0.0
-    # stage 3 copies gradients as they come, and once more in fp32
-    gradients = (MASTER * on_host + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
+        # offloaded when a layer is computed again
+        offloaded_again = kept.saved if kept and projecting_head_chunks(step) > 1 else 0
+    fetched = local_parameters * size / layers if zero.parameters_away else 0.0
+    # stage 3 copies gradients as they are computed, and once more in fp32
+    gradients = (
+        (MASTER * on_host + (size * local_parameters if zero.stage == 3 else 0)) / layers
+        if zero.optimiser_away
+        else 0.0
+    )
     pinned = zero.offload_optimizer.pin_memory
-    forward, backward = max(checkpoint, fetched), lent + max(checkpoint + fetched, gradients if pinned else 0.0)
+    forward, backward = (
+        max(checkpoint, fetched),
+        offloaded_again + max(checkpoint + fetched, gradients if pinned else 0.0),
+    )
     of_layer = sum(
-        max(0.0, moved / machine.offload_rate - room) for moved, room in zip((forward, backward), hiding, strict=True)
+        max(0.0, moved / machine.offload_rate - hidden)
+        for moved, hidden in zip((forward, backward), hiding, strict=True)
     )
     not_hidden = 0.0 if pinned else layers * gradients  # bytes
     if zero.optimiser_away != zero.parameters_away:  # the new parameters are copied to where parameters are kept
-        not_hidden += size * (on_host if zero.optimiser_away else own)
+        not_hidden += size * (on_host if zero.optimiser_away else local_parameters)
     return layers * of_layer + not_hidden / machine.offload_rate
 
 
 def drive_seconds(step: TrainingStep, machine: Machine) -> float:
-    """Seconds of drives: optimiser states are read and written once a step, parameters read twice and written once."""
+    """Return the seconds of drives: optimizer states are read and written once a step, parameters are read twice and
+    written once."""
     if not step.zero.drives or machine.nvme_rate is None:
         return 0.0
-    zero, own, moved = step.zero, _owned_parameters(step), 0
+    zero, local_parameters, moved = step.zero, _owned_parameters(step), 0
     if zero.offload_optimizer.device == "nvme":
-        moved += DRIVE_BYTES * own
+        moved += DRIVE_BYTES * local_parameters
     if zero.offload_param.device == "nvme":
-        moved += 3 * ITEMSIZE[step.dtype] * max(0, own - zero.offload_param.max_in_cpu)
+        moved += 3 * ITEMSIZE[step.dtype] * max(0, local_parameters - zero.offload_param.max_in_cpu)
     return moved * min(step.world, machine.per_node) / machine.nvme_rate
 
 
 def _owned_parameters(step: TrainingStep) -> int:
-    """The number of parameters whose states a rank has."""
+    # the number of parameters whose states a rank has
     return step.model.parameters // (step.world if step.zero.stage else 1)
 
 
 def attention_link_seconds(machine: Machine, world: int, attention: LowerBound) -> float:
-    """Seconds in which a layer's attention uses the links that ZeRO's collectives need. With several nodes these are
-    the links between nodes."""
+    """Return the seconds in which a layer's attention uses the links that ZeRO's collectives need. With several nodes
+    these are the links between nodes."""
     if world <= machine.per_node:
         return attention.links
     rate = min(machine.between.rate, machine.uplink / machine.per_node if machine.uplink else math.inf)
@@ -189,8 +215,8 @@ def attention_link_seconds(machine: Machine, world: int, attention: LowerBound) 
 
 
 def elementwise_bytes(step: TrainingStep) -> float:
-    """Bytes that the elementwise operations of a layer's forward read and write for a token, one operation after
-    another as transformers has them."""
+    """Return the bytes that the elementwise operations of a layer's forward read and write for a token, one operation
+    after another as transformers implements them."""
     m, size = step.model, ITEMSIZE[step.dtype]
     cast = 2 * (4 + size) if size < 4 else 0  # to fp32 and back
     norm = cast + 2 * 4 + 4 + 2 * 4 + 2 * size  # squares, their mean, times 1 / root, times weight
@@ -201,8 +227,8 @@ def elementwise_bytes(step: TrainingStep) -> float:
 
 
 def hook_seconds(step: TrainingStep, machine: Machine, device: tuple[float, float]) -> tuple[float, float]:
-    """Seconds of ZeRO-3's hooks in a layer (forward, backward), while the device waits. device: seconds of its work in
-    the layer, which hides hooks on machines whose host works ahead."""
+    """Return the seconds of ZeRO-3's hooks in a layer (forward, backward) during which the device waits. `device` is
+    the seconds of its work in the layer (forward, backward), which hides hooks if the host works ahead."""
     if machine.zero is None or step.zero.stage < 3:
         return 0.0, 0.0
     forward, backward = LAYER_MODULES * machine.zero.forward, LAYER_MODULES * machine.zero.backward
@@ -214,8 +240,8 @@ def hook_seconds(step: TrainingStep, machine: Machine, device: tuple[float, floa
 
 
 def gather_seconds(machine: Machine, world: int, size: float) -> float:
-    """Seconds of an all-gather of `size` bytes over all ranks, or of a reduce-scatter of as many. Each node receives
-    the parts of other nodes over all its links, and passes them on inside."""
+    """Return the seconds of an all-gather, or of a reduce-scatter, of `size` bytes over all ranks. Each node receives
+    the shards of other nodes over all its links, and forwards them inside."""
     per_node = min(world, machine.per_node)
     nodes = math.ceil(world / machine.per_node)
     if world == 1:
@@ -229,8 +255,8 @@ def gather_seconds(machine: Machine, world: int, size: float) -> float:
 
 
 def collective_seconds(machine: Machine, world: int, kind: str, size: float, count: float = 1) -> float:
-    """Seconds of `count` collectives of `size` bytes in all. kind: "gather", "reduce" (a reduce-scatter) or
-    "all_reduce". As measured, where the machine was measured on `world` ranks; else by its links."""
+    """Return the seconds of `count` collectives of `size` bytes in all: as measured, if the machine was measured on
+    `world` ranks; else by its links. `kind` is "gather", "reduce" (a reduce-scatter) or "all_reduce"."""
     measured = machine.zero
     if measured is not None and measured.ranks == world:
         wire = {"gather": measured.gather, "reduce": measured.reduce, "all_reduce": measured.all_reduce}[kind]
@@ -239,8 +265,8 @@ def collective_seconds(machine: Machine, world: int, kind: str, size: float, cou
 
 
 def zero_seconds(step: TrainingStep, machine: Machine, hiding: tuple[float, float]) -> float:
-    """Seconds of ZeRO's collectives that no computation hides. hiding: seconds of a layer (forward, backward) beside
-    which transfers can run."""
+    """Return the seconds of ZeRO's collectives that no computation hides. `hiding` is the seconds of a layer (forward,
+    backward) that can hide transfers."""
     m, zero, size, world = step.model, step.zero, ITEMSIZE[step.dtype], step.world
     if world == 1:
         return 0.0
@@ -268,14 +294,15 @@ def zero_seconds(step: TrainingStep, machine: Machine, hiding: tuple[float, floa
             layers = max(slowed, layer - hiding[0]) + max(slowed, layer - hiding[1])
             ends += reduction(m.parameters)
         return m.layers * layers + ends
-    # stages 1 and 2 reduce buckets on all ranks too, unless they are told not to (use_multi_rank_bucket_allreduce)
+    # stages 1 and 2 all-reduce buckets over all ranks too, unless use_multi_rank_bucket_allreduce is false
     seconds = collective_seconds(machine, world, "all_reduce", m.parameters * size)
     seconds = max(0.0, seconds - (m.layers * hiding[1] if overlaps and machine.ahead else 0.0)) + norm
     return seconds + (gather(m.parameters) if zero.stage else 0.0)  # of the new parameters
 
 
 def zero_copied_bytes(step: TrainingStep) -> float:
-    """Bytes that ZeRO reads and writes around its collectives, one operation after another as DeepSpeed has them."""
+    """Return the bytes that ZeRO reads and writes around its collectives, one operation after another as DeepSpeed
+    implements them."""
     if step.world == 1:
         return 0.0
     gathered = 2 * 2 if step.zero.stage == 3 else 0  # copied out of the gathered buffer, in forward and in backward
