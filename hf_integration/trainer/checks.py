@@ -160,7 +160,7 @@ def _world_size() -> int:
     return world
 
 
-def has_own_loss(trainer: Any) -> bool:
+def has_custom_loss(trainer: Any) -> bool:
     """Whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's compute_loss,
     trl's DPOTrainer, or a model whose own forward may add to it."""
     if sees_whole_outputs(trainer.model):
@@ -241,7 +241,7 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
             ) from reason
         if not TOKENS.intersection(collated):
             _refuse_if_text(examples[0])
-        if not has_own_loss(trainer):
+        if not has_custom_loss(trainer):
             check_batch(trainer.sp, collated, causal=True)
 
 
