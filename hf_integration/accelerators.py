@@ -273,7 +273,7 @@ class GroupAccelerator(GroupState):
 
 
 def _same_in_groups(values: Tensor) -> bool:
-    """Return whether the ranks of each group hold the same values up to rounding. (groups, ranks of a group, ...)"""
+    """Return whether ranks of a group hold equal values up to rounding. values: (groups, ranks of a group, ...)."""
     first = values[:, :1]
     if not values.is_floating_point():
         return bool((values == first).all())
@@ -334,7 +334,7 @@ COUNTS: dict[str, Callable[..., bool]] = {
         ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes"), lambda *_: True
     ),
 }
-# packages that call them where ranks are meant, or with a separate Accelerator
+# packages that call them where ranks are meant, or with their own Accelerator
 EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
 _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that `share_accelerator` was called with

@@ -302,7 +302,7 @@ class SequenceParallelMixin(Behind):
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """Call the class's `compute_loss`; in evaluation, where the Trainer passes no count, with the step's."""
+        """Call the class's `compute_loss`, in evaluation with the step's count, where the Trainer passes none."""
         items = inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:
             num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
