@@ -1,4 +1,4 @@
-"""Starts examples/finetune_llama.py with DeepSpeed's launcher, on what this machine has: `make demo`.
+"""Start examples/finetune_llama.py with DeepSpeed's launcher, on the devices of this machine: `make demo`.
 
     python examples/demo.py [--ranks N] [--config FILE] [--out FOLDER]
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "ds_configs"
-# what keeps torch and DeepSpeed from any GPU, where torch has not looked for one yet
+# environment that hides all GPUs from torch and DeepSpeed, if torch has not looked for one yet
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-# in a process of its own: one that has asked CUDA keeps memory on a GPU. Flash attention needs capability 8.0 (Ampere)
+# run in a separate process: one that has used CUDA keeps memory on a GPU. Flash attention needs capability 8.0 (Ampere)
 COUNT = """
 import torch
 
@@ -31,23 +31,30 @@ print(count if all(torch.cuda.get_device_capability(number) >= (8, 0) for number
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """ranks: how many; config: the DeepSpeed JSON; on_gpus: each on a GPU of its own, or all on CPUs."""
+    """What to run."""
 
     ranks: int
-    config: Path
-    on_gpus: bool
+    config: Path  # DeepSpeed JSON
+    on_gpus: bool  # whether each rank has a GPU, or all are on CPUs
 
     def __str__(self) -> str:
-        where = "GPUs" if self.on_gpus else "CPU ranks, which see no GPU"
-        return f"demo: {self.config.stem} on {self.ranks} {where}"
+        devices = "GPUs" if self.on_gpus else "CPU ranks, which see no GPU"
+        return f"demo: {self.config.stem} on {self.ranks} {devices}"
 
 
 def choose(devices: int, ranks: int | None = None, config: Path | None = None) -> Choice:
-    """What to run on a machine with this many GPUs. Ends with a sentence where ranks or config cannot be run.
+    """Choose what to run.
 
-    ranks: as the user asks for; default: those of one sequence, four at most. config: as the user asks for; default: a
-    sequence on four ranks, or on two. GPUs are taken where there is one for each of 2 or more ranks, and the
-    configuration trains in bf16 or fp16, which fast kernels take.
+    GPUs are used if there is one for each of 2 or more ranks, and the configuration trains in bf16 or fp16, which fast
+    kernels need.
+
+    Args:
+        devices: Number of GPUs of this machine.
+        ranks: Number that the user asks for; by default the ranks of one sequence, four at most.
+        config: DeepSpeed JSON that the user asks for; by default one with a sequence on four ranks, or on two.
+
+    Raises:
+        SystemExit: If the ranks or the configuration cannot be run.
     """
     if ranks is not None and ranks < 1:
         raise SystemExit(f"RANKS must be a whole number from 1; got {ranks}")
@@ -65,7 +72,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 
 
 def _needs(config: Path) -> tuple[int, bool]:
-    """Of a DeepSpeed JSON: the ranks of one sequence, 1 for "auto"; whether it trains in bf16 or fp16."""
+    """Return the ranks of one sequence in a DeepSpeed JSON, 1 for "auto", and whether it trains in bf16 or fp16."""
     from ds_seqpar import SeqParError, SequenceParallelConfig
     from ds_seqpar.config.deepspeed_json import read_deepspeed
 
@@ -78,10 +85,10 @@ def _needs(config: Path) -> tuple[int, bool]:
 
 
 def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], Mapping[str, str]]:
-    """(the launcher's command line, what to set in its environment). visible: CUDA_VISIBLE_DEVICES, where it is set.
+    """Return the launcher's command line, and the changes of its environment. `visible` is CUDA_VISIBLE_DEVICES if set.
 
-    The launcher numbers devices in CUDA_VISIBLE_DEVICES for CPU ranks too, so `env` hides them again in each rank.
-    Which GPUs to use it takes from --include alone.
+    The launcher numbers devices in CUDA_VISIBLE_DEVICES for CPU ranks too, so `env` hides them again in each rank. It
+    reads the GPUs to use from --include only.
     """
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
     script = [str(ROOT / "examples" / "finetune_llama.py"), "--deepspeed_config", str(choice.config), "--out", out]
@@ -89,10 +96,10 @@ def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], M
         hidden = [f"{name}={value}" for name, value in HIDDEN.items()]
         launcher += ["--num_gpus", str(choice.ranks), "--no_python", "--no_local_rank", "env", *hidden]
         return [*launcher, sys.executable, "-u", *script], HIDDEN
-    given = visible.split(",") if visible else [str(number) for number in range(choice.ranks)]
-    if not all(number.strip().isdecimal() for number in given):
+    gpus = visible.split(",") if visible else [str(number) for number in range(choice.ranks)]
+    if not all(number.strip().isdecimal() for number in gpus):
         raise SystemExit(f"DeepSpeed's launcher needs numbers in CUDA_VISIBLE_DEVICES; got {visible}")
-    chosen = ",".join(number.strip() for number in given[: choice.ranks])
+    chosen = ",".join(number.strip() for number in gpus[: choice.ranks])
     return [*launcher, "--include", f"localhost:{chosen}", *script], {}
 
 
@@ -104,11 +111,11 @@ def main() -> int:
     args = parser.parse_args()
     counted = subprocess.run([sys.executable, "-c", COUNT], stdout=subprocess.PIPE, text=True, check=True)
     choice = choose(int(counted.stdout), args.ranks, args.config)
-    words, changes = command(choice, args.out, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    arguments, changes = command(choice, args.out, os.environ.get("CUDA_VISIBLE_DEVICES"))
     environment = {**os.environ, **changes}
     print(choice, flush=True)
     prepared = subprocess.run([sys.executable, "-m", "ds_seqpar", "prepare"], env=environment)
-    return prepared.returncode or subprocess.run(words, env=environment).returncode
+    return prepared.returncode or subprocess.run(arguments, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Trains a LLaMA on long sequences, each split over many ranks.
+"""Train a LLaMA on long sequences, each split over many ranks.
 
     deepspeed --num_gpus 4 examples/finetune_llama.py --deepspeed_config ds_configs/zero3_u2r2_fp32.json
 
-Without further arguments: a small LLaMA (with GQA) from a config, bytes as tokens, and the Python standard library's
-own sources as text. It writes to --out: the model as `from_pretrained` reads it, the loss curve, and a line a step.
+Without further arguments it trains a small LLaMA (with GQA) from a config, with bytes as tokens and the sources of the
+Python standard library as text. It writes to --out: the model as `from_pretrained` reads it, the loss curve, and a line
+for each step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; without it every rank starts a thread a core
+if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; otherwise every rank starts a thread for each core
     ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
 
@@ -55,12 +56,12 @@ def arguments() -> argparse.Namespace:
 
 
 def load_tokenizer(folder: Path | None) -> object:
-    """The model folder's own tokenizer, or bytes."""
+    """Return the tokenizer of the model folder, or one of bytes."""
     return AutoTokenizer.from_pretrained(folder) if folder else ByT5Tokenizer(extra_ids=0)
 
 
 def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
-    """The folder's model (under ZeRO-3 never whole on one rank), or a small new one: the same on every rank."""
+    """Load the folder's model (under ZeRO-3 never whole on one rank), or make a small one, the same on every rank."""
     torch.manual_seed(args.seed)
     if args.model is None:
         config = LlamaConfig(
@@ -72,15 +73,15 @@ def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
     bf16 = settings.get("bf16", {}).get("enabled", False)
     partitioned = None
     if settings.get("zero_optimization", {}).get("stage") == 3:
-        wanted = {"zero_optimization": settings["zero_optimization"], "train_micro_batch_size_per_gpu": 1}
-        partitioned = HfDeepSpeedConfig(wanted)  # from_pretrained asks whether one is alive
+        needed = {"zero_optimization": settings["zero_optimization"], "train_micro_batch_size_per_gpu": 1}
+        partitioned = HfDeepSpeedConfig(needed)  # from_pretrained checks whether one is alive
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if bf16 else torch.float32)
     del partitioned
     return model
 
 
 def read_tokens(data: Path, tokenizer: object, count: int, seed: int) -> torch.Tensor:
-    """`count` tokens of the text: files in an order that is the same on every rank, again from the start if short."""
+    """Read `count` tokens from files in an order that is the same on every rank, repeated if there are too few."""
     files = [data] if data.is_file() else sorted(p for p in data.rglob("*") if p.suffix in (".py", ".txt", ".md"))
     if not files:
         raise SystemExit(f"--data needs a text file or a folder with .py, .txt or .md files; got {data}")
@@ -97,7 +98,7 @@ def read_tokens(data: Path, tokenizer: object, count: int, seed: int) -> torch.T
 
 
 def windows(tokens: torch.Tensor, sp: ds_seqpar.SequenceParallel, micro: int, steps: int) -> Iterator[list[dict]]:
-    """Accumulation windows of this rank's data group, for ever. tokens: (sequences, seq_len)."""
+    """Yield the micro-batches of each step of this rank's data group, forever. tokens: (sequences, seq_len)."""
     number = 0
     while True:
         microbatches = []
@@ -110,7 +111,7 @@ def windows(tokens: torch.Tensor, sp: ds_seqpar.SequenceParallel, micro: int, st
 
 
 def evaluate(engine: deepspeed.DeepSpeedEngine, sp: ds_seqpar.SequenceParallel, tokens: torch.Tensor) -> float:
-    """Mean token loss over held-out sequences; every data group works on all of them."""
+    """Return the mean token loss of held-out sequences; every data group evaluates all of them."""
     engine.eval()
     batches = [{"input_ids": ids[None], "labels": ids[None].clone()} for ids in tokens]
     with torch.no_grad():
@@ -127,21 +128,21 @@ def train(
     steps: int,
     file: Path,
 ) -> list[float]:
-    """Runs the steps; logs a line each to `file`. Returns the losses."""
+    """Train for some steps, log a line for each to `file`, and return the losses."""
     first = dist.get_rank() == 0
     losses, bar = [], tqdm(range(steps), disable=not first, desc="train", unit="step", mininterval=1.0)
     with open(file if first else os.devnull, "w", encoding="utf-8") as log:
         for step in bar:
-            began, parts, tokens = time.perf_counter(), [], 0
+            began, shard_losses, tokens = time.perf_counter(), [], 0
             microbatches = next(data)
             for batch in sp.shard_batches(microbatches, device=engine.device):
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()
-                parts.append(loss)
+                shard_losses.append(loss)
                 tokens += batch["input_ids"].numel() * dist.get_world_size()
-            # a rank's loss is only its own part: the step's loss is their mean
-            losses.append(sp.mean_loss(parts))
+            # a rank's loss is of its shard only: the step's loss is the mean over ranks
+            losses.append(sp.mean_loss(shard_losses))
             norm, speed = float(engine.get_global_grad_norm() or 0.0), tokens / (time.perf_counter() - began)
             bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{speed:.0f}")
             log.write(json.dumps({"step": step, "loss": losses[-1], "grad_norm": norm, "tokens_per_s": speed}) + "\n")
@@ -149,7 +150,7 @@ def train(
 
 
 def save_model(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """Writes what from_pretrained reads; under ZeRO-3 one parameter at a time is whole, on the first rank's CPU."""
+    """Save for from_pretrained; under ZeRO-3 one parameter at a time is whole, on the first rank's CPU."""
     state = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -170,7 +171,7 @@ def draw(losses: list[float], before: float, after: float, file: Path) -> None:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed's calls
     args = arguments()
     tokenizer = load_tokenizer(args.model)
     start()  # torch.distributed

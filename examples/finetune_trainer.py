@@ -1,14 +1,15 @@
-"""Fine-tunes a model with the HuggingFace Trainer, each document split over many ranks.
+"""Fine-tune a model with the HuggingFace Trainer, each document split over many ranks.
 
     deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/trainer_zero3_sp4.json
 
     accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/trainer_zero3_sp4.json --num_processes 4 \\
         examples/finetune_trainer.py
 
-All of transformers' TrainingArguments are options. Without further ones: a small LLaMA from a config, bytes as tokens,
-and the Python standard library's own sources, a file a document. --lora trains adapters instead of the model; --pack
-lays documents end to end instead of padding them, and none sees another. --resume_from_checkpoint True goes on from the
-last whole checkpoint of --output_dir, --resume_from_checkpoint FOLDER from that one.
+All of transformers' TrainingArguments are options. Without further ones it trains a small LLaMA from a config, with
+bytes as tokens, on the sources of the Python standard library, one document for each file. --lora trains adapters
+instead of the model. --pack concatenates documents instead of padding them, and none sees another.
+--resume_from_checkpoint True continues from the last whole checkpoint of --output_dir, --resume_from_checkpoint FOLDER
+from that one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; without it every rank starts a thread a core
+if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; otherwise every rank starts a thread for each core
     ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
 
@@ -67,7 +68,7 @@ def parse() -> tuple[Arguments, TrainingArguments]:
 
 
 def load_model(args: Arguments, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
-    """The folder's model (under ZeRO-3 never whole on one rank), or a small new one: the same on every rank."""
+    """Load the folder's model (under ZeRO-3 never whole on one rank), or make a small one, the same on every rank."""
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model)
     config = LlamaConfig(
@@ -78,19 +79,19 @@ def load_model(args: Arguments, vocab_size: int, pad_token_id: int) -> PreTraine
 
 
 def with_adapters(model: PreTrainedModel) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model  # only those who ask for it need it
+    from peft import LoraConfig, get_peft_model  # needed with --lora only
 
     return get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
 
 
 def read_documents(args: Arguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Dataset:
-    """One document a file, in an order that is the same on every rank; of different lengths, up to seq_len."""
+    """Read a document from each file, up to seq_len tokens, in an order that is the same on every rank."""
     files = sorted(p for p in Path(args.data).rglob("*") if p.suffix in (".py", ".txt", ".md") and p.stat().st_size)
-    wanted = args.documents + args.eval_documents
-    if len(files) < wanted:
-        raise SystemExit(f"--data needs {wanted} files that are not empty (.py, .txt, .md); got {len(files)}")
+    count = args.documents + args.eval_documents
+    if len(files) < count:
+        raise SystemExit(f"--data needs {count} files that are not empty (.py, .txt, .md); got {len(files)}")
     random.Random(seed).shuffle(files)
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[:wanted]]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[:count]]
     return Dataset.from_list([tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts])
 
 
@@ -99,7 +100,7 @@ def laid_out(args: Arguments, documents: Dataset) -> Dataset | Packs:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed's calls
     args, training = parse()
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else ByT5Tokenizer(extra_ids=0)

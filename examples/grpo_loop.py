@@ -1,9 +1,10 @@
-"""GRPO in a loop of one's own, where ranks share each sequence. The same numbers on 1 rank and on 2:
+"""GRPO in a custom training loop in which ranks share each sequence. It prints the same numbers on 1 rank and on 2:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/grpo_loop.py --size 2
 
-A rank samples completions by itself (`generate` is local), with the seed of its group: ranks that share sequences have
-the same ones. The model then takes whole completions and gives whole log-probabilities, of which any loss is made.
+Each rank samples completions by itself (`generate` is local), with the seed of its group: ranks that share sequences
+sample the same ones. The model then takes whole completions and returns whole log-probabilities, from which any loss
+can be computed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_integration import share_sequences
 
-SAMPLES, PROMPT, NEW, CLIP, BETA = 4, 8, 56, 0.2, 0.04  # completions a prompt, tokens, PPO's clip, weight of the KL
+SAMPLES, PROMPT, NEW, CLIP, BETA = 4, 8, 56, 0.2, 0.04  # completions of a prompt, tokens, PPO's clip, KL weight
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -28,13 +29,13 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def logps_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """The log-probability of each completed token, (samples, NEW): one number a token is gathered."""
+    """Return the log-probability of each completed token, (samples, NEW): one number for each token is gathered."""
     logits = model(input_ids=ids).logits[:, PROMPT - 1 : -1]
     return logits.float().log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
 
 
 def reward_of(ids: Tensor) -> Tensor:
-    """(samples,): how many completed tokens are even. Here stands a verifier, or a reward model."""
+    """Return the share of even completed tokens, (samples,). It stands in for a verifier or a reward model."""
     return (ids[:, PROMPT:] % 2 == 0).float().mean(1)
 
 
@@ -52,18 +53,18 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for step in range(args.steps):
-        torch.manual_seed(1000 * step + sp.data_rank)  # one seed a group: its ranks sample the same tokens
+        torch.manual_seed(1000 * step + sp.data_rank)  # one seed for each group: its ranks sample the same tokens
         prompt = torch.randint(0, 256, (1, PROMPT)).repeat(SAMPLES, 1).to(sp.device)
         with torch.no_grad():
             ids = policy.generate(prompt, do_sample=True, max_new_tokens=NEW, min_new_tokens=NEW)
-            before, kept = logps_of(policy, ids), logps_of(reference, ids)
+            old_logps, reference_logps = logps_of(policy, ids), logps_of(reference, ids)
         reward = reward_of(ids)
         advantage = ((reward - reward.mean()) / (reward.std() + 1e-4))[:, None]
         for _ in range(2):  # updates on the same completions
             logps = logps_of(model, ids)
-            ratio = (logps - before).exp()
+            ratio = (logps - old_logps).exp()
             gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-            kl = (kept - logps).exp() - (kept - logps) - 1
+            kl = (reference_logps - logps).exp() - (reference_logps - logps) - 1
             loss = (BETA * kl - gain).mean()  # the same on all ranks of a group
             loss.backward()
             optimizer.step()

@@ -1,9 +1,10 @@
-"""A reward model in a loop of one's own, where ranks share each sequence. The same numbers on 1 rank and on 2:
+"""A reward model in a custom training loop in which ranks share each sequence. It prints the same numbers on 1 rank and
+on 2:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/reward_loop.py --size 2
 
-Heads of other kinds than a causal language model's are given whole outputs of the base model. So transformers' own
-ForSequenceClassification gives the score of each row, on all ranks that share it.
+Heads other than a causal language model's are given whole outputs of the base model. So transformers'
+ForSequenceClassification returns the score of each row, on all ranks that share it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for step in range(args.steps):
-        # each step every group takes its own pair: a chosen row, and a rejected one that is shorter
+        # in each step every group takes another pair: a chosen row, and a rejected one that is shorter
         ids = torch.randint(1, 256, (sp.data_size, 2, 96))[sp.data_rank]
         ids[1, 70:] = 0
         scores = model(input_ids=ids.to(sp.device), attention_mask=(ids != 0).long().to(sp.device)).logits

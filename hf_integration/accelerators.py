@@ -1,8 +1,10 @@
-"""Accelerators that count groups of ranks, where accelerate counts processes: for loops of one's own, and the Trainer.
+"""Accelerators that count groups of ranks where accelerate counts processes: for custom training loops, and the
+Trainer.
 
-The ranks that share sequences stand for one process of the plain script. So what accelerate does once a process must be
-done once a group: it deals batches, steps schedulers, gathers and splits. What belongs to a process stays so: devices,
-barriers, random states, files, and the mean of gradients. `docs/loaders.md` lists the members of both kinds.
+The ranks that share sequences replace one process of the plain script. So what accelerate does once for each process
+must be done once for each group: distributing batches, stepping schedulers, gathering and splitting. Devices, barriers,
+random states, files, and the mean of gradients still belong to a process. `docs/loaders.md` lists both kinds of
+members.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from .loaders import examples_of, prepare_loader, stream_of
 
 
 class GroupState:
-    """A state of accelerate's that counts groups. All else is that of `own`, which counts processes. sp: None counts
-    processes too."""
+    """Proxy of a state of accelerate that counts groups. All other members are those of `own`, which counts processes.
 
-    def __init__(self, own: Any, sp: SequenceParallel | None) -> None:
-        vars(self).update(own=own, sp=sp)
+    With `sp=None` it counts processes too.
+    """
+
+    def __init__(self, wrapped: Any, sp: SequenceParallel | None) -> None:
+        vars(self).update(own=wrapped, sp=sp)
 
     @property
     def num_processes(self) -> int:
@@ -61,7 +65,7 @@ class GroupState:
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which steps once a process: with as many processes as there are groups."""
+    """accelerate's scheduler, which steps once for each process, with groups as processes."""
 
     sp: SequenceParallel
 
@@ -72,35 +76,40 @@ class GroupScheduler(AcceleratedScheduler):
             super().step(*args, **kwargs)
         finally:
             state.num_processes = processes
-            AcceleratorState()  # takes it over
+            AcceleratorState()  # copies it from PartialState
 
 
 class GroupAccelerator(GroupState):
-    """An Accelerator whose processes are groups. own: the Accelerator of all ranks. of_trainer: for the Trainer, whose
-    ranks have compared their values already, and whose steps move whole batches to the device by themselves. sp: None
-    until the model is patched."""
+    """An Accelerator whose processes are groups.
+
+    Args:
+        accelerator: The Accelerator of all ranks, kept as `own`.
+        sp: The SequenceParallel of the model; None until the model is patched.
+        of_trainer: Whether it is the Trainer's, whose ranks have already compared their values, and whose steps move
+            whole batches to the device.
+    """
 
     of_trainer: bool
 
-    def __init__(self, own: Accelerator, sp: SequenceParallel | None, of_trainer: bool = False) -> None:
-        super().__init__(own, sp)
+    def __init__(self, accelerator: Accelerator, sp: SequenceParallel | None, of_trainer: bool = False) -> None:
+        super().__init__(accelerator, sp)
         vars(self).update(of_trainer=of_trainer)
-        _counted.add(own)
+        _counted.add(accelerator)
         self._count_groups()
 
     @property
     def state(self) -> GroupState:
         return GroupState(self.own.state, self.sp)
 
-    # ---- what is prepared
+    # ---- preparing
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         dummies = [x for x in args if isinstance(x, DummyScheduler) and x.total_num_steps is not None]
         size = 1 if self.sp is None else self.sp.size
-        own, plugin = vars(self.own), self.own.state.deepspeed_plugin
+        attributes, plugin = vars(self.own), self.own.state.deepspeed_plugin
         if plugin is not None and self.sp is not None:
             count_by_rank(plugin.deepspeed_config, self.sp)
-        own["prepare_data_loader"] = self.prepare_data_loader
+        attributes["prepare_data_loader"] = self.prepare_data_loader
         for dummy in dummies:  # accelerate divides them by the number of processes
             dummy.total_num_steps *= size
         try:
@@ -108,7 +117,7 @@ class GroupAccelerator(GroupState):
         finally:
             for dummy in dummies:
                 dummy.total_num_steps //= size
-            del own["prepare_data_loader"]
+            del attributes["prepare_data_loader"]
             self._count_groups()
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
@@ -119,34 +128,34 @@ class GroupAccelerator(GroupState):
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader:
-        """accelerate's own preparation of a loader, for this rank's group in place of this rank."""
-        own: Any = self.own
-        if own.dispatch_batches:
+        """Prepare a loader as accelerate does, for this rank's group in place of this rank."""
+        accelerator: Any = self.own
+        if accelerator.dispatch_batches:
             raise ConfigError(
                 "an Accelerator whose model shares sequences needs dispatch_batches=False, or the first rank would "
                 "hand every rank another part of a batch; got True, leave it out"
             )
         if not getattr(data_loader, "_is_accelerate_prepared", False):
-            placed = own.device_placement if device_placement is None else device_placement
+            put_on_device = accelerator.device_placement if device_placement is None else device_placement
             data_loader = prepare_loader(
                 data_loader,
                 self.sp,
-                put_on_device=placed and not self.of_trainer,
-                device=own.device,
-                even_batches=own.even_batches,
-                split_batches=own.split_batches,
-                rng_types=own.rng_types.copy(),
-                use_seedable_sampler=own.use_seedable_sampler,
-                data_seed=own.dataloader_config.data_seed,
-                non_blocking=own.non_blocking,
-                use_stateful_dataloader=own.use_stateful_dataloader or hasattr(data_loader, "state_dict"),
+                put_on_device=put_on_device and not self.of_trainer,
+                device=accelerator.device,
+                even_batches=accelerator.even_batches,
+                split_batches=accelerator.split_batches,
+                rng_types=accelerator.rng_types.copy(),
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=accelerator.dataloader_config.data_seed,
+                non_blocking=accelerator.non_blocking,
+                use_stateful_dataloader=accelerator.use_stateful_dataloader or hasattr(data_loader, "state_dict"),
             )
-        if data_loader not in own._dataloaders:
-            own._dataloaders.append(data_loader)
+        if data_loader not in accelerator._dataloaders:
+            accelerator._dataloaders.append(data_loader)
         return data_loader
 
     def _count_groups(self) -> None:
-        """Makes the schedulers and the DeepSpeed engines that `own` has prepared count groups."""
+        """Make the schedulers and the DeepSpeed engines that `own` has prepared count groups."""
         if self.sp is None:
             return
         for scheduler in self.own._schedulers:
@@ -156,29 +165,29 @@ class GroupAccelerator(GroupState):
             if hasattr(engine, "global_samples"):
                 count_sequences(engine, self.sp)
 
-    # ---- what is gathered
+    # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        """The values of each group once, along the first dim."""
+        """Concatenate the values of each group, once, along the first dim."""
         if self.sp is None or (self.of_trainer and self.sp.data_size == 1):
             return tensor
         by_group = self._by_group(tensor, "gather")
         return recursively_apply(lambda x: x.flatten(0, 1) if x.dim() > 1 else x, by_group)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without the examples that fill up the last batch."""
+        """Gather, without the repeated examples that fill up the last batch."""
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
-        data = self._objects(input_data) if use_gather_object else self.gather(input_data)
+        data = self._gather_objects(input_data) if use_gather_object else self.gather(input_data)
         real = self.real_examples()
         if use_gather_object:
             return data[:real]
         return recursively_apply(lambda x: x[:real] if x.dim() else x, data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum over groups."""
+        """Reduce to the sum, mean or maximum over groups."""
         if self.sp is None:
             return self.own.reduce(tensor, reduction, scale)
         groups = self.sp.data_size
@@ -195,14 +204,16 @@ class GroupAccelerator(GroupState):
         return self.own.pad_across_processes(recursively_apply(plain, tensor), *args, **kwargs)
 
     def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Any:
-        """Runs the function on the first rank of a group."""
+        """Run the function on the first rank of a group."""
         if self.sp is not None and process_index is not None:
-            process_index = self._ranks()[process_index][0]
+            process_index = self._ranks_by_group()[process_index][0]
         return self.own.on_process(function, process_index=process_index)
 
     def real_examples(self) -> int | None:
-        """The number of the last batch's examples, over all groups, that are no repetitions; None: all of them, or, for
-        the Trainer alone, not known."""
+        """Return how many of the last batch's examples, over all groups, are not repetitions.
+
+        None means all of them, or, for the Trainer only, an unknown number.
+        """
         state = self.own.gradient_state
         if not state.end_of_dataloader:
             return None
@@ -220,24 +231,26 @@ class GroupAccelerator(GroupState):
                 state.active_dataloader.remainder = examples % batch
         return state.remainder if state.remainder > 0 else None
 
-    def _ranks(self) -> list[list[int]]:
-        """The ranks of each group."""
+    def _ranks_by_group(self) -> list[list[int]]:
         if self.sp is None:
             return [[rank] for rank in range(dist.get_world_size())]
-        found: list[list[int]] = [[] for _ in range(self.sp.data_size)]
+        by_group: list[list[int]] = [[] for _ in range(self.sp.data_size)]
         for rank in range(dist.get_world_size()):
-            found[self.sp.topology.index(rank, "data")].append(rank)
-        return found
+            by_group[self.sp.topology.index(rank, "data")].append(rank)
+        return by_group
 
-    def _objects(self, data: Any) -> list[Any]:
+    def _gather_objects(self, data: Any) -> list[Any]:
         by_rank = gather_object([data])
-        return [x for ranks in self._ranks() for x in by_rank[ranks[0]]]
+        return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 
     def _by_group(self, data: Any, name: str) -> Any:
-        """(groups, ...) of each tensor of this rank. Raises InputError on every rank where the ranks of a group hold
-        different values, and DisagreementError where they hold different shapes."""
+        """Gather each tensor of this rank to (groups, ...).
+
+        Raises InputError on every rank if the ranks of a group hold different values, and DisagreementError if they
+        hold different shapes.
+        """
         assert self.sp is not None
-        ranks, shapes = self._ranks(), []
+        ranks, shapes = self._ranks_by_group(), []
         order = [rank for group in ranks for rank in group]
         data = recursively_apply(plain, data, error_on_other_type=True)
         recursively_apply(lambda x: shapes.append(describe(x)), data)
@@ -246,37 +259,51 @@ class GroupAccelerator(GroupState):
                 self.sp.control_world, f"tensors for accelerator.{name}", shapes, call=f"accelerator.{name}"
             )
 
-        def of_groups(x: Tensor) -> Tensor:
-            found = self.own.gather(x).view(len(order), *x.shape)[order].unflatten(0, (len(ranks), -1))
-            if not self.of_trainer and not _alike(found):
+        def first_of_each_group(x: Tensor) -> Tensor:
+            values = self.own.gather(x).view(len(order), *x.shape)[order].unflatten(0, (len(ranks), -1))
+            if not self.of_trainer and not _same_in_groups(values):
                 raise InputError(
                     f"accelerator.{name} takes each group of ranks once, whose ranks must hold the same values; they "
                     f"hold different ones, use accelerator.own.{name}, which takes every rank, or sp.mean_loss for "
                     "losses of sharded batches"
                 )
-            return found[:, 0]
+            return values[:, 0]
 
-        return recursively_apply(of_groups, data)
+        return recursively_apply(first_of_each_group, data)
 
 
-def _alike(found: Tensor) -> bool:
-    """Whether ranks hold the same values, but for rounding. found: (groups, ranks of a group, ...)"""
-    first = found[:, :1]
-    if not found.is_floating_point():
-        return bool((found == first).all())
-    tolerance = torch.finfo(found.dtype).eps ** 0.5
-    largest = float(first.nan_to_num(0, 0, 0).abs().amax()) if found.numel() else 0.0
-    return bool(torch.isclose(found, first, rtol=tolerance, atol=tolerance * largest, equal_nan=True).all())
+def _same_in_groups(values: Tensor) -> bool:
+    """Return whether ranks of a group hold equal values up to rounding. values: (groups, ranks of a group, ...)."""
+    first = values[:, :1]
+    if not values.is_floating_point():
+        return bool((values == first).all())
+    tolerance = torch.finfo(values.dtype).eps ** 0.5
+    largest = float(first.nan_to_num(0, 0, 0).abs().amax()) if values.numel() else 0.0
+    return bool(torch.isclose(values, first, rtol=tolerance, atol=tolerance * largest, equal_nan=True).all())
 
 
 @printed_once
 def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAccelerator:
-    """An Accelerator whose processes are the groups of ranks that share sequences: it deals batches to groups, steps
-    schedulers once a group, and gathers, reduces and splits over groups. All else is the given Accelerator's, which is
-    its `own` and goes on counting ranks.
+    """Make an Accelerator whose processes are the groups of ranks that share sequences.
 
-    accelerator: of all ranks, before `prepare`. sp: of `share_sequences`. Raises ConfigError for an Accelerator of
-    fewer ranks, or with a ParallelismConfig.
+    It distributes batches to groups, steps schedulers once for each group, and gathers, reduces and splits over groups.
+    All other members are those of the given Accelerator, which is kept as `own` and still counts ranks.
+
+    Args:
+        accelerator: The Accelerator of all ranks, before `prepare`.
+        sp: The `SequenceParallel` of the model, from `share_sequences`.
+
+    Returns:
+        The Accelerator that counts groups.
+
+    Raises:
+        ConfigError: If the Accelerator is of fewer ranks, or has a ParallelismConfig.
+
+    Examples:
+        ```python
+        accelerator = share_accelerator(accelerator, sp)
+        loader = accelerator.prepare(DataLoader(...))
+        ```
     """
     if isinstance(accelerator, GroupAccelerator) and accelerator.sp is sp:
         return accelerator
@@ -300,41 +327,41 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
 
 # ---- Accelerators that count ranks where they should count groups
 
-# member of an Accelerator that counts -> whether it does, given its arguments
+# member of an Accelerator that counts processes -> whether it does so with its arguments
 COUNTS: dict[str, Callable[..., bool]] = {
     "prepare": lambda *args: any(isinstance(x, LRScheduler | DummyScheduler) for x in args),
     **dict.fromkeys(
         ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes"), lambda *_: True
     ),
 }
-# who calls them where ranks are meant, or with an Accelerator of its own
-KNOWING = ("accelerate", "transformers", "trl", "hf_integration")
+# packages that call them where ranks are meant, or with their own Accelerator
+EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
 _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that `share_accelerator` was called with
 
 
 def watch(model: nn.Module) -> None:
-    """From now on Accelerators raise where they would count each rank of a sequence. model: a base model, patched."""
+    """Make Accelerators raise where they would count each rank of a sequence. `model` is a patched base model."""
     _guard()
     _patched.add(model)
 
 
 @functools.cache
 def _guard() -> None:
-    guarded: Any = Accelerator
+    accelerator_class: Any = Accelerator
     for name, counts in COUNTS.items():
-        setattr(guarded, name, _guarded(name, getattr(Accelerator, name), counts))
+        setattr(accelerator_class, name, _guarded(name, getattr(Accelerator, name), counts))
     num_processes = _guarded("num_processes", vars(Accelerator)["num_processes"].fget, COUNTS["gather"])
-    guarded.num_processes = property(num_processes)
+    accelerator_class.num_processes = property(num_processes)
 
 
-def _guarded(name: str, own: Callable, counts: Callable[..., bool]) -> Callable:
-    @functools.wraps(own)
+def _guarded(name: str, function: Callable, counts: Callable[..., bool]) -> Callable:
+    @functools.wraps(function)
     def member(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if counts(*args) and (caller.partition(".")[0] not in KNOWING or caller == "accelerate.local_sgd"):
+        if counts(*args) and (caller.partition(".")[0] not in EXEMPT_CALLERS or caller == "accelerate.local_sgd"):
             _check(self, name)
-        return own(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     return member
 
@@ -343,8 +370,8 @@ def _guarded(name: str, own: Callable, counts: Callable[..., bool]) -> Callable:
 def _check(accelerator: Accelerator, name: str) -> None:
     patches = [getattr(model, "_sequence_parallel_patch", None) for model in _patched]
     if accelerator not in _counted and any(patch and patch.sp.size > 1 and not patch.whole for patch in patches):
-        what = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"
+        subject = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"
         raise ConfigError(
-            f"{what} needs an Accelerator that counts groups of ranks, since a model shares sequences; got one that "
+            f"{subject} needs an Accelerator that counts groups of ranks, since a model shares sequences; got one that "
             "counts every rank, write accelerator = share_accelerator(accelerator, sp) before"
         )

@@ -1,6 +1,6 @@
-"""accelerate's loaders, dealt to groups in place of ranks: for the Trainer, and for loops with an Accelerator.
+"""accelerate's loaders, distributed to groups in place of ranks: for the Trainer, and for loops with an Accelerator.
 
-Iterable data sets have no sampler that could deal to groups: each group reads all examples and takes its own.
+Iterable data sets have no sampler to distribute to groups: each group reads all examples and takes its share.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from ds_seqpar.data.loader import is_dealt
 
 
 class Stream(IterableDataset):
-    """Wraps an iterable data set, so that accelerate deals it to groups example by example.
+    """Wrap an iterable data set, so that accelerate distributes it to groups example by example.
 
-    accelerate would deal a streaming data set of `datasets` file by file: groups would take unequal numbers of steps,
-    on other sequences than the plain Trainer's. Wrapped, its examples are dealt in order, and the last batches are
-    filled up. seen: examples that the last pass has read; it tells which of the last examples are repetitions.
+    accelerate would distribute a streaming data set of `datasets` file by file: groups would take unequal numbers of
+    steps, on other sequences than the plain Trainer's. If wrapped, its examples are distributed in order, and the last
+    batches are filled up.
+
+    Attributes:
+        seen: Examples that the last pass has read; from this follows which of the last examples are repetitions.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -44,46 +47,59 @@ class Stream(IterableDataset):
 
 
 def examples_of(stream: Stream) -> int | None:
-    """The number of examples of a pass of the stream; None: not known (no length, and worker processes have read
-    it)."""
+    """Return the number of examples in a pass of the stream, or None if it has no length and workers have read it."""
     return stream.seen or (len(stream) if has_length(stream) else None)
 
 
 def stream_of(dataset: Any) -> Stream | None:
-    """The Stream in a data set that accelerate prepared, if there is one."""
+    """Return the Stream in a data set that accelerate prepared, or None."""
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, Stream) else None
 
 
 def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) -> DataLoader:
-    """accelerate's own preparation of a loader, told which group of ranks this one works for instead of which rank it
-    is. `Accelerator.prepare` then leaves it as it is. loader: over the whole data set, the same on every rank, or with
-    `sp.sampler`. Its batches come to `sp.device`; whole sequences need not be on a device: put_on_device=False leaves
-    them. One of torchdata's StatefulDataLoader stays one.
+    """Prepare a loader as accelerate does, for this rank's group in place of this rank.
 
-    settings: further ones of `accelerate.data_loader.prepare_data_loader`. Raises ConfigError for a sampler that is for
-    ranks and not for groups.
+    `Accelerator.prepare` then leaves the loader unchanged. The ranks of a group get the same batches.
+
+    Args:
+        loader: A loader of the whole data set, the same on every rank, or one with `sp.sampler`. A `StatefulDataLoader`
+            of torchdata stays one.
+        sp: The `SequenceParallel` of the model.
+        **settings: Further arguments of `accelerate.data_loader.prepare_data_loader`. Batches are moved to `sp.device`;
+            `put_on_device=False` leaves them, since whole sequences need not be on a device.
+
+    Returns:
+        The prepared loader.
+
+    Raises:
+        ConfigError: If the loader has a sampler for ranks, not for groups.
+
+    Examples:
+        ```python
+        loader = prepare_loader(DataLoader(...), sp)
+        ```
     """
-    parts, part = (1, 0) if is_dealt(sp, loader) else (sp.data_size, sp.data_rank)
-    seeding = loader.worker_init_fn
-    if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
-        loader.worker_init_fn = functools.partial(seeding, rank=sp.data_rank)
+    num_groups, group = (1, 0) if is_dealt(sp, loader) else (sp.data_size, sp.data_rank)
+    seed_worker = loader.worker_init_fn
+    if isinstance(seed_worker, functools.partial) and "rank" in seed_worker.keywords:
+        loader.worker_init_fn = functools.partial(seed_worker, rank=sp.data_rank)
     if isinstance(loader.dataset, IterableDataset):
         loader = copy.copy(loader)
-        vars(loader)["dataset"] = Stream(loader.dataset)  # which a DataLoader does not let be changed
+        vars(loader)["dataset"] = Stream(loader.dataset)  # a DataLoader refuses to have it assigned
     prepared: Any = prepare_data_loader(
         loader,
-        num_processes=parts,
-        process_index=part,
+        num_processes=num_groups,
+        process_index=group,
         **{
             "device": sp.device,
             "put_on_device": True,
-            "dispatch_batches": False,  # or the first rank would hand every rank another part of a batch
+            "dispatch_batches": False,  # otherwise the first rank would send every rank another part of a batch
             "rng_types": ["generator"],
             "use_stateful_dataloader": hasattr(loader, "state_dict"),
             **settings,
         },
     )
-    prepared._is_accelerate_prepared = True  # what `Accelerator.prepare` looks for
+    prepared._is_accelerate_prepared = True  # `Accelerator.prepare` checks it
     return prepared

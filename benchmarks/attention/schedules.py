@@ -42,8 +42,8 @@ def shape_for(heads: tuple[int, int], travel: str) -> Shape:
 
 
 def block_bytes(shape: Shape, direction: str, shards: Shards) -> dict[str, int]:
-    """Bytes of one block of each kind, of even shards: what `Plan.received` and `Costs` take. A rank may own several
-    blocks, which travel apart."""
+    """Bytes of one block of each kind, of even shards: what `Plan.received` and `Costs` take. A rank may have
+    several blocks, which are sent separately."""
     sizes = shape.bytes_per_token(direction)
     return {kind: size * shards.tokens(side_of(kind), (0,)) for kind, size in sizes.items()}
 
@@ -102,14 +102,14 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, S
     schedule = SCHEDULES[name]
     found: tuple[float, ScheduleOptions] = math.inf, {}
     heads = shape.q_heads, shape.kv_heads
-    for own in schedule.shapes(ranks):
-        config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **own).resolve(ranks, heads)
+    for options in schedule.shapes(ranks):
+        config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **options).resolve(ranks, heads)
         recipe = config.recipe(config.topology(ranks))
         shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
         sizes = block_bytes(shape, direction, shards)
         for side in schedule.moving_sides:
             units = max(recipe.bytes_received(direction, side, sizes)) / unit(shape, shards)
-            found = min(found, (units, own), key=lambda one: one[0])
+            found = min(found, (units, options), key=lambda one: one[0])
     return found
 
 
@@ -124,9 +124,9 @@ def floor(ranks: int, direction: str, shape: Shape) -> float:
 
 
 def beside(ranks: int, direction: str, shape: Shape) -> str:
-    (ours, own), *others = (least(name, ranks, direction, shape) for name in SHOWN)
+    (ours, options), *others = (least(name, ranks, direction, shape) for name in SHOWN)
     units = [ours, *(found for found, _ in others), floor(ranks, direction, shape)]
-    strips = f" ({own['strips']})" if own.get("strips", 1) > 1 else ""
+    strips = f" ({options['strips']})" if options.get("strips", 1) > 1 else ""
     return f"{ours:.2f}{strips} / {' / '.join(f'{x:.2f}' for x in units[1:])}: {units[0] / units[1]:.2f}"
 
 

@@ -123,7 +123,7 @@ def tensors(args: argparse.Namespace) -> dict[str, Tensor]:
     shapes = {name: (1, args.seq, count, args.head_dim) for name, count in heads.items()}
     whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     whole = {name: x.to(getattr(torch, DTYPES[args.dtype])) for name, x in whole.items()}
-    found = peers.step(lambda *own: peers.dense(*own, causal=args.causal), *(x.double() for x in whole.values()))
+    found = peers.step(lambda *inputs: peers.dense(*inputs, causal=args.causal), *(x.double() for x in whole.values()))
     return whole | dict(zip(RESULTS, (x.float() for x in found), strict=True))
 
 

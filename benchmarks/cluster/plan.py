@@ -17,7 +17,7 @@ from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
 from ds_seqpar.config.settings import SequenceParallelConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-Place = tuple[int, int]  # Ulysses' Ulysses rank, CP rank
+Place = tuple[int, int]  # Ulysses rank, CP rank
 
 
 def bytes_between(
@@ -48,17 +48,17 @@ def _resolved(spec: Spec, args: argparse.Namespace) -> SequenceParallelConfig:
 
 
 def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
-    if (stages := config.head_chunks) == "auto":
+    if (head_chunks := config.head_chunks) == "auto":
         raise ValueError('the bytes of head_chunks "auto" are known to the run only; got it, give a number')
-    topology, inner = config.topology(args.world), args.world // config.ulysses
-    shards, mask = EvenShards(config.layout, args.seq, inner), CAUSAL if args.causal else FULL
-    own = shape_of(config.comm_dtype, DTYPES[args.dtype], 1, (args.heads, args.kv_heads, args.head_dim))
+    topology, cp_size = config.topology(args.world), args.world // config.ulysses
+    shards, mask = EvenShards(config.layout, args.seq, cp_size), CAUSAL if args.causal else FULL
+    local = shape_of(config.comm_dtype, DTYPES[args.dtype], 1, (args.heads, args.kv_heads, args.head_dim))
     at = {(topology.index(r, "ulysses"), topology.index(r, *topology.cp_axes)): r for r in range(args.world)}
-    recipe, kept = config.recipe(topology), config.kept(stages, False, False)
+    recipe, kept = config.recipe(topology), config.kept(head_chunks, False, False)
     for place, rank in at.items():
-        compiler, ulysses_size = Compiler(recipe, place[1]), UlyssesGroup(config.ulysses, place[0])
+        compiler, ulysses = Compiler(recipe, place[1]), UlyssesGroup(config.ulysses, place[0])
         for direction in ("forward", "backward"):
-            bound = compiler.bound_call(direction, mask, shards, own, ulysses_size, PLAIN_KERNEL, stages, kept)
+            bound = compiler.bound_call(direction, mask, shards, local, ulysses, PLAIN_KERNEL, head_chunks, kept)
             for source, size in received(bound, place):
                 yield at[source], rank, size
 
@@ -66,14 +66,14 @@ def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[
 def received(bound: BoundProgram, place: Place) -> Iterator[tuple[Place, int]]:
     """From whom a rank's program receives, and how many bytes. A collective brings as much from each other Ulysses
     rank."""
-    ulysses_rank, inner = place
+    ulysses_rank, cp_rank = place
     for one in bound.program.code:
         if isinstance(one, Post):
             yield from (((ulysses_rank, t.peer), bound.unit_bytes(t.slot, *t.unit)) for t in one.receives)
         elif isinstance(one, GatherStart | ScatterStart):
             slot, its = one.sent if isinstance(one, GatherStart) else one.received, one.collective
-            size = bound.unit_bytes(slot, its.kind, its.key_of(inner))
-            yield from (((ulysses_rank, other), size) for other in one.ranks if other != inner)
+            size = bound.unit_bytes(slot, its.kind, its.key_of(cp_rank))
+            yield from (((ulysses_rank, other), size) for other in one.ranks if other != cp_rank)
         elif isinstance(one, ExchangeStart):
             sizes = bound.exchange_sizes(one.exchange)
-            yield from (((m, inner), n * sizes.itemsize) for m, n in enumerate(sizes.incoming) if m != ulysses_rank)
+            yield from (((m, cp_rank), n * sizes.itemsize) for m, n in enumerate(sizes.incoming) if m != ulysses_rank)

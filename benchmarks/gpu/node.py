@@ -142,7 +142,7 @@ def attention(bench: Bench, specs: list[Spec]) -> None:
 
 def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     """A step of the same programs on noise, of which nothing is sent."""
-    runtime, own = sp.runtime, sp.runtime.comm
+    runtime, real_comm = sp.runtime, sp.runtime.comm
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         agree_on_inputs(runtime, q, k, v, AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
@@ -152,7 +152,7 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     try:
         step(attend, *local)
     finally:
-        runtime.comm = own
+        runtime.comm = real_comm
 
 
 def training(bench: Bench, spec: Spec) -> None:

@@ -53,8 +53,8 @@ class _Noise:
 class Alone(testing._VirtualComm):
     """A transport that carries nothing: what is sent is dropped, and what is received is noise."""
 
-    def __init__(self, rank: int, ulysses_size: testing._VirtualComm | None = None) -> None:
-        super().__init__(rank, testing.Mailbox(deque), ulysses_size)
+    def __init__(self, rank: int, ulysses: testing._VirtualComm | None = None) -> None:
+        super().__init__(rank, testing.Mailbox(deque), ulysses)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         for message in receives:
@@ -66,50 +66,50 @@ class Alone(testing._VirtualComm):
 
 
 class Share:
-    """The calls of one rank of `ranks`. q, k, v, do: of its own tokens, of a sequence of `tokens`."""
+    """The calls of one rank of `ranks`. q, k, v, do: of its tokens, of a sequence of `tokens`."""
 
     def __init__(
         self, section: dict[str, Any], ranks: int, rank: int, tokens: int, mask: Mask, given: Sequence[Tensor]
     ) -> None:
-        *self.own, self.do = given
-        heads = self.own[0].shape[2], self.own[1].shape[2]
+        *self.local, self.do = given
+        heads = self.local[0].shape[2], self.local[1].shape[2]
         config = SequenceParallelConfig(size=ranks, **{"ulysses": 1, **section}).resolve(ranks, heads)
         shards = EvenShards(config.layout, tokens, ranks // config.ulysses)
-        scores = Scores(self.own[0].shape[3] ** -0.5)
+        scores = Scores(self.local[0].shape[3] ** -0.5)
         self.settings = mask, shards, scores
         self.all = testing._Ranks(config, shards, mask, scores, None, {})
-        self.runtime, (inner, ulysses_rank) = self.all.runtimes[rank], divmod(rank, config.ulysses)
-        self.runtime.comm = Alone(inner, Alone(ulysses_rank))
+        self.runtime, (cp_rank, ulysses_rank) = self.all.runtimes[rank], divmod(rank, config.ulysses)
+        self.runtime.comm = Alone(cp_rank, Alone(ulysses_rank))
 
     def forward(self) -> list[Tensor]:
         keep = 0 if self.runtime.ulysses.size == 1 else 2
-        self.found = run(self.runtime.forward(*self.own, None, *self.settings, 1, keep))
+        self.found = run(self.runtime.forward(*self.local, None, *self.settings, 1, keep))
         return self.found[:1]
 
     def backward(self) -> list[Tensor]:
-        return run(self.all.backward(self.runtime, self.do, self.own, self.found, 1, self.settings))
+        return run(self.all.backward(self.runtime, self.do, self.local, self.found, 1, self.settings))
 
 
 class Bare:
     """torch's own call. attend: q, k and v to the outs that it makes of them."""
 
     def __init__(self, attend: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> None:
-        *own, self.do = given
-        self.attend, self.own = attend, [x.detach().requires_grad_() for x in own]
+        *local, self.do = given
+        self.attend, self.local = attend, [x.detach().requires_grad_() for x in local]
 
     def forward(self) -> list[Tensor]:
-        self.outs = self.attend(*self.own)
+        self.outs = self.attend(*self.local)
         return [self.outs[0].detach().reshape(self.do.shape)]
 
     def backward(self) -> list[Tensor]:
         grads = [self.do.reshape(out.shape) for out in self.outs]
-        return [*torch.autograd.grad(self.outs, self.own, grads, retain_graph=True)]
+        return [*torch.autograd.grad(self.outs, self.local, grads, retain_graph=True)]
 
 
 def ranks(bench: Bench) -> None:
     clock = of_device(bench.device)
     for tokens in bench.sizes.shares:
-        whole = Bare(lambda *own: [dense(*own)], bench.attended(tokens))
+        whole = Bare(lambda *inputs: [dense(*inputs)], bench.attended(tokens))
         for name, count in CONTENDERS.items():
             what = f"{name} of {count}, {tokens} tokens"
             if bench.has_time(what):
@@ -120,8 +120,8 @@ def _compared(bench: Bench, name: str, count: int, tokens: int, whole: Bare, clo
     """Notes the slowest rank's share beside 1 / count of the dense call, of as many pairs."""
     section = parse(name).section
     config = SequenceParallelConfig(size=count, **section).resolve(count, bench.sizes.heads)
-    inner = count // config.ulysses
-    near = tokens - tokens % (config.ulysses * multiple(config.layout, inner, 1))
+    cp_size = count // config.ulysses
+    near = tokens - tokens % (config.ulysses * multiple(config.layout, cp_size, 1))
     given = bench.attended(near // count)
     shares = [Share(section, count, rank, near, CAUSAL, given) for rank in range(count)]
     for way in ("forward", "backward"):

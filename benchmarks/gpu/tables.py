@@ -111,15 +111,15 @@ def kernels(rows: Records) -> str:
     lines, cells = [], []
     for (mask, tokens), some in sorted(by(rows, "mask", "tokens").items(), key=lambda x: (MASKS.index(x[0][0]), x[0])):
         lines.append([mask, number(tokens)])
-        for best in (fastest([one for one in some if one["ours"] is own]) for own in (False, True)):
+        for best in (fastest([one for one in some if one["ours"] is ours]) for ours in (False, True)):
             lines[-1] += [next((one["contender"] for one in best.values() if one), "-"), *map(rate, best.values())]
         lines[-1].append(" / ".join(number(one["to_bare"] if one else None) for one in best.values()))
     most = {mask: max(one["tokens"] for one in some) for (mask,), some in by(rows, "mask").items()}
     shown = [mask for mask in MASKS if mask in most]
     for (name,), some in by(rows, "contender").items():
-        own = {(one["mask"], one["way"]): one["flops"] for one in some if one["tokens"] == most[one["mask"]]}
-        rates = (" / ".join(number(own.get((mask, way)), 1e-12) for way in WAYS) for mask in shown)
-        cells += [[name, *rates]] if own else []
+        flops = {(one["mask"], one["way"]): one["flops"] for one in some if one["tokens"] == most[one["mask"]]}
+        rates = (" / ".join(number(flops.get((mask, way)), 1e-12) for way in WAYS) for mask in shown)
+        cells += [[name, *rates]] if flops else []
     short = table(["mask", "tokens", "torch", *WAYS, "ours", *WAYS, "ours to torch"], lines)
     return (
         "TFLOP/s, in brackets the share of a product of large matrices; each time the fastest. The last column is "

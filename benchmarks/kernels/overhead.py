@@ -42,12 +42,12 @@ Rows = dict[str, list[float]]  # seconds of each call
 
 def main() -> None:
     parser = tables.parser(__doc__, tokens=128, heads=HEADS, dtypes=["float32"], calls=300)
-    parser.add_argument("--parts", nargs="+", choices=[*FOOTPRINT_ITEMS], default=[*FOOTPRINT_ITEMS])
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     args = parser.parse_args()
     for title in args.parts:
         print(f"\n{title}\n")
         tables.head("", "us", "spread", "ratio", "spread")
-        for words, rows in FOOTPRINT_ITEMS[title](args):
+        for words, rows in PARTS[title](args):
             first = next(iter(rows.values()))
             for name, seconds in rows.items():
                 ratios = [] if title == "Program" else [a / b for a, b in zip(seconds, first, strict=True)]
@@ -61,13 +61,13 @@ def call(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> Rows:
     sp = SequenceParallel(SequenceParallelConfig(size=1))
-    own = [x.to(getattr(torch, dtype)) for x in blocks(tokens, heads)]
+    local = [x.to(getattr(torch, dtype)) for x in blocks(tokens, heads)]
     rows: dict[str, Step] = {
-        "torch's scaled_dot_product_attention": lambda: step(dense, *own),
+        "torch's scaled_dot_product_attention": lambda: step(dense, *local),
         "attention, agreement apart": lambda: step(
-            lambda *x: sp.attention_agreed(*x, AttentionOptions(CAUSAL, None, None)), *own
+            lambda *x: sp.attention_agreed(*x, AttentionOptions(CAUSAL, None, None)), *local
         ),
-        "attention": lambda: step(sp.attention, *own),
+        "attention": lambda: step(sp.attention, *local),
     }
     warm = max(1, calls // 10)
     found = in_turns(rows, calls, lambda run: wall(run, time.process_time), warm)
@@ -104,10 +104,10 @@ def agreement(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 def agreeing(tokens: int, calls: int) -> Rows:
     sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
-    own, number = blocks(tokens)[:3], torch.zeros(1, dtype=torch.int64)
+    local, number = blocks(tokens)[:3], torch.zeros(1, dtype=torch.int64)
     rows = {
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
-        "agreement": lambda: agree_on_inputs(sp.runtime, *own, AttentionOptions(CAUSAL, None, None, True, False)),
+        "agreement": lambda: agree_on_inputs(sp.runtime, *local, AttentionOptions(CAUSAL, None, None, True, False)),
     }
     return in_turns(rows, calls, warm=max(1, calls // 10))
 
@@ -158,7 +158,7 @@ def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:
     return [torch.randn(1, tokens, heads, HEAD_DIM) for _ in range(4)]
 
 
-FOOTPRINT_ITEMS = {"Call": call, "Agreement": agreement, "Program": program}
+PARTS = {"Call": call, "Agreement": agreement, "Program": program}
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,9 @@
 """The idea of UPipe (Untied Ulysses, arXiv 2602.21196) by hand, around DeepSpeed's all-to-all: Ulysses attention on
 some of the query heads at a time.
 
-A stage projects its own query heads from the layer's input, attends, and adds its part to the module's output. A
-checkpoint of its own makes backward do the same. Keys and values are exchanged once for all stages, as the paper does
-with GQA: each stage takes the same number of query heads from every group that shares a key/value head.
+A head chunk projects its query heads from the layer's input, attends, and adds its part to the module's output. A
+separate checkpoint makes backward do the same. Keys and values are exchanged once for all head chunks, as the paper
+does with GQA: each head chunk takes the same number of query heads from every group that shares a key/value head.
 
 The authors keep what attention's backward needs; these checkpoints attend again. So its memory compares with UPipe's,
 and its time does not.
@@ -24,20 +24,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 
-def use(llama: nn.Module, stages: int, world: int) -> None:
-    """Every attention module of a model attends in so many stages.
+def use(llama: nn.Module, head_chunks: int, world: int) -> None:
+    """Make every attention module of a model attend in so many head chunks.
 
-    Raises ValueError where heads cannot be dealt so."""
+    Raises ValueError if heads cannot be divided so."""
     config = llama.config
-    if config.num_key_value_heads % world or (config.num_attention_heads // config.num_key_value_heads) % stages:
+    if config.num_key_value_heads % world or (config.num_attention_heads // config.num_key_value_heads) % head_chunks:
         raise ValueError(
             f"head chunks by hand need key/value heads that the {world} ranks divide, each with query heads that the "
-            f"stages divide; got {config.num_attention_heads}/{config.num_key_value_heads} heads and {stages} stages"
+            f"head chunks divide; got {config.num_attention_heads}/{config.num_key_value_heads} heads and "
+            f"{head_chunks} head chunks"
         )
     for module in llama.modules():
         if isinstance(module, LlamaAttention):
-            # (kv heads, stages, query heads of a stage in a group): rows of q_proj, and columns of o_proj
-            axes = {"kv": config.num_key_value_heads, "n": stages, "d": module.head_dim}
+            # (kv heads, head chunks, query heads of a head chunk in a group): rows of q_proj, and columns of o_proj
+            axes = {"kv": config.num_key_value_heads, "n": head_chunks, "d": module.head_dim}
             rows = rearrange(module.q_proj.weight.data, "(kv n g d) c -> n (kv g d) c", **axes)
             columns = rearrange(module.o_proj.weight.data, "c (kv n g d) -> n c (kv g d)", **axes)
             module.q_proj, module.o_proj = linears(rows), linears(columns)
@@ -45,7 +46,7 @@ def use(llama: nn.Module, stages: int, world: int) -> None:
 
 
 def linears(weights: Tensor) -> nn.ModuleList:
-    """A layer for each stage: ZeRO-3 fetches whole modules, and a stage needs its own weights alone."""
+    """A layer for each head chunk: ZeRO-3 fetches whole modules, and a head chunk needs only its weights."""
     found = nn.ModuleList(nn.Linear(*weights.shape[:0:-1], bias=False) for _ in weights)
     for linear, weight in zip(found, weights, strict=True):
         linear.weight.data.copy_(weight)
@@ -61,7 +62,7 @@ def chunked_by_heads(
     k = apply_rotary_pos_emb(k, k, *position_embeddings)[1]
     k, v = inward(k, world), inward(v, world)
 
-    def stage(index: int, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_chunk(index: int, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = rearrange(module.q_proj[index](x), "b s (h d) -> b h s d", d=dim)
         q = inward(apply_rotary_pos_emb(q, q, *position_embeddings)[0], world)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -69,7 +70,7 @@ def chunked_by_heads(
 
     out = torch.zeros_like(x)
     for index in range(len(module.q_proj)):
-        out = out + checkpoint(stage, index, x, k, v, use_reentrant=False)
+        out = out + checkpoint(attend_chunk, index, x, k, v, use_reentrant=False)
     return out, None
 
 
@@ -79,12 +80,12 @@ def exchanged(x: Tensor) -> Tensor:
 
 
 def inward(x: Tensor, world: int) -> Tensor:
-    """(B, all heads, local tokens, D) -> (B, own heads, all tokens, D)."""
+    """(B, all heads, local tokens, D) -> (B, local heads, all tokens, D)."""
     x = exchanged(rearrange(x, "b (w h) s d -> w b h s d", w=world))
     return rearrange(x, "w b h s d -> b h (w s) d")
 
 
 def outward(x: Tensor, world: int) -> Tensor:
-    """(B, own heads, all tokens, D) -> (B, local tokens, all heads x D)."""
+    """(B, local heads, all tokens, D) -> (B, local tokens, all heads x D)."""
     x = exchanged(rearrange(x, "b h (w s) d -> w b h s d", w=world))
     return rearrange(x, "w b h s d -> b s (w h d)")

@@ -44,10 +44,10 @@ def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Traini
     from benchmarks.memory.ranks import divided
     from hf_integration.trainer.job import config_sizes
 
-    own, section = divided(options, seq)
+    local, section = divided(options, seq)
     trained: Any = {
         "model": config_sizes(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
-        "zero": Zero.of(model.settings()["zero_optimization"]), "checkpointing": own["checkpointing"],
+        "zero": Zero.of(model.settings()["zero_optimization"]), "checkpointing": local["checkpointing"],
     }  # fmt: skip
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)
     found = resolve_with_plan(

@@ -159,13 +159,13 @@ def followed(step: Step) -> dict[str, int]:
 
 def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
     """How to make a step of a contender, once in a process. It gives loss and gradient norm of the whole batch."""
-    own, section = divided(options, seq)
-    if own["tiled_mlp"]:
+    local, section = divided(options, seq)
+    if local["tiled_mlp"]:
         modeling_llama.LlamaMLP.forward = tiled_mlp
     llama = model.make().train()
-    if own["checkpointing"]:
+    if local["checkpointing"]:
         llama.gradient_checkpointing_enable({"use_reentrant": kind != "ours"})
-    engine, forward, mean = KINDS[kind](model, llama, own, section, seq)
+    engine, forward, mean = KINDS[kind](model, llama, local, section, seq)
 
     def step(mark: Mark = lambda _: None) -> tuple[float, float]:
         loss = forward()
@@ -181,19 +181,19 @@ def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
 
 def divided(options: dict[str, Any], seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The benchmark's own settings, and the section; with the length, where "memory": "auto" needs one."""
-    own = {name: options.get(name, default) for name, default in LOCAL.items()}
+    local = {name: options.get(name, default) for name, default in LOCAL.items()}
     section = {name: value for name, value in options.items() if name not in LOCAL}
-    return own, {"seq_len": seq, **section} if section.get("memory") == "auto" else section
+    return local, {"seq_len": seq, **section} if section.get("memory") == "auto" else section
 
 
-def plain(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
+def plain(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     """Every rank the whole sequence, the same one: ranks share states only."""
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0]
     ids = model.tokens(seq).to(engine.device)
     return engine, lambda: engine(input_ids=ids, labels=ids, use_cache=False).loss, Tensor.item
 
 
-def ours(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
+def ours(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     config = model.settings() | {"sequence_parallel": {"size": dist.get_world_size(), **section}}
     engine = ds_seqpar.initialize(model=llama, model_parameters=list(llama.parameters()), config=config)[0]
     sp, ids = engine.sequence_parallel, model.tokens(seq)
@@ -205,7 +205,7 @@ def ours(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
     return engine, forward, lambda loss: sp.mean_loss([loss])
 
 
-def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
+def alst(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
     tutorial sets it up. It has tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are
     sharded by hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for
@@ -216,7 +216,7 @@ def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
     share = (seq - 1) / world
-    tiles = math.ceil(seq // world * model.vocab * 4 / own["tile_bytes"])
+    tiles = math.ceil(seq // world * model.vocab * 4 / local["tile_bytes"])
 
     def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = head.lm_head(hidden).float()
@@ -229,8 +229,8 @@ def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
-    if own["upipe"] > 1:
-        chunked_by_heads.use(llama, own["upipe"], world)
+    if local["upipe"] > 1:
+        chunked_by_heads.use(llama, local["upipe"], world)
     llama.forward = inner  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
     config = model.settings() | {"sequence_parallel_size": world}
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0]

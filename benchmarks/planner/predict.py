@@ -94,12 +94,14 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
 def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of a training step."""
     step = step_of(model, training.kind_of(spec, args)[1], args.seq, args.world)
-    stages = step.config.head_chunks
+    head_chunks = step.config.head_chunks
     one = call_of(step)
     forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside
     forward += len(distances(step.config.size)) * wire.latency
-    links = [stages * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS]
+    links = [
+        head_chunks * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS
+    ]
     return step_time(step, machine, forward, backward, attention_links=(links[0], links[1])).seconds
 
 

@@ -1,1 +1,1 @@
-"""SequenceParallelTrainer and what it needs."""
+"""SequenceParallelTrainer and the modules that it needs."""

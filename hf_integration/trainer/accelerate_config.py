@@ -1,7 +1,7 @@
-"""Reads accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses have, as our "sequence_parallel" section.
+"""Read accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses use, as our "sequence_parallel" section.
 
-It is given in TrainingArguments, or by accelerate's launcher in the environment. accelerate itself must not see it: it
-would shard every batch a second time, with groups of its own.
+It comes from TrainingArguments, or from accelerate's launcher through the environment. accelerate itself must not see
+it: it would shard every batch a second time, with separate groups.
 """
 
 from __future__ import annotations
@@ -23,41 +23,45 @@ KERNELS = {None: None, "None": None, "sdpa": None, "flash_attention_2": "flash_a
 
 @contextlib.contextmanager
 def taken_from(args: TrainingArguments) -> Iterator[ParallelismConfig | None]:
-    """A context in which neither the arguments nor the environment have a ParallelismConfig. Gives the one that was
-    there; None: there was none."""
-    given, launched = args.parallelism_config, os.environ.get(LAUNCHED, "")
-    if given is None and launched.lower() == "true":
-        given = ParallelismConfig()  # from the environment
-    own, args.parallelism_config = args.parallelism_config, None
+    """Remove the ParallelismConfig from the arguments and the environment for a context.
+
+    Yields the one that was there, or None.
+    """
+    parallelism, launched = args.parallelism_config, os.environ.get(LAUNCHED, "")
+    if parallelism is None and launched.lower() == "true":
+        parallelism = ParallelismConfig()  # from the environment
+    in_arguments, args.parallelism_config = args.parallelism_config, None
     os.environ.pop(LAUNCHED, None)
     try:
-        yield given
+        yield parallelism
     finally:
-        args.parallelism_config = own
+        args.parallelism_config = in_arguments
         if launched:
             os.environ[LAUNCHED] = launched
 
 
-def joined(section: Mapping[str, Any], given: ParallelismConfig | None, world: int) -> Any:
-    """The section with the settings of a ParallelismConfig. Raises ConfigError where both have a size and these differ,
-    and for fields that are not of sequence parallelism."""
-    if given is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises for what is no mapping
+def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
+    """Return the section with the settings of a ParallelismConfig.
+
+    Raises ConfigError if both have a setting and the values differ, and for fields other than sequence parallelism's.
+    """
+    if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is no mapping
         return section
     for field in ("tp_size", "cp_size"):
-        if (value := getattr(given, field)) > 1:
+        if (value := getattr(parallelism, field)) > 1:
             raise ConfigError(
                 f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
                 f"{value}, leave it out"
             )
-    if given.sp_size == 1:  # it has data parallel sizes alone, which DeepSpeed has anyway
+    if parallelism.sp_size == 1:  # it has data parallel sizes only, which DeepSpeed has anyway
         return section
-    groups = given.dp_replicate_size * given.dp_shard_size
-    if groups not in (1, world // given.sp_size):
+    groups = parallelism.dp_replicate_size * parallelism.dp_shard_size
+    if groups not in (1, world // parallelism.sp_size):
         raise ConfigError(
             f"dp_replicate_size x dp_shard_size of a ParallelismConfig must be ranks / sp_size, {world} / "
-            f"{given.sp_size}; got {groups}, leave both out"
+            f"{parallelism.sp_size}; got {groups}, leave both out"
         )
-    settings = {"size": given.sp_size} | _kernel(given.sp_handler.sp_attn_implementation)
+    settings = {"size": parallelism.sp_size} | _kernel(parallelism.sp_handler.sp_attn_implementation)
     for name, value in settings.items():
         if section.get(name, "auto") not in ("auto", value):
             raise ConfigError(

@@ -1,12 +1,12 @@
-"""Checks of a Trainer's setup, before training: each setting that would make a sequence parallel run differ from the
-unsplit one raises a sentence.
+"""Check a Trainer's setup before training: each setting that would make a sequence parallel run differ from the unsplit
+one raises an error.
 
-The label shift and the divisor of the loss must be global (docs/gradient_contract.md). Much that the Trainer does once
-a rank is right only if it is done once for the ranks that share a sequence. Where that is not done, the setting is
+The label shift and the divisor of the loss must be global (docs/gradient_contract.md). Many steps that the Trainer does
+once for each rank must be done once for the ranks that share a sequence. Settings for which that is not done are
 refused here.
 
-What every rank sees alike, a check raises. What a rank may see alone, such as a fault of its own data, a function
-returns as an error: all ranks then raise it together, so that none waits for another.
+A check raises faults that are the same on every rank. Faults that may be of one rank only, such as those of its data,
+are returned as an error: all ranks then raise it together, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 
 from ..model.patch import sees_whole_outputs
 
-# field of TrainingArguments -> (the wrong value, what is needed and why)
+# field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
     "average_tokens_across_devices": (
         False,
@@ -48,22 +48,22 @@ ARGUMENTS = {
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
 }
-# setting of accelerate's data loaders -> (what it must be, why)
+# setting of accelerate's data loaders -> (the needed value, why)
 BATCHING = {
     "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
 # kind of training that is not supported yet -> Trainers of trl for it
-KINDS = {
+UNSUPPORTED = {
     "other preference training": ("KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
     "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
     "distillation": ("DistillationTrainer", "GKDTrainer"),
 }
 SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
-# fields of TrainingArguments that all ranks must have alike: they decide what is trained, and when ranks communicate
-ALIKE = (
+# fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
+EQUAL_ARGUMENTS = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("dataloader_drop_last", "bf16", "fp16", "gradient_checkpointing", "max_grad_norm", "weight_decay"),
@@ -73,17 +73,17 @@ ALIKE = (
     "enable_jit_checkpoint",
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
-# sections and settings of the DeepSpeed JSON that all ranks must have alike
-OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
+# sections and settings of the DeepSpeed JSON that must be equal on all ranks
+EQUAL_IN_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
 TRIED_EXAMPLES = 64  # examples of a data set that are tried before training
 
 
-def check_kind(kind: type) -> None:
-    """Raises ConfigError for a class that extends a Trainer of another kind than those that are supported."""
-    named = {name: what for what, names in KINDS.items() for name in names}
-    for base in kind.__mro__:
+def check_kind(trainer_class: type) -> None:
+    """Raise ConfigError for a class that extends an unsupported kind of Trainer."""
+    named = {name: training for training, names in UNSUPPORTED.items() for name in names}
+    for base in trainer_class.__mro__:
         name, library = base.__name__, base.__module__.partition(".")[0]
-        # all other Trainers of trl are refused too: it has too many experimental ones to list
+        # all other Trainers of trl are refused too: there are too many experimental ones to list
         if name in named or (library == "trl" and name.endswith("Trainer") and name not in SUPPORTED):
             raise ConfigError(
                 "sequence parallel training is of next tokens or of preferences (Trainer, trl's SFTTrainer and "
@@ -94,7 +94,7 @@ def check_kind(kind: type) -> None:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raises ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
+    """Raise ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
     for field, (wrong, needed) in ARGUMENTS.items():
         value = getattr(args, field, None)
         if field in vars(args) and (bool(value) if isinstance(wrong, bool) else value) == wrong:
@@ -103,22 +103,24 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_json(args: TrainingArguments) -> None:
-    """Raises ConfigError for a DeepSpeed JSON, a file or a dict, that DeepSpeed refuses, or with faults that
-    transformers would read without an error."""
-    given = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if isinstance(given, Mapping) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
-        check_deepspeed(read_deepspeed(given), given)
+    """Raise ConfigError for a DeepSpeed JSON (a file or a dict) that DeepSpeed refuses, or with faults that
+    transformers would accept."""
+    config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
+        check_deepspeed(read_deepspeed(config), config)
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
-    """Lets the `train_batch_size` of a JSON count sequences, as `initialize` does, or ranks, as transformers does.
-    config: of transformers, with "auto" filled in. Raises ConfigError for any other number."""
+    """Allow the `train_batch_size` of a JSON to count sequences, as `initialize` does, or ranks, as transformers does.
+
+    `config` is transformers' object, with "auto" filled in. Raises ConfigError for any other number.
+    """
     engine.count_by_rank(config.config, sp)
     config.mismatches = [x for x in config.mismatches if not x.startswith("- ds train_batch_size=")]
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises ConfigError for an Accelerator whose settings, from TrainingArguments or a launcher, do not fit."""
+    """Raise ConfigError for an Accelerator whose settings, from TrainingArguments or a launcher, do not fit."""
     world = _world_size()
     if accelerator.num_processes != world:
         raise ConfigError(
@@ -145,9 +147,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def _world_size() -> int:
-    """The number of ranks. Raises ConfigError where nobody launched them."""
+    """Return the number of ranks. Raises ConfigError if no launcher started them."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
-    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # nobody but its launcher sets it
+    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # only accelerate's launcher sets it
         raise ConfigError(
             "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
             "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
@@ -160,20 +162,20 @@ def _world_size() -> int:
     return world
 
 
-def has_own_loss(trainer: Any) -> bool:
-    """Whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's compute_loss,
-    trl's DPOTrainer, or a model whose own forward may add to it."""
+def has_custom_loss(trainer: Any) -> bool:
+    """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
+    compute_loss, trl's DPOTrainer, or a model whose own forward may add to it."""
     if sees_whole_outputs(trainer.model):
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", __package__
-    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
-    return any(kind.__module__.partition(".")[0] not in libraries or kind.__name__ == "DPOTrainer" for kind in kinds)
+    classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
+    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ == "DPOTrainer" for base in classes)
 
 
 def loader_error(loader: Any) -> ConfigError | None:
-    """The error for a loader of a user's get_train_dataloader or get_eval_dataloader; None where it is right."""
+    """Return the error for a loader of a user's get_train_dataloader or get_eval_dataloader, or None."""
     if not isinstance(loader, Loader):
         return None
     return ConfigError(
@@ -183,32 +185,34 @@ def loader_error(loader: Any) -> ConfigError | None:
 
 
 def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
-    """(name, data set, sequences of it in a group's batch), for training and evaluation."""
-    evaluated = trainer.eval_dataset
-    evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+    """Yield (name, data set, its sequences in a group's batch), for training and evaluation."""
+    eval_datasets = trainer.eval_dataset
+    eval_datasets = eval_datasets if isinstance(eval_datasets, dict) else {"": eval_datasets}
     yield "training", trainer.train_dataset, trainer.args.per_device_train_batch_size
-    for name, dataset in evaluated.items():
+    for name, dataset in eval_datasets.items():
         yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """The settings that must be equal on all ranks: each rank steps its local part of the optimizer by them."""
+    """Return the settings that must be equal on all ranks: each rank steps its local part of the optimizer by them."""
     content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     stage = content.get("zero_optimization", {}).get("stage")
-    in_json = {name: content.get(name) for name in OF_JSON} | {"zero_optimization stage": stage}
-    return {name: getattr(trainer.args, name, None) for name in ALIKE} | {"deepspeed": in_json}
+    in_json = {name: content.get(name) for name in EQUAL_IN_JSON} | {"zero_optimization stage": stage}
+    return {name: getattr(trainer.args, name, None) for name in EQUAL_ARGUMENTS} | {"deepspeed": in_json}
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:
-    """Name of a data set -> its number of examples; None: it does not say. Unequal numbers would make ranks take
-    unequal numbers of steps."""
+    """Return the number of examples of each data set by name, None if it has no length.
+
+    Unequal numbers would make ranks take unequal numbers of steps.
+    """
     return {
         f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset, _ in _datasets(trainer)
     }
 
 
 def data_error(trainer: Any) -> SeqParError | None:
-    """The error that some examples of the data sets show, such as padding between tokens; None where they are right."""
+    """Return the error in a sample of the data sets' examples, such as padding between tokens, or None."""
     for _, dataset, batch_size in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
             try:
@@ -219,7 +223,7 @@ def data_error(trainer: Any) -> SeqParError | None:
 
 
 def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
-    """Collates the shortest and the longest of some examples, which one batch may hold, and checks the result."""
+    """Collate the shortest and the longest of some examples, which one batch may hold, and check the result."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // TRIED_EXAMPLES))][:TRIED_EXAMPLES]
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
@@ -241,12 +245,12 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
             ) from reason
         if not TOKENS.intersection(collated):
             _refuse_if_text(examples[0])
-        if not has_own_loss(trainer):
+        if not has_custom_loss(trainer):
             check_batch(trainer.sp, collated, causal=True)
 
 
 def _refuse_if_text(example: object, reason: Exception | None = None) -> None:
-    """Raises ConfigError for an example that was not tokenized."""
+    """Raise ConfigError for an example that was not tokenized."""
     if isinstance(example, Mapping) and not TOKENS.intersection(example):
         raise ConfigError(
             f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "

@@ -1,5 +1,4 @@
-"""Packs documents of a data set by the `binpacking` library, and makes batches of packs that say where documents
-end."""
+"""Pack documents of a data set by the `binpacking` library, and make batches of packs that say where documents end."""
 
 from __future__ import annotations
 
@@ -17,11 +16,24 @@ Example = Mapping[str, Any]
 
 
 class Packs(Dataset):
-    """A data set of packs: each a list of documents with at most `tokens` tokens together.
+    """Map-style data set of packs, each a list of documents that have at most `tokens` tokens together.
 
-    dataset: map-style, examples with input_ids (and labels). Which documents come together is decided once, by their
-    lengths alone, the same on every rank. Raises ConfigError without the `binpacking` package, InputError for `tokens`
-    below 1, a data set without documents, and a document that has no tokens or more than a pack.
+    The documents of each pack are chosen once, by their lengths only, and are the same on every rank.
+
+    Args:
+        dataset: Map-style data set of examples with `input_ids`, and optionally `labels`. It is read whole.
+        tokens: Most tokens of a pack.
+
+    Raises:
+        ConfigError: If the `binpacking` package is not installed.
+        InputError: If `tokens` is below 1, the data set has no documents, or a document is empty or longer than a pack.
+
+    Examples:
+        ```python
+        trainer = SequenceParallelTrainer(
+            model=model, args=args, train_dataset=Packs(documents, 8192), data_collator=PackingCollator()
+        )
+        ```
     """
 
     def __init__(self, dataset: Any, tokens: int) -> None:
@@ -52,24 +64,37 @@ class Packs(Dataset):
 
 
 class PackingCollator:
-    """Lays documents end to end: examples, or packs of them, -> input_ids, labels and position_ids, (1, all tokens).
+    """Collator that concatenates documents into one row without padding.
 
-    position_ids begin again with each document, from which everything that takes a batch knows where it ends: no query
-    sees another document, and no label is predicted from one. Examples without labels get their tokens as labels.
-    Nothing is padded; an attention_mask must be all ones. Raises InputError.
+    `position_ids` restart at each document, which tells all consumers of a batch where documents end: no query sees
+    another document, and no label is predicted from another one. Examples without labels get their tokens as labels.
+    An `attention_mask` must be all ones.
+
+    Called with examples, or packs of them, it returns `input_ids`, `labels` and `position_ids`, each (1, all tokens).
+
+    Raises:
+        InputError: When called, if there are no documents, a document is empty, its labels do not match its tokens, or
+            it has padding.
+
+    Examples:
+        ```python
+        trainer = SequenceParallelTrainer(
+            model=model, args=args, train_dataset=Packs(documents, 8192), data_collator=PackingCollator()
+        )
+        ```
     """
 
     def __call__(self, examples: Sequence[Example | Sequence[Example]]) -> dict[str, Tensor]:
-        documents: list[Any] = [x for one in examples for x in (one if isinstance(one, list | tuple) else [one])]
+        documents: list[Any] = [x for item in examples for x in (item if isinstance(item, list | tuple) else [item])]
         if not documents:
             raise InputError("a batch of packs needs one document or more; got none")
         ids = [_tokens(_ids_of(x)) for x in documents]
         labels = [_tokens(x.get("labels", x["input_ids"])) for x in documents]
-        for document, tokens, its in zip(documents, ids, labels, strict=True):
-            if len(tokens) != len(its) or not len(tokens):
+        for document, tokens, targets in zip(documents, ids, labels, strict=True):
+            if len(tokens) != len(targets) or not len(tokens):
                 raise InputError(
                     f"a document needs one token or more and a label for each; got {len(tokens)} tokens and "
-                    f"{len(its)} labels"
+                    f"{len(targets)} labels"
                 )
             if not all(map(bool, document.get("attention_mask", ()))):
                 raise InputError(

@@ -1,4 +1,4 @@
-"""What the planner must know: the sizes of a transformers model, and the lengths of a Trainer's data."""
+"""Inputs of the planner: the sizes of a transformers model, and the lengths of a Trainer's data."""
 
 from __future__ import annotations
 
@@ -36,12 +36,20 @@ if TYPE_CHECKING:
 
 
 IDS = "input_ids"
-ROWS = 1000  # of a column that are read at once
+ROWS = 1000  # rows of a column that are read at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
-    """The job with the model's sizes. Where these cannot be counted the job has neither model nor length, so that
-    nothing is planned."""
+    """Add a model's sizes to a job of the planner.
+
+    Args:
+        model: A transformers model, on any device, whole or sharded by ZeRO-3.
+        job: The job without a model.
+
+    Returns:
+        The job with the model's sizes, window and checkpointing. If the sizes cannot be counted, it has neither model
+        nor length, so that nothing is planned.
+    """
     try:
         sizes = model_sizes(model)
     except ConfigError:
@@ -56,20 +64,22 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
 
 
 def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
-    """The job of a Trainer: what it fills in for "auto" in the JSON, and the longest sequence of its data set. A
-    sequence is a row of a batch; where a collator lays documents end to end, it is the whole batch."""
+    """Return the job of a Trainer: the values that it fills in for "auto" in the JSON, and its longest sequence.
+
+    A sequence is a row of a batch; if a collator packs documents, it is the whole batch.
+    """
     from ds_seqpar.planner.auto import Job
 
-    together, documents = args.per_device_train_batch_size, _longest_pack(dataset)
+    batch_size, documents = args.per_device_train_batch_size, _longest_pack(dataset)
     seq = longest_example(dataset, args.length_column_name)
     packed = isinstance(collator, PackingCollator | DataCollatorWithFlattening)
     if packed and seq and not documents:
         documents = (seq,)
     return dataclasses.replace(
         Job.of(content),
-        seq=sum(documents) * together or seq,
-        documents=documents * together,
-        batch=1 if documents else together,
+        seq=sum(documents) * batch_size or seq,
+        documents=documents * batch_size,
+        batch=1 if documents else batch_size,
         steps=args.gradient_accumulation_steps,
         sequences=None,  # the Trainer's batch depends on the number of groups, which a prediction must not change
         dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
@@ -78,16 +88,18 @@ def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset:
 
 
 def _longest_pack(dataset: Any) -> tuple[int, ...]:
-    """The lengths of the documents of the longest pack; () where the data set has no packs."""
+    """Return the lengths of the documents of the longest pack, or () if the data set has no packs."""
     if not isinstance(dataset, Packs):
         return ()
     return max((tuple(dataset.lengths[document] for document in pack) for pack in dataset.packs), key=sum)
 
 
 def longest_example(dataset: Any, column: str) -> int | None:
-    """Tokens of the longest example of a `datasets.Dataset`, by its column of lengths or by the lengths of its
-    input_ids. None for any other data set, whose examples would all have to be made."""
-    library = sys.modules.get("datasets")  # not imported: then it is no such data set
+    """Return the tokens of the longest example of a `datasets.Dataset`, by its column of lengths or its input_ids.
+
+    Returns None for any other data set, all of whose examples would have to be made.
+    """
+    library = sys.modules.get("datasets")  # if it is not imported, the data set is not one of its
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
@@ -97,8 +109,8 @@ def longest_example(dataset: Any, column: str) -> int | None:
 
     if IDS not in dataset.column_names:
         return None
-    kind = dataset.data.schema.field(IDS).type
-    if not (types.is_list(kind) or types.is_large_list(kind)):
+    column_type = dataset.data.schema.field(IDS).type
+    if not (types.is_list(column_type) or types.is_large_list(column_type)):
         return None
     lists = dataset.select_columns([IDS]).with_format("arrow").iter(ROWS)
     return max(arrow.max(arrow.list_value_length(rows[IDS])).as_py() for rows in lists)
@@ -109,17 +121,19 @@ WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_a
 
 
 def numbers_of(place: str) -> Model:
-    """The sizes of a model. place: a folder with a config.json, or that file. Raises ConfigError for anything else, and
-    where transformers cannot make a model of it."""
+    """Return the sizes of the model in `place`, a folder with a config.json, or that file.
+
+    Raises ConfigError for anything else, and if transformers cannot make a model of it.
+    """
     if not os.path.exists(place):
         raise ConfigError(f"--model must be the folder of a model, or its config.json; there is no {place}")
     file = os.path.join(place, "config.json") if os.path.isdir(place) else place
     content = read_json(file, "--model must be the folder of a model, or its config.json; that")
     where = f"the model's configuration {file}"
-    kind = JsonField(where, content.get("model_type"), "model_type")
-    if kind.text() not in CONFIG_MAPPING:
-        raise kind.wrong(f"one that transformers knows{did_you_mean(kind.value, CONFIG_MAPPING)}")
-    return call_library("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
+    model_type = JsonField(where, content.get("model_type"), "model_type")
+    if model_type.text() not in CONFIG_MAPPING:
+        raise model_type.wrong(f"one that transformers knows{did_you_mean(model_type.value, CONFIG_MAPPING)}")
+    return call_library("transformers", where, content, lambda fields: _sizes_by_transformers(where, fields))
 
 
 def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
@@ -131,8 +145,10 @@ def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
 
 
 def config_sizes(config: PreTrainedConfig) -> Model:
-    """The sizes of a configuration's model. Its parameters are counted on a model on the meta device, which is right
-    for every family."""
+    """Return the sizes of a configuration's model, whose parameters are counted on the meta device.
+
+    So the number is right for every family.
+    """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _unknown(config)
     check_model(config.to_dict())
@@ -149,8 +165,10 @@ def _unknown(config: PreTrainedConfig) -> ConfigError:
 
 
 def model_sizes(model: PreTrainedModel) -> Model:
-    """The sizes of a model, on any device, whole or sharded by ZeRO-3. Raises ConfigError for a model without layers or
-    head."""
+    """Return the sizes of a model, on any device, whole or sharded by ZeRO-3.
+
+    Raises ConfigError for a model without layers or head.
+    """
     from ds_seqpar.planner.request import Model
 
     config, layers = model.config, getattr(model.base_model, "layers", None)
@@ -180,5 +198,5 @@ def _elements(module: nn.Module) -> int:
 
 
 def elements(parameter: nn.Parameter) -> int:
-    """The elements of a parameter; ZeRO-3 leaves it empty, and notes the number in `ds_numel`."""
+    """Return the number of elements of a parameter; ZeRO-3 leaves it empty and stores the number in `ds_numel`."""
     return getattr(parameter, "ds_numel", parameter.numel())

@@ -1,9 +1,9 @@
-"""Ends training with a checkpoint at SIGTERM, by which clusters announce that they stop a job, where
+"""End training with a checkpoint at SIGTERM, by which clusters announce that they stop a job, if
 TrainingArguments(enable_jit_checkpoint=True) asks for it.
 
-transformers' own callback waits three seconds on each rank and then saves. Ranks would save different steps, and a
-launcher may signal one rank alone at first. Here ranks agree after every step whether one of them was signalled, and
-save that step together.
+transformers' callback waits three seconds on each rank and then saves. Ranks would save different steps, and a launcher
+may signal only one rank at first. Here ranks agree after every step whether one of them was signalled, and all save
+that step.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from ds_seqpar.runtime.agreement import all_reduce_sum
 
 
 class PreemptionCallback(TrainerCallback):
-    """From the beginning to the end of training, a SIGTERM to any rank ends it after the step, with a checkpoint."""
+    """During training, save a checkpoint and stop after a step in which any rank received SIGTERM."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
-        self.before: Any = None
+        self.previous_handler: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.signalled = False
-        self.before = signal.signal(signal.SIGTERM, self._hear)
+        self.previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _hear(self, *_: Any) -> None:
+    def _on_signal(self, *_: Any) -> None:
         self.signalled = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        (ranks,) = all_reduce_sum(self.sp.control_world, [int(self.signalled)], "the end of a step")
-        if ranks:
+        (signalled_ranks,) = all_reduce_sum(self.sp.control_world, [int(self.signalled)], "the end of a step")
+        if signalled_ranks:
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        signal.signal(signal.SIGTERM, self.previous_handler)
 
 
 def take_over(trainer: Any) -> None:
-    """Replaces transformers' own callback by PreemptionCallback, if the Trainer has it."""
+    """Replace transformers' callback by PreemptionCallback, if the Trainer has it."""
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-    theirs = trainer.pop_callback(JITCheckpointCallback)
-    signal.signal(signal.SIGTERM, theirs.jit_manager._original_sigterm_handler)
+    jit_callback = trainer.pop_callback(JITCheckpointCallback)
+    signal.signal(signal.SIGTERM, jit_callback.jit_manager._original_sigterm_handler)
     trainer.add_callback(PreemptionCallback(trainer.sp))

@@ -1,4 +1,4 @@
-"""The checkpoint that a Trainer resumes from: one that was written to its end, the same on every rank."""
+"""Choose the checkpoint that a Trainer resumes from: completely written, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ds_seqpar.runtime.process_exit import printed_once
 
-LAST = True  # no text: a folder may have any name
+LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResumingRun:
-    """The run that is to read a checkpoint. stage: of ZeRO. scheduler: whether the Trainer, and not DeepSpeed, reads
-    the state of the learning rate scheduler. universal: whether DeepSpeed reads its universal format, which fits any
-    number of ranks."""
+    """The run that is to read a checkpoint."""
 
     rank: int
     ranks: int
-    stage: int
+    stage: int  # of ZeRO
     bf16: bool
-    scheduler: bool
-    universal: bool
+    scheduler: bool  # whether the Trainer, and not DeepSpeed, reads the state of the learning rate scheduler
+    universal: bool  # whether DeepSpeed reads its universal format, which fits any number of ranks
 
     @staticmethod
     def of(args: TrainingArguments, content: Mapping[str, Any]) -> ResumingRun:
-        """The run of a Trainer. content: its DeepSpeed configuration, with every "auto" filled in."""
+        """Return the run of a Trainer. `content` is its DeepSpeed configuration, with every "auto" filled in."""
         bf16 = content.get("bf16", {}).get("enabled", False)
         return ResumingRun(
             rank=dist.get_rank(),
             ranks=dist.get_world_size(),
             stage=content.get("zero_optimization", {}).get("stage", 0),
             bf16=bf16 if isinstance(bf16, bool) else args.bf16,
-            # with either of them in the JSON, accelerate gives DeepSpeed the scheduler
+            # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
             scheduler=not content.keys() & {"optimizer", "scheduler"},
             universal=bool(content.get("checkpoint", {}).get("load_universal")),
         )
@@ -55,42 +53,50 @@ class ResumingRun:
 
 @dataclasses.dataclass(kw_only=True)
 class CheckpointReport:
-    """What one rank finds out about a checkpoint. step: the optimiser step that it was written after. fault: what is
-    missing or damaged; mismatch: why it belongs to another kind of run; random: the rank's file of random states, if
-    that is missing or damaged. All three are "" where nothing is wrong."""
+    """One rank's findings about a checkpoint. The texts are "" if nothing is wrong."""
 
-    step: int = 0
-    fault: str = ""
-    mismatch: str = ""
-    random: str = ""
+    step: int = 0  # the optimizer step after which it was written
+    fault: str = ""  # what is missing or damaged
+    mismatch: str = ""  # why it belongs to another kind of run
+    random: str = ""  # name of the rank's file of random states, if that is missing or damaged
 
 
 @printed_once
-def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: ResumingRun) -> str | None:
-    """The folder to resume from; None: begin anew. Collective over the group of all ranks.
+def checkpoint_of(
+    group: dist.ProcessGroup, resume_from_checkpoint: object, output: str, run: ResumingRun
+) -> str | None:
+    """Return the folder to resume from, or None to start anew. Collective over the group of all ranks.
 
-    given: `resume_from_checkpoint` of `train`, which may be a text from a command line. True and "last" mean the last
-    complete checkpoint in the folder `output`. Rank 0 warns of newer ones that are incomplete, and of random states
-    that cannot be restored. Raises ConfigError on every rank where there is no complete checkpoint, or the
-    one that was asked for is incomplete. So it does for one of another number of ranks, ZeRO stage or dtype.
+    Rank 0 warns of newer checkpoints that are incomplete, and of random states that cannot be restored.
+
+    Args:
+        group: The group of all ranks.
+        resume_from_checkpoint: The argument of `train`, which may be a string from a command line. True and "last" mean
+            the last complete checkpoint in the folder `output`.
+        output: The output folder.
+        run: The run that is to read the checkpoint.
+
+    Raises:
+        ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or it is of another
+            number of ranks, ZeRO stage or dtype.
     """
-    wanted, error = None, None
+    target, error = None, None
     try:
-        wanted = parse_resume_argument(given)
+        target = parse_resume_argument(resume_from_checkpoint)
     except ConfigError as reason:
         error = reason
-    kind = "a folder" if isinstance(wanted, str) else {None: "none", LAST: "the last one"}[wanted]
-    assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
-    if wanted is None:
+    description = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
+    assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": description}, error=error)
+    if target is None:
         return None
-    if isinstance(wanted, str):
-        return _folder_if_whole(group, wanted, run, {})
+    if isinstance(target, str):
+        return _folder_if_whole(group, target, run, {})
     steps_of_ranks = all_gather_objects(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
     passed_over: dict[str, str] = {}
     for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
         folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        if (found := _folder_if_whole(group, folder, run, passed_over, required=False)) is not None:
-            return found
+        if (whole_folder := _folder_if_whole(group, folder, run, passed_over, required=False)) is not None:
+            return whole_folder
     got = "; ".join(f"{name}, where {fault}" for name, fault in passed_over.items()) or "none"
     raise ConfigError(
         f"resuming from the last checkpoint needs a whole one in {output}; got {got}, leave "
@@ -98,14 +104,16 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
     )
 
 
-def parse_resume_argument(given: object) -> str | bool | None:
-    """The meaning of `resume_from_checkpoint`: a folder, LAST, or None to begin anew. A word such as "last" that is
-    also a folder means the folder. Raises ConfigError for any other type."""
-    if isinstance(given, bool) or given is None:
-        return LAST if given else None
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(f'resume_from_checkpoint must be True, "last" or a folder; got {given!r}')
-    text = os.fspath(given)
+def parse_resume_argument(value: object) -> str | bool | None:
+    """Parse `resume_from_checkpoint`: return a folder, LAST, or None to start anew.
+
+    A word such as "last" that is also a folder means the folder. Raises ConfigError for any other type.
+    """
+    if isinstance(value, bool) or value is None:
+        return LAST if value else None
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f'resume_from_checkpoint must be True, "last" or a folder; got {value!r}')
+    text = os.fspath(value)
     return WORDS[text.lower()] if text.lower() in WORDS and not os.path.isdir(text) else text
 
 
@@ -116,20 +124,22 @@ def _folder_if_whole(
     passed_over: dict[str, str],
     required: bool = True,
 ) -> str | None:
-    """The folder, if the checkpoint in it is complete on all ranks. If it is not: raises ConfigError where `required`,
-    else returns None and notes the reason in passed_over. Raises ConfigError for a checkpoint of another kind of
-    run."""
+    """Return the folder if its checkpoint is complete on all ranks.
+
+    If it is incomplete, raise ConfigError if `required`, else note the reason in `passed_over` and return None. Raise
+    ConfigError for a checkpoint of another kind of run.
+    """
     try:
-        own_report = inspect_checkpoint(Path(folder), run)
+        local_report = inspect_checkpoint(Path(folder), run)
     except Exception as reason:  # a damaged file may raise anything
-        own_report = CheckpointReport(fault=f"reading it failed ({type(reason).__name__})")
-    reports = [found for _, found in all_gather_objects(group, ("the checkpoint", own_report))]
-    if mismatch := next((found.mismatch for found in reports if found.mismatch), ""):
+        local_report = CheckpointReport(fault=f"reading it failed ({type(reason).__name__})")
+    reports = [report for _, report in all_gather_objects(group, ("the checkpoint", local_report))]
+    if mismatch := next((report.mismatch for report in reports if report.mismatch), ""):
         raise ConfigError(f"{mismatch}; got {folder}")
     faults: dict[str, list[int]] = {}
-    for rank, found in enumerate(reports):
-        faults.setdefault(found.fault, []).append(rank)
-    if len({found.step for found in reports if not found.fault}) > 1:
+    for rank, report in enumerate(reports):
+        faults.setdefault(report.fault, []).append(rank)
+    if len({report.step for report in reports if not report.fault}) > 1:
         faults = {"ranks see different steps in it": []}
     wrong = ", ".join(f"{x} ({ranks_in_words(r)})" if 0 < len(r) < len(reports) else x for x, r in faults.items() if x)
     if wrong and required:
@@ -141,7 +151,7 @@ def _folder_if_whole(
         passed_over[os.path.basename(folder)] = wrong
         return None
     if run.rank == 0:
-        _warn(folder, passed_over, [found.random for found in reports if found.random])
+        _warn(folder, passed_over, [report.random for report in reports if report.random])
     return folder
 
 
@@ -159,31 +169,33 @@ def _warn(folder: str, passed_over: Mapping[str, str], random: list[str]) -> Non
 
 def _checkpoint_steps(folder: str) -> list[int]:
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name, re.ASCII) for name in names]
-    return [int(match[1]) for match in found if match and os.path.isdir(os.path.join(folder, match[0]))]
+    matches = [re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name, re.ASCII) for name in names]
+    return [int(match[1]) for match in matches if match and os.path.isdir(os.path.join(folder, match[0]))]
 
 
 def inspect_checkpoint(folder: Path, run: ResumingRun) -> CheckpointReport:
-    """A report on the files of a checkpoint that this rank would read."""
+    """Return a report on the files of a checkpoint that this rank would read."""
     random = random_state(folder, run.rank, run.ranks)
-    found = CheckpointReport(random="" if is_whole(random) else random.name)
-    found.fault = next(filter(None, _faults(folder, run, found)), "")
-    return found
+    report = CheckpointReport(random="" if is_whole(random) else random.name)
+    report.fault = next(filter(None, _faults(folder, run, report)), "")
+    return report
 
 
-def _faults(folder: Path, run: ResumingRun, found: CheckpointReport) -> Iterator[str]:
-    """Checks file by file and yields what is missing or damaged, or "" for a file in order. The caller stops at the
-    first fault, so later checks may rely on earlier files. found: takes the step and the mismatch."""
+def _faults(folder: Path, run: ResumingRun, report: CheckpointReport) -> Iterator[str]:
+    """Check file by file, and yield what is missing or damaged, or "" for an intact file.
+
+    The caller stops at the first fault, so later checks may rely on earlier files. Sets the report's step and mismatch.
+    """
     if not folder.is_dir():
         yield "there is no such folder"
     try:
-        found.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+        report.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     except FileNotFoundError:
         yield f"{TRAINER_STATE_NAME} is missing"
     except (OSError, ValueError, TypeError) as reason:
         yield f"{TRAINER_STATE_NAME} is damaged ({type(reason).__name__})"
-    if type(found.step) is not int or found.step < 1:
-        yield f"{TRAINER_STATE_NAME} is damaged (global_step {found.step!r})"
+    if type(report.step) is not int or report.step < 1:
+        yield f"{TRAINER_STATE_NAME} is damaged (global_step {report.step!r})"
     if run.scheduler:
         yield _fault(folder / SCHEDULER_NAME)
     # DeepSpeed reads the files that follow
@@ -199,29 +211,29 @@ def _faults(folder: Path, run: ResumingRun, found: CheckpointReport) -> Iterator
     models = sorted((folder / tag).glob("*mp_rank_00_model_states.pt"))
     if not models:
         yield f"{tag} has no model_states.pt"
-    read = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), models[0])
-    yield _fault(read)
-    found.mismatch = _mismatch(read, run)
+    model_states = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), models[0])
+    yield _fault(model_states)
+    report.mismatch = _mismatch(model_states, run)
     shard = f"zero_pp_rank_{run.rank}_mp_rank_00"
-    if run.stage == 3 and not found.mismatch:
+    if run.stage == 3 and not report.mismatch:
         yield _fault(folder / tag / f"{shard}_model_states.pt")
-    if run.stage and not found.mismatch:
+    if run.stage and not report.mismatch:
         yield _fault(folder / tag / f"{'bf16_' if run.bf16 else ''}{shard}_optim_states.pt")
 
 
 def _mismatch(model_states: Path, run: ResumingRun) -> str:
-    """The setting that differs from those of the run that wrote the file, and what to do; "" where none does."""
+    """Return which setting differs from the run that wrote the file, and what to do; "" if none differs."""
     # as DeepSpeed reads it, except that mmap leaves tensors on the disk
-    written = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
-    settings = written.get("ds_config", {})
+    content = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
+    settings = content.get("ds_config", {})
     stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
-    kinds = [{0: "0", 3: "3"}.get(x, "1 or 2") for x in (stage, run.stage)]
-    if kinds[0] != kinds[1]:
-        return f"the checkpoint was written under ZeRO stage {kinds[0]}, and this run has {kinds[1]}: set that stage"
-    if run.stage and written.get("dp_world_size", run.ranks) != run.ranks:
+    stages = [{0: "0", 3: "3"}.get(x, "1 or 2") for x in (stage, run.stage)]
+    if stages[0] != stages[1]:
+        return f"the checkpoint was written under ZeRO stage {stages[0]}, and this run has {stages[1]}: set that stage"
+    if run.stage and content.get("dp_world_size", run.ranks) != run.ranks:
         return (
-            f"the checkpoint's optimizer is cut for {written['dp_world_size']} ranks, and this run has {run.ranks}: "
-            f'start {written["dp_world_size"]} (another "size" of the sequence_parallel section is fine)'
+            f"the checkpoint's optimizer is cut for {content['dp_world_size']} ranks, and this run has {run.ranks}: "
+            f'start {content["dp_world_size"]} (another "size" of the sequence_parallel section is fine)'
         )
     if run.stage and bool(bf16) != run.bf16:
         return f"the checkpoint was written with bf16={bool(bf16)}, and this run has bf16={run.bf16}: set it alike"
@@ -229,7 +241,7 @@ def _mismatch(model_states: Path, run: ResumingRun) -> str:
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:
-    """The file in which the Trainer keeps the state of a rank's random generators."""
+    """Return the file in which the Trainer saves the state of a rank's random generators."""
     return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth")
 
 
@@ -238,5 +250,5 @@ def _fault(path: Path) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file of torch.save was written to its end: a zip archive has its list of contents there."""
+    """Return whether a file of torch.save is complete: a zip archive has its list of contents at the end."""
     return path.is_file() and zipfile.is_zipfile(path)

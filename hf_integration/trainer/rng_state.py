@@ -1,4 +1,4 @@
-"""The random state of ranks: where it must be equal on all of them, and where it must not change."""
+"""The random state of ranks: make it equal on all of them where it must be, and restore it where it must not change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ds_seqpar.runtime.comm import explaining_failure
 
 
 def share(group: dist.ProcessGroup | None) -> None:
-    """Gives all ranks of a group the random state of its first rank. Collective; None: the group of this rank alone.
+    """Set the random state of all ranks of a group to that of its first rank. Collective; None is a group of one rank.
 
-    ZeRO-3 initialises models on one rank alone, and a checkpoint may have been written with other groups. Samplers
-    need one state on all ranks when training starts; data sets and collators need it on those of a sequence.
+    ZeRO-3 initializes models on one rank only, and a checkpoint may have been written with other groups. Samplers need
+    an equal state on all ranks when training starts; data sets and collators need it on the ranks of a sequence.
     """
     if group is None:
         return
@@ -32,7 +32,7 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
-    """A context after which the random state is as before it."""
+    """Restore the random state at the end of a context."""
     state = _state()
     try:
         yield
@@ -54,8 +54,8 @@ def _set_state(state: tuple) -> None:
 
 
 class SharedDraws(TrainerCallback):
-    """Gives all ranks one random state when training begins, and when a sampler that draws from it begins an epoch:
-    data sets may have advanced it by different amounts."""
+    """Make the random state equal on all ranks when training begins, and when a sampler that draws from it begins an
+    epoch: data sets may have advanced it by different amounts."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp

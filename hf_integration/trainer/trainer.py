@@ -1,8 +1,9 @@
-"""Fine-tuning with the Trainer: the same losses, norms, evaluation and checkpoints however many ranks share a sequence.
+"""Fine-tune with the Trainer: losses, norms, evaluation and checkpoints do not depend on the number of ranks that share
+a sequence.
 
-A group of ranks that share sequences takes the place of one rank of the plain Trainer. Its ranks are given the same
-whole batches, and the model gives each of them the plain model's whole outputs. Where the Trainer gathers over ranks,
-it gets the values of groups (`GroupAccelerator`). So its own counting, losses and evaluation stay as they are.
+A group of ranks that share sequences replaces one rank of the plain Trainer. All its ranks are given the same whole
+batches, and the model returns the plain model's whole outputs on each of them. Where the Trainer gathers over ranks, it
+gets one value for each group (`GroupAccelerator`). So the Trainer's counting, losses and evaluation stay unchanged.
 """
 
 from __future__ import annotations
@@ -44,27 +45,40 @@ from . import accelerate_config, checks, preemption, resume, rng_state
 from .callback import SequenceParallelCallback
 from .job import job_of_trainer
 
-Behind: Any = object  # the class after the mixin; for a type checker it may have any attribute
+Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
 
 
 class SequenceParallelMixin(Behind):
-    """Goes before `Trainer`, or a subclass of it, in the bases of a class.
+    """Mixin that makes a `Trainer`, or a subclass of it, share every sequence among a group of ranks.
 
-    The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
-    `per_device_eval_batch_size` then mean sequences for each group of ranks that share one; all figures count
-    sequences. `trainer.sp` is the SequenceParallel in use, `sp.data_rank` the group that a rank works for.
+    List it before `Trainer` in the bases of a class. The shape comes from the `"sequence_parallel"` section of the
+    DeepSpeed JSON. `per_device_train_batch_size` and `per_device_eval_batch_size` are sequences for each group of ranks
+    that share one, and all figures count sequences. `trainer.sp` is the `SequenceParallel` in use, and `sp.data_rank`
+    the number of this rank's group.
 
-    A loss of one's own - label_smoothing_factor, compute_loss_func, a class's compute_loss or prediction_step - sees
-    whole batches and whole outputs, as the plain Trainer's does.
+    A custom loss (`label_smoothing_factor`, `compute_loss_func`, or a class's `compute_loss` or `prediction_step`) is
+    given whole batches and whole outputs, as in the plain Trainer.
 
-    gather_logits: compute_metrics and predict have the logits of whole sequences, on every rank; False gives none,
-    which saves their memory. So does a `preprocess_logits_for_metrics` such as an argmax, which sees them in parts.
-    check_loss: the model's own loss must be the sum of token losses on shift_labels over num_items_in_batch, which is
-    looked at in its first forward. False is for a model that means another loss of this rank's shard of a batch.
-    Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
+    Args:
+        *args: Passed to the Trainer.
+        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. `False`
+            gives them no logits and saves that memory. A `preprocess_logits_for_metrics` such as an argmax saves it
+            too; it is given the logits in parts.
+        check_loss: Whether to check, in the first forward, that the model's own loss is the sum of token losses on
+            `shift_labels` over `num_items_in_batch`. Pass `False` for a model that intends another loss of this rank's
+            shard of a batch.
+        **kwargs: Passed to the Trainer.
+
+    Raises:
+        ConfigError: If a setting would train something else than the unsplit run does (see docs/refusals.md).
+
+    Examples:
+        ```python
+        class MyTrainer(SequenceParallelMixin, OtherTrainer): ...
+        ```
     """
 
-    # set over methods and attributes of the Trainer
+    # assigned on the instance, over methods and attributes of the Trainer
     accelerator: Any
     compute_loss: Any
     prediction_step: Any
@@ -76,11 +90,11 @@ class SequenceParallelMixin(Behind):
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
-        self._stream: Stream | None = None  # the data set that is evaluated, if it is iterable
+        self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         super().__init__(*args, **kwargs)
-        # wrap the methods of a subclass, whether it comes before or after this class among the bases
-        self._own_loss, self.compute_loss = self.compute_loss, self._counted_loss
-        self._own_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
+        # wrap a subclass's methods, whether it comes before or after this class among the bases
+        self._class_compute_loss, self.compute_loss = self.compute_loss, self._counted_loss
+        self._class_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch_models()
@@ -95,13 +109,13 @@ class SequenceParallelMixin(Behind):
         checks.check_arguments(self.args)
         checks.check_json(self.args)
         op_lock.prepare_start()
-        with accelerate_config.taken_from(self.args) as given:
+        with accelerate_config.taken_from(self.args) as parallelism:
             super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
         check_settings(plugin.deepspeed_config)
         self._section = accelerate_config.joined(
-            section_of(plugin.deepspeed_config), given, self.accelerator.num_processes
+            section_of(plugin.deepspeed_config), parallelism, self.accelerator.num_processes
         )
         SequenceParallelConfig.from_dict(self._section)
         for key in left_out(plugin.deepspeed_config):  # accelerate would replace every "auto" in our section
@@ -115,7 +129,7 @@ class SequenceParallelMixin(Behind):
         return model
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
-        """trl's preference trainers call this in their __init__, before the model would be patched."""
+        # trl's preference trainers call this in their __init__, before the model would be patched
         self._patch_models()
         return super()._precompute_ref_logps(*args)
 
@@ -130,9 +144,9 @@ class SequenceParallelMixin(Behind):
         job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
-        self._look_at_loss(base)
+        self._set_loss_check(base)
 
-    def _look_at_loss(self, base: nn.Module) -> None:
+    def _set_loss_check(self, base: nn.Module) -> None:
         whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
 
     # ---- data: the whole batches of this rank's group
@@ -140,36 +154,41 @@ class SequenceParallelMixin(Behind):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """(the micro-batches of an optimizer step, the number of label tokens in it over all groups).
+        """Return the micro-batches of an optimizer step, and the number of its label tokens over all groups.
 
-        Raises on every rank where one rank's data set or collator fails, or gives other batches than its group's.
+        Raises:
+            SeqParError: On every rank, if one rank's data or collator fails, or its batches are not those of its group.
         """
         self._throughput.start()
-        microbatches = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
+        microbatches = self._agree_on_batches("training data", lambda: itertools.islice(epoch_iterator, num_batches))
         for batch in microbatches:
             self._throughput.count(batch)
         microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
         return microbatches, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
-    def _agreed(self, what: str, batches: Callable[[], Iterator[Any]]) -> list[Any]:
-        """The batches, after all ranks have agreed that they have equally many, and that ranks of a sequence have the
-        same ones. Labels for the model's own loss that do not count are set to -100. Raises on every rank."""
-        found, given, error = [], [], None
+    def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]]) -> list[Any]:
+        """Load batches, and check that all ranks have equally many and that the ranks of a sequence have the same ones.
+
+        For the model's own loss, labels that do not count are set to -100. Raises on every rank if one rank fails.
+        """
+        batches, fingerprints, error = [], [], None
         try:
-            found = list(batches())
-            given = [fingerprint(batch) for batch in found]
-            own = checks.has_own_loss(self)
-            for batch in found:
-                if not own and batch.get("labels") is not None:
+            batches = list(load())
+            fingerprints = [fingerprint(batch) for batch in batches]
+            custom_loss = checks.has_custom_loss(self)
+            for batch in batches:
+                if not custom_loss and batch.get("labels") is not None:
                     batch["labels"] = counted_labels(self.sp, batch)
         except Exception as reason:
             error = as_seqpar_error("loading data failed", reason)
         assert_ranks_agree(
-            self.sp.control_world, what, {"batches": len(found)}, error=error, after=self.sp.groups.control
+            self.sp.control_world, name, {"batches": len(batches)}, error=error, after=self.sp.groups.control
         )
         peers = Part(self.sp.data_rank, self.sp.groups.control)
-        assert_ranks_agree(self.sp.control_world, "whole batches", given, alike=peers, advice=mismatch_hints.of_batches)
-        return found
+        assert_ranks_agree(
+            self.sp.control_world, "whole batches", fingerprints, alike=peers, advice=mismatch_hints.of_batches
+        )
+        return batches
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
@@ -194,16 +213,16 @@ class SequenceParallelMixin(Behind):
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
         assert_ranks_agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
-        if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
+        if self.args.use_liger_kernel:  # `train` has put Liger's kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
-            self._look_at_loss(unwrapped(self.model))
+            self._set_loss_check(unwrapped(self.model))
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # the loss since the last log, which the Trainer adds to `train_loss` on each rank by itself
+        # the loss since the last log, which the Trainer would add to `train_loss` separately on each rank
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
 
@@ -211,24 +230,24 @@ class SequenceParallelMixin(Behind):
         if checkpoint is None:
             return
         path = resume.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
-        if resume.is_whole(path):  # for other files `train` has warned
+        if resume.is_whole(path):  # `train` has warned of a missing or damaged file
             super()._load_rng_state(checkpoint)
         rng_state.share(self.sp.groups.control)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:  # until it is complete, a folder that is overwritten must not count as a checkpoint
+        if self.args.should_save:  # a folder that is being overwritten must not count as a checkpoint until complete
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
-    # ---- evaluation, in which every sequence counts once
+    # ---- evaluation: every sequence counts once
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
         assert_ranks_agree(self.sp.control_world, "evaluation data", length, error=error)
         self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
-        if stream is not None:  # the Trainer counts those of one group
+        if stream is not None:  # the Trainer counts the examples of one group
             examples = examples_of(stream) or output.num_samples * self.sp.data_size
             output = output._replace(num_samples=examples)
         prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
@@ -238,72 +257,78 @@ class SequenceParallelMixin(Behind):
     def _whole_prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """(loss, logits, labels) of the class's own `prediction_step`, with whole logits. The model's own loss becomes
-        the mean token loss over all groups, without repeated sequences. Any other loss is the plain Trainer's, of this
-        group's sequences; the Trainer weights it by the sequences that are no repetitions."""
-        loss_only, own = prediction_loss_only or not self.gather_logits, checks.has_own_loss(self)
-        (batch,) = self._agreed("evaluation batch", lambda: iter([dict(inputs)]))
+        """Return (loss, logits, labels) of the class's `prediction_step`, with whole logits.
+
+        The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss is
+        the plain Trainer's, of this group's sequences; the Trainer weights it by the sequences that do not repeat.
+        """
+        loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
+        (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([dict(inputs)]))
         real = self._real_sequences()
-        if not own and batch.get("labels") is not None:
-            batch["labels"] = self._once(batch, real)
+        if not custom_loss and batch.get("labels") is not None:
+            batch["labels"] = self._unrepeated_labels(batch, real)
             items = all_reduce_sum(
                 self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation"
             )[0]
             batch["num_items_in_batch"] = max(items / self.sp.size, 1) / self.sp.data_size
-        loss, logits, labels = self._tried_step(model, batch, loss_only, own, ignore_keys)
-        if loss is not None and not own:
+        loss, logits, labels = self._checked_step(model, batch, loss_only, custom_loss, ignore_keys)
+        if loss is not None and not custom_loss:
             loss = self.accelerator.gather(loss).mean()
-        if isinstance(labels, Tensor) and not own:  # the labels before any were set to -100
+        if isinstance(labels, Tensor) and not custom_loss:  # return the labels as they were before any was set to -100
             labels = inputs.get("labels", labels).to(labels.device)
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, tree_map(lambda x: plain(x) if isinstance(x, Tensor) else x, logits), labels
 
-    def _tried_step(self, model: nn.Module, batch: Any, loss_only: bool, own: bool, *args: Any) -> tuple:
-        """The result of the class's own `prediction_step`. Raises on every rank where it fails on one, and where only
-        some ranks have a loss to gather."""
-        found, error = (None, None, None), None
+    def _checked_step(self, model: nn.Module, batch: Any, loss_only: bool, custom_loss: bool, *args: Any) -> tuple:
+        """Return the result of the class's `prediction_step`.
+
+        Raises on every rank if it fails on one, or if only some ranks have a loss to gather.
+        """
+        result, error = (None, None, None), None
         try:
-            with evaluated(model, "loss" if loss_only and not own else None):
-                brought = whole_calls.moved_batch(batch, self.args.device)
-                found = self._own_prediction_step(model, brought, loss_only, *args)
+            with evaluated(model, "loss" if loss_only and not custom_loss else None):
+                batch_on_device = whole_calls.moved_batch(batch, self.args.device)
+                result = self._class_prediction_step(model, batch_on_device, loss_only, *args)
         except (SeqParError, RuntimeError):
             raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         except Exception as reason:
             error = as_seqpar_error("prediction_step failed", reason)
         assert_ranks_agree(self.sp.groups.control, "evaluation step", None, error=error)
-        shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
+        shape = tuple(result[0].shape) if isinstance(result[0], Tensor) else type(result[0]).__name__
         assert_ranks_agree(self.sp.control_world, "evaluation losses", {"loss": shape})
-        return found
+        return result
 
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """The class's own `compute_loss`. In evaluation, where the Trainer passes no count, it is given the step's."""
+        """Call the class's `compute_loss`, in evaluation with the step's count, where the Trainer passes none."""
         items = inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:
             num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
-        return self._own_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        return self._class_compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
 
     def _real_sequences(self) -> int | None:
-        """The number of the step's sequences, over all groups, that are no repetitions; None: all of them."""
+        """Return how many of the step's sequences, over all groups, are not repetitions; None means all of them."""
         return self.accelerator.real_examples()
 
-    def _once(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
-        """The labels, with -100 for examples that fill up the last batch. real: as `_real_sequences` returns it."""
+    def _unrepeated_labels(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
+        """Return the labels, with -100 for examples that fill up the last batch. `real` is of `_real_sequences`."""
         labels, error = batch["labels"], None
-        if real is None or self.sp.data_size == 1:  # a single group has a shorter last batch instead
+        if real is None or self.sp.data_size == 1:  # a single group gets a shorter last batch instead
             return labels
         try:
-            labels = self._without_repeated(batch, labels, real)
+            labels = self._mask_repeated(batch, labels, real)
         except Exception as reason:
             error = as_seqpar_error("telling the last examples apart failed", reason)
         assert_ranks_agree(self.sp.control_world, "evaluation step", None, error=error)
         return labels
 
-    def _without_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
-        """The labels, with -100 for examples from number `real` on, over all groups. Raises InputError where a collator
-        has laid examples end to end and they cannot be told apart by documents."""
+    def _mask_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
+        """Return the labels, with -100 for examples from number `real` on, counted over all groups.
+
+        Raises InputError if a collator has packed examples and their documents do not tell them apart.
+        """
         examples = self.args.eval_batch_size
         first = self.sp.data_rank * examples
         repeated = torch.arange(first, first + examples, device=labels.device) >= real
@@ -331,11 +356,25 @@ class SequenceParallelMixin(Behind):
         super().log(logs, *args, **kwargs)
 
     def _count_steps(self, metrics: dict[str, Any]) -> None:
-        """Corrects steps a second: the Trainer counts steps as if each rank had sequences of its own."""
+        """Correct steps a second, for which the Trainer counts steps as if each rank had separate sequences."""
         for prefix, steps in self._eval_steps.items():
             if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
                 metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
-    """transformers' Trainer, with every sequence shared by a group of ranks. See SequenceParallelMixin."""
+    """transformers' `Trainer` in which a group of ranks shares every sequence.
+
+    Takes the arguments of `Trainer`, and those of `SequenceParallelMixin`.
+
+    Examples:
+        ```python
+        trainer = SequenceParallelTrainer(
+            model=model,
+            args=args,  # per_device_train_batch_size counts packs now
+            train_dataset=Packs(documents, 8192),  # a list of whole documents each, 8,192 tokens at most
+            eval_dataset=Packs(held_out, 8192),
+            data_collator=PackingCollator(),
+        )
+        ```
+    """
