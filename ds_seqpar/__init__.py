@@ -26,5 +26,5 @@ def __getattr__(name: str) -> Any:
     """What the package exports, imported when it is first asked for: commands that only plan import no torch."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)
-    return found
+    globals()[name] = exported = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)
+    return exported

@@ -128,8 +128,8 @@ def initialize(
     if patcher:
         patcher.check_engine(engine, sp)
     if data is not None:
-        own = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
-        engine.training_dataloader = Loader(sp, own)
+        loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
+        engine.training_dataloader = Loader(sp, loader)
     return returned[0], returned[1], engine.training_dataloader, returned[3]
 
 

@@ -92,12 +92,12 @@ class SequenceParallel(Sharding):
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.cp_axes)
         with explaining_failure("making process groups", world):
-            made = groups.create(self.topology, rank, world)
+            created = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         groups.bind_thread()
-        self.comm = TorchComm(made)
+        self.comm = TorchComm(created)
         ulysses_rank = self.topology.index(rank, "ulysses")
-        self.runtime = runtime.Runtime(self.config, self.topology, made.cp_rank, self.comm, ulysses_rank, measured)
+        self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank, measured)
         self.calls = self.runtime.calls
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()

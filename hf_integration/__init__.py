@@ -55,11 +55,11 @@ __all__ = [
 
 def check_transformers(version: str) -> None:
     """Raises ConfigError for a transformers that is too old; warns, on one rank, of one that is newer than tested."""
-    found = Version(version).release[:2]
+    release = Version(version).release[:2]
     tested = f"transformers {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-    if found < OLDEST:
+    if release < OLDEST:
         raise ConfigError(f"SequenceParallelTrainer needs {tested}; got {version}, install one of them")
-    if found > NEWEST and os.environ.get("RANK", "0") == "0":
+    if release > NEWEST and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"SequenceParallelTrainer is tested with {tested}, got {version}: compare a short run with the plain "
             "Trainer's before you trust it",

@@ -68,8 +68,8 @@ def check_settings(content: Mapping[str, Any]) -> None:
     """Raises ConfigError for a setting of a DeepSpeed JSON that would break the gradient contract or the sharding."""
     for key, why in REFUSED.items():
         value: Any = content
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
         if value is not None and not _is_off(key, value):
             raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
     if "gradient_clipping" not in content:
@@ -81,17 +81,17 @@ def check_settings(content: Mapping[str, Any]) -> None:
 
 def check_auto(content: Mapping[str, Any]) -> None:
     """Raises ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would ignore."""
-    found = [key for key, value in content.items() if value == "auto"]
+    keys = [key for key, value in content.items() if value == "auto"]
     for key, value in content.items():
         if isinstance(value, Mapping) and key != SECTION:
-            found += [f"{key}.enabled"] if value.get("enabled") == "auto" else []
+            keys += [f"{key}.enabled"] if value.get("enabled") == "auto" else []
             params = value.get("params")
-            found += (
+            keys += (
                 [f"{key}.params.{n}" for n, x in params.items() if x == "auto"] if isinstance(params, Mapping) else []
             )
-    if found:
+    if keys:
         raise ConfigError(
-            f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(found)} without a Trainer, '
+            f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(keys)} without a Trainer, '
             "write values"
         )
 
@@ -133,15 +133,15 @@ class Offload:
     buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000
 
-    def read(self, given: JsonField) -> Offload:
+    def read(self, field: JsonField) -> Offload:
         """These settings with the values of the JSON. Raises ConfigError for a value of a wrong type."""
-        if not given.value:
+        if not field.value:
             return self
-        known, inside = dataclasses.asdict(self), given.object()
-        found = {
+        known, inside = dataclasses.asdict(self), field.object()
+        read = {
             name: inner.like(known[name]) for name, inner in inside.items() if name in known and inner.value != "auto"
         }
-        return dataclasses.replace(self, **found)
+        return dataclasses.replace(self, **read)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -183,8 +183,8 @@ class SequenceParallelConfig:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        words = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
-        return f"{type(self).__name__}({words})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
+        return f"{type(self).__name__}({settings})"
 
     own = renamed.Renamed("schedule_options")
     unsaid = renamed.Renamed("auto_fields")
@@ -311,9 +311,9 @@ class SequenceParallelConfig:
         default. What asked for a plan is left out."""
         settings, defaults = self.settings(), SequenceParallelConfig().settings()
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
-        inner, own = self.size // self.ulysses, dict(self.schedule_options)
-        alone = own if inner == 1 else {}
-        layout = schedules.schedule(self.schedule).at(inner, own).default_layout
+        cp_size, options = self.size // self.ulysses, dict(self.schedule_options)
+        alone = options if cp_size == 1 else {}
+        layout = schedules.schedule(self.schedule).at(cp_size, options).default_layout
         for name, value in settings.items():
             is_default = value == defaults[name] or (name == "layout" and value == layout)
             if not is_default and name not in (*PLAN_REQUESTS, *alone):

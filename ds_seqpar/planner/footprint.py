@@ -178,7 +178,7 @@ class _StepMemory:
     def states(self) -> States:
         return states(self.model, self.zero, self.step.world, self.size)
 
-    def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **parts: int) -> Moment:
+    def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **items: int) -> Moment:
         """Return a moment of the step.
 
         Args:
@@ -186,7 +186,7 @@ class _StepMemory:
             done: Parameters whose gradients exist.
             gathered: Parameters that ZeRO-3 holds whole.
             grads: Bytes of gradients that are not reduced yet.
-            parts: Bytes of other items.
+            **items: Bytes of other items.
         """
         bytes_by_item = dict(self.states.device)
         stage = self.zero.stage
@@ -198,7 +198,7 @@ class _StepMemory:
         bytes_by_item["gradients"] = bytes_by_item.get("gradients", 0) + grads
         if stage == 3:
             bytes_by_item["gathered"] = gathered * self.size
-        for keyword, size in parts.items():
+        for keyword, size in items.items():
             item = keyword.replace("_", " ")
             bytes_by_item[item] = bytes_by_item.get(item, 0) + size
         return _named_moment(name, bytes_by_item)
