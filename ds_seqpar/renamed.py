@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,9 +33,16 @@ def warn(kind: str, old: str, new: str) -> None:
         return
     _warned.add(name)
     if os.environ.get("RANK", "0") == "0":
-        warnings.warn(
-            f"ds_seqpar: {kind} {old!r} is called {new} since 0.2, and goes in 0.3", FutureWarning, stacklevel=3
-        )
+        text = f"ds_seqpar: {kind} {old!r} is called {new} since 0.2, and goes in 0.3"
+        warnings.warn(text, FutureWarning, stacklevel=_caller_level())
+
+
+def _caller_level() -> int:
+    """Return the stacklevel, in the function that calls this, of the first frame outside of ds_seqpar."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("ds_seqpar."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
