@@ -318,6 +318,7 @@ class TorchComm:
         with explaining_failure("the sum of keys over ranks", group):
             works = _all_gather(gathered.view(-1), x, len(gathered), group)
         Works("the sum of keys over ranks", group, works, [x, gathered]).wait()
+        self.received_bytes += gathered[1:].nbytes  # units of no plan, so no elements
         return gathered
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
