@@ -80,11 +80,11 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of one call, forward and backward, and of comparing its inputs."""
     config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
     config = config.resolve(args.world, (args.heads, args.kv_heads))
-    first = heads.stages(args.heads, args.kv_heads, config.head_chunks)[0]
+    first = heads.head_chunks(args.heads, args.kv_heads, config.head_chunks)[0]
     call = AttentionCall(
         config=config, world=args.world, mask=CAUSAL if args.causal else FULL,
         shards=EvenShards(config.layout, args.seq, config.size // config.ulysses),
-        heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], stages=config.head_chunks,
+        heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], head_chunks=config.head_chunks,
         kept=config.kept(config.head_chunks, False, False),
     )  # fmt: skip
     wire = machine.between if args.nodes > 1 else machine.inside

@@ -169,7 +169,7 @@ def has_custom_loss(trainer: Any) -> bool:
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
-    libraries = "transformers", "trl", __package__
+    libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
     return any(base.__module__.partition(".")[0] not in libraries or base.__name__ == "DPOTrainer" for base in classes)
 
