@@ -79,7 +79,7 @@ EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "ring_size
 GOOD_SETS = 5  # of these, from the first on
 SETS = (
     "size=2", "bf16.enabled=true", "zero_optimization.stage=2", "loss_tiles=4", "ulysses=2", "ulysses=16", "size=3",
-    "layout=zigzag", "head_chunks=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "rank_order=[]",
+    "layout=zigzag", "head_chunks=auto", "ring_size=0", "sequence_parallel.size=2", "machine=m.json", "rank_order=[]",
     "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3",
     "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9",
     "zero_optimization.stage=1",
