@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from . import compat
 from .auto import job_of
 from .config.deepspeed_checks import check_deepspeed
 from .config.deepspeed_json import (
@@ -189,10 +190,10 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
-    engine._config.train_batch_size //= sp.size
-    engine.tput_timer.batch_size //= sp.size
+    compat.engine_config(engine).train_batch_size //= sp.size
+    compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
-        engine.flops_profiler.ds_engine = _PartsOfSequences(engine, sp.size)
+        engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
 
 
 class _PartsOfSequences:

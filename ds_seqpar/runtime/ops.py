@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..compiler.sharding.handles import keep_alive, object_of, objects_of
 from ..compiler.sharding.masks import Mask
@@ -177,7 +178,7 @@ def _attention(
 def _runs_as_op() -> bool:
     """Return whether attention must run as one op: for a compiler, or for a dispatch mode such as that of a selective
     checkpoint."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
 
 
 def head_chunks_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: UnevenShards | None) -> int:

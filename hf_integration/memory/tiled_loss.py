@@ -19,22 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.nn.modules import module as of_all
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.config.settings import most_logits
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError, InputError
 
+from ..compat import LEAF, ZERO_ID, hooks_around
 from ..graph_breaks import between_graphs
 from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
-LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
-# kinds of hooks that get a module's inputs or outputs; packages whose hooks do not read the values
-HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+# packages whose hooks do not read the values
 BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
 
@@ -93,7 +91,7 @@ class Tiling:
         """Return the computation that x replaces, if the norm before `reader` was deferred; else None."""
         if reader not in self.norms or any(x.stride()):
             return None
-        if self.deferred is not None and self.deferred[0].cdata == x.untyped_storage()._cdata:
+        if self.deferred is not None and self.deferred[0] == StorageWeakRef(x.untyped_storage()):
             (_, source), self.unread = self.deferred, self.unread - 1
             if not self.unread:
                 self.deferred = None
@@ -120,7 +118,7 @@ class Tiling:
 
         Backward may recompute that norm. All ranks do so, even if only some of them need to.
         """
-        if reader in self.norms and hasattr(reader, "ds_id"):
+        if reader in self.norms and hasattr(reader, ZERO_ID):
             from deepspeed.runtime.zero import register_external_parameter
 
             for parameter in self.norms[reader].parameters(recurse=False):
@@ -139,11 +137,7 @@ class Tiling:
 
 def _is_watched(module: nn.Module) -> bool:
     """Return whether a module has hooks that may read values: all do but those of packages in BLIND."""
-    hook_dicts = [
-        *(getattr(module, f"_{name}") for name in HOOKS),
-        *(getattr(of_all, f"_global_{name}") for name in HOOKS),
-    ]
-    return any(not _is_blind(hook) for hook_dict in hook_dicts for hook in hook_dict.values())
+    return any(not _is_blind(hook) for hook in hooks_around(module))
 
 
 def _is_blind(hook: Any) -> bool:
@@ -217,7 +211,7 @@ def _through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     have replaced it before.
     """
     head_forward, instance_forward = head.forward, vars(head).get("forward")
-    has_children, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
+    has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())
     if has_children and partitioned and not hasattr(head, LEAF):
         raise ConfigError(
             "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "

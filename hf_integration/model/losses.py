@@ -28,6 +28,7 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.whole import WholeTensor
 
+from ..compat import forget_order
 from ..families import FAMILIES, as_in_training, is_causal_lm, unwrapped
 from ..memory.tiled_loss import token_losses
 from ..memory.tiled_modules import add_up_losses, evaluated
@@ -113,21 +114,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        _forget_order(model)
-
-
-def _forget_order(engine: nn.Module) -> None:
-    """Drop ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by.
-
-    The record must be taken in a training forward: selective checkpointing would otherwise see other operations when it
-    recomputes.
-    """
-    optimizer = getattr(engine, "optimizer", None)
-    offload: Any = getattr(optimizer, "parameter_offload", optimizer)
-    if hasattr(offload, "get_param_coordinator"):
-        coordinator = offload.get_param_coordinator()
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
+        forget_order(model)
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:

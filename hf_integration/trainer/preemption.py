@@ -16,6 +16,8 @@ from transformers import TrainerCallback
 from ds_seqpar import SequenceParallel
 from ds_seqpar.runtime.agreement import all_reduce_sum
 
+from ..compat import sigterm_handler_before
+
 
 class PreemptionCallback(TrainerCallback):
     """During training, save a checkpoint and stop after a step in which any rank received SIGTERM."""
@@ -47,5 +49,5 @@ def take_over(trainer: Any) -> None:
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
     jit_callback = trainer.pop_callback(JITCheckpointCallback)
-    signal.signal(signal.SIGTERM, jit_callback.jit_manager._original_sigterm_handler)
+    signal.signal(signal.SIGTERM, sigterm_handler_before(jit_callback))
     trainer.add_callback(PreemptionCallback(trainer.sp))

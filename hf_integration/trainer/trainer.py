@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.compat import tree_map
 from ds_seqpar.config.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
@@ -35,6 +35,7 @@ from ds_seqpar.runtime.agreement import Part, all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
 
+from .. import compat
 from ..accelerators import GroupAccelerator
 from ..families import unwrapped
 from ..loaders import Stream, examples_of, stream_of
@@ -87,6 +88,7 @@ class SequenceParallelMixin(Behind):
 
     @printed_once
     def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
+        compat.check_trainer(Trainer)
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
@@ -191,7 +193,7 @@ class SequenceParallelMixin(Behind):
         return batches
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
+        return compat.train_batch_size(self) * args.gradient_accumulation_steps * self.sp.data_size
 
     def num_examples(self, dataloader: DataLoader) -> int:
         stream = stream_of(getattr(dataloader, "dataset", None))
@@ -223,7 +225,7 @@ class SequenceParallelMixin(Behind):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the loss since the last log, which the Trainer would add to `train_loss` separately on each rank
-        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        self._tr_loss = self.accelerator.gather(compat.loss_since_log(self)).mean()
         return super()._finalize_training(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -236,7 +238,7 @@ class SequenceParallelMixin(Behind):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:  # a folder that is being overwritten must not count as a checkpoint until complete
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder = Path(compat.output_folder(self)(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
