@@ -8,6 +8,7 @@ gets one value for each group (`GroupAccelerator`). So the Trainer's counting, l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -103,7 +104,7 @@ class SequenceParallelMixin(Behind):
         self._throughput = SequenceParallelCallback(self.sp)
         # after the callback that decides whether a step is logged, before those that report logs
         self.callback_handler.callbacks[1:1] = [rng_state.SharedDraws(self.sp), self._throughput]
-        preemption.take_over(self)
+        self._preemption = preemption.take_over(self)
 
     # ---- the model
 
@@ -211,7 +212,8 @@ class SequenceParallelMixin(Behind):
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
         folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
-        return super().train(folder, *args, **kwargs)
+        with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
+            return super().train(folder, *args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
         assert_ranks_agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
