@@ -80,8 +80,9 @@ def initialize(
             `args.deepspeed_config`. `train_batch_size` counts sequences.
         args: The arguments of a script that DeepSpeed's launcher started.
         sequence_parallel: The SequenceParallel to train with; default: one of the section, or the model's own.
-        check_loss: Try a forward of the shortest sequence. A causal language model of transformers must give the sum of
-            token losses on shift_labels over num_items_in_batch. False is for a loss that is meant to be another.
+        check_loss: Check the loss, in the first forward with labels at the latest. A causal language model of
+            transformers must give the sum of token losses on shift_labels over num_items_in_batch. False is for a loss
+            that is meant to be another.
         **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
             dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
             whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
@@ -111,11 +112,10 @@ def initialize(
 
     section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
     sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: job_of(content))
-    if (patcher := patcher_of_class(model)) is not None:
-        patcher.trust_loss(model)  # it is tried here, or another is meant
-    patcher = patcher if check_loss else None
-    if patcher:
+    if (patcher := patcher_of_class(model)) is not None and check_loss:
         patcher.check_function(model, sp)
+    elif patcher is not None:
+        patcher.trust_loss(model)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     own_args = _without_config(args)
@@ -126,7 +126,7 @@ def initialize(
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
-    if patcher:
+    if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)

@@ -49,7 +49,7 @@ class ModelPatcher(Protocol):
         """Raise on every rank unless the model's loss is right, before DeepSpeed has the model."""
 
     def check_engine(self, engine: Any, sp: Any) -> None:
-        """Raise on every rank unless the model's loss is right, once DeepSpeed has the model."""
+        """Check the loss in the first forward of an engine's model, and that it calls sp.attention."""
 
 
 def patcher_of_class(model: nn.Module) -> ModelPatcher | None:

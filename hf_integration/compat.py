@@ -119,12 +119,6 @@ ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines have it; the
 ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
 # set on a module whose parameters ZeRO-3 is to treat as one; it would reduce the gradients of each tile alone
 LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
-# returns what records the order of modules, which the trial of a loss would leave behind
-_COORDINATOR = mark("deepspeed.runtime.zero.parameter_offload:get_param_coordinator")
-_invalidate_trace = attribute(
-    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator._invalidate_trace",
-    "the trial of a loss under ZeRO-3",
-)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -135,20 +129,6 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def whole_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of a parameter, as `whole_shape`."""
     return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def forget_order(engine: nn.Module) -> None:
-    """Drop ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by.
-
-    The record must be taken in a training forward: selective checkpointing would otherwise see other operations when it
-    recomputes.
-    """
-    optimizer = getattr(engine, "optimizer", None)
-    offload: Any = getattr(optimizer, "parameter_offload", optimizer)
-    if hasattr(offload, _COORDINATOR):
-        coordinator = getattr(offload, _COORDINATOR)()
-        if not coordinator.is_invalid_trace():
-            _invalidate_trace(coordinator)()
 
 
 # ---- peft

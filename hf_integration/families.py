@@ -254,11 +254,3 @@ def is_of_liger(forward: Callable[..., Any]) -> bool:
     takes shift_labels and num_items_in_batch, and makes no whole logits: it replaces our loss tiles.
     """
     return getattr(forward, "__module__", "").startswith("liger_kernel.")
-
-
-def as_in_training(model: Any) -> dict[str, bool]:
-    """Return the arguments with which a model in evaluation mode computes its loss as in training.
-
-    The loss is then fused with the head, without logits. {} for models that always compute it in the same way.
-    """
-    return {"skip_logits": True} if is_of_liger(model.forward) else {}

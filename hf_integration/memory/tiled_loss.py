@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,7 @@ class Tiling:
     modules: tuple[nn.Module, ...]
     hooks: tuple[RemovableHandle, ...] = ()
     local: bool = False  # whether the running forward is local, and so has no tiles
-    # what forwards without gradients compute, as in `tiled_modules.evaluated`
-    evaluated: Literal["loss", "logits"] | None = None
+    evaluating: bool = False  # whether forwards without gradients compute the loss in tiles too
     losses: list[float] | None = None  # sums of token losses, one for each tile so far; None: they are not collected
     # attention or MLP -> the norm before it, which no other module reads
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
@@ -178,29 +177,24 @@ def _wants_tiles(model: Any, inputs: dict[str, Any]) -> bool:
         return False
     if model.base_model._sequence_parallel_patch.whole:
         return False
-    return torch.is_grad_enabled() or tiling.evaluated is not None
+    return torch.is_grad_enabled() or tiling.evaluating
 
 
 def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
     inputs = {**inputs}
     as_dict = inputs.pop("return_dict", None)
     base, rest = _output_without_tokens(model, inputs)
-    logits: list[Tensor] = []
-    loss = _loss(model, inputs, base, logits)
+    loss = _loss(model, inputs, base)
     if rest.get("aux_loss") is not None:
         loss = loss + model.router_aux_loss_coef * rest.aux_loss.to(loss.device)
-    output = type(rest)(**{**rest, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
+    output = type(rest)(**{**rest, "loss": loss, "logits": None})
     return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
 
 
 @between_graphs
-def _loss(model: Any, inputs: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
-    """Compute the loss of tokens from the base model's output.
-
-    Args:
-        logits: Takes the logits of each tile, if they are wanted.
-    """
-    sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base), logits)
+def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
+    """Compute the loss of tokens from the base model's output."""
+    sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base))
     return _through(model.lm_head, sum_tiles, base.last_hidden_state)
 
 
@@ -255,22 +249,14 @@ def _without_tokens(output: Any, outputs: list[Any]) -> Any:
 
 
 def _sum_of_tiles(
-    model: Any,
-    inputs: dict[str, Any],
-    output_type: type,
-    logits: list[Tensor],
-    head: Callable[..., Tensor],
-    x: Tensor,
-    sums: GradientSums,
+    model: Any, inputs: dict[str, Any], output_type: type, head: Callable[..., Tensor], x: Tensor, sums: GradientSums
 ) -> Tensor:
     """Compute the loss of tokens from x (B, s, d), the base model's last hidden state.
 
     Args:
         output_type: The type of the base model's output.
-        logits: Takes the logits of each tile, if they are wanted.
     """
     tiling: Tiling = getattr(model, TILING)
-    wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
     shape = inputs["shift_labels"].shape
     by_token = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
     # the loss that balances experts is computed for all tokens, in `_output_without_tokens`
@@ -280,7 +266,6 @@ def _sum_of_tiles(
     def loss_of(tile: Tensor, cut: slice) -> Tensor:
         tile_inputs = inputs | {name: x[:, cut].contiguous() for name, x in by_token.items()}
         output = _class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
-        logits.extend([output.logits] if wanted else [])
         if tiling.losses is not None:
             tiling.losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
         return output.loss

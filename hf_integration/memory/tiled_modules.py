@@ -12,7 +12,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,23 +111,20 @@ def untile(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module, result: Literal["loss", "logits"] | None) -> Iterator[None]:
-    """Context manager in which forwards without gradients compute the loss in tiles too.
+def evaluating_loss(model: nn.Module) -> Iterator[None]:
+    """Context manager in which forwards without gradients compute the loss in tiles too, and no logits.
 
     Does nothing for a model without tiles.
-
-    Args:
-        result: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled.
     """
     tiling = _tiling(unwrapped(model))
     if tiling is None:
         yield
         return
-    before, tiling.evaluated = tiling.evaluated, result
+    tiling.evaluating = True
     try:
         yield
     finally:
-        tiling.evaluated = before
+        tiling.evaluating = False
 
 
 def add_up_losses(model: Any, add_up: bool) -> float | None:

@@ -40,7 +40,7 @@ from .. import compat
 from ..accelerators import GroupAccelerator
 from ..families import unwrapped
 from ..loaders import Stream, examples_of, stream_of
-from ..memory.tiled_modules import evaluated
+from ..memory.tiled_modules import evaluating_loss
 from ..model import whole_calls
 from ..model.patch import patch_attention, unpatch_attention
 from . import accelerate_config, checks, preemption, resume, rng_state
@@ -291,7 +291,7 @@ class SequenceParallelMixin(Behind):
         """
         result, error = (None, None, None), None
         try:
-            with evaluated(model, "loss" if loss_only and not custom_loss else None):
+            with evaluating_loss(model) if loss_only and not custom_loss else contextlib.nullcontext():
                 batch_on_device = whole_calls.moved_batch(batch, self.args.device)
                 result = self._class_prediction_step(model, batch_on_device, loss_only, *args)
         except (SeqParError, RuntimeError):
