@@ -22,7 +22,7 @@ from .schedules.actions import Steps
 from .schedules.plan import BlockMask, Counted, Plan
 from .sharding.layout import LAYOUTS, Key, Topology
 from .sharding.masks import Mask, visibility
-from .sharding.shards import EvenShards, Shards, tokens_by_ulysses_rank
+from .sharding.shards import EvenShards, Shards, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
@@ -254,8 +254,8 @@ class Compiler:
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool
     ) -> Program:
         """Return the program of a call, from the inner program of each head chunk."""
-        q, kv = (tokens_by_ulysses_rank(shards, side, self.rank, ulysses_size) for side in ("q", "kv"))
-        same_tokens = q == kv  # then q, k and v can be sent in one exchange
+        q_tokens, kv_tokens = (tokens_of(shards, side, self.rank) for side in ("q", "kv"))
+        same_tokens = q_tokens == kv_tokens  # then q, k and v can be sent in one exchange
         options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap
         # the inner programs are cached with the entry, so that an `id` stays valid as long as the entry does
         cache_key = tuple(map(id, inner)), *options

@@ -17,6 +17,7 @@ from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
+from ..errors import CommunicationError
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
 from .comm import Comm, Handle, Message
@@ -56,14 +57,26 @@ class Walk:
         self.at, self.recorder, self.entered = 0, recorder, False
 
     def run(self) -> list[Tensor]:
-        """Execute all instructions and return the call's results. For real ranks, whose waits block."""
-        advance, count = (
-            self.advance if self.recorder is None else self.recorder.timed(self),
-            len(self.program.code),
-        )
-        while self.at < count:
-            advance()
-        return self.call.results()
+        """Execute all instructions and return the call's results. For real ranks, whose waits block.
+
+        An error then says where in the program it happened: the step, the instructions before and after it, and with
+        which ranks.
+        """
+        advance = self.advance if self.recorder is None else self.recorder.timed(self)
+        device_type, count = self.call.device.type, len(self.program.code)
+        autocast = torch.is_autocast_enabled(device_type)
+        try:
+            # dtypes are chosen already, and sums stay in fp32
+            with torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
+                while self.at < count:
+                    advance()
+                return self.call.results()
+        except CommunicationError as error:
+            place = self.program.where(self.at)
+            raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
+        except Exception as error:
+            error.add_note(self.program.where(self.at))
+            raise
 
     def advance(self) -> None:
         program, at = self.program, self.at

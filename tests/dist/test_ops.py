@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.runtime.ops import CONFIGURED
+from ds_seqpar.runtime.input_checks import CONFIGURED
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, refusal
 from tests.launch import on_each_of
