@@ -17,8 +17,9 @@ from .compiler.compile import Compiler
 from .compiler.program.instructions import Wait
 from .compiler.program.ulysses import SavedForBackward
 from .compiler.sharding.masks import Mask
-from .compiler.sharding.shards import EvenShards, Shards, positions_by_ulysses_rank, tokens_of
+from .compiler.sharding.shards import EvenShards, Shards, tokens_of
 from .config.settings import SequenceParallelConfig, check_heads, check_length
+from .data.batch_layout import positions_held
 from .errors import ConfigError, InputError
 from .runtime import input_checks
 from .runtime.buffers import Tensors
@@ -212,15 +213,7 @@ class _Ranks:
         for runtime in self.runtimes:
             runtime.compiler = compilers.setdefault((config, runtime.rank), runtime.compiler)
         self.common: Tensor | None = None  # the common part that all ranks subtract from their keys
-        self.positions = {side: self.positions_of(side, count) for side in ("q", "kv")}
-
-    def positions_of(self, side: str, ulysses_size: int) -> list[Tensor]:
-        """Return the global positions of every SP rank's tokens."""
-        return [
-            torch.tensor(positions, dtype=torch.int64)
-            for cp_rank in range(self.shards.size)
-            for positions in positions_by_ulysses_rank(self.shards, side, cp_rank, ulysses_size)
-        ]
+        self.positions = {side: [positions_held(shards, count, r, side) for r in ranks] for side in ("q", "kv")}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int) -> Result:
         local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))

@@ -84,7 +84,7 @@ def attention_op(
     settings = _settings(mask, shards, scale, softcap, head_chunks, saves, lse)
     results = object_of(handle).forward(q, k, v, sinks, settings)
     # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
-    results[1].untyped_storage().settings = settings  # type: ignore[attr-defined]
+    results[1].untyped_storage().settings = settings
     return results
 
 

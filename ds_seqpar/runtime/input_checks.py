@@ -22,7 +22,6 @@ from ..config.settings import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints
 from .agreement import Compared, Fields, assert_ranks_agree
-from .buffers import Tensors
 from .comm import TorchComm
 from .groups import check_thread
 from .kernels import Scores
@@ -56,7 +55,7 @@ class AdmittedCall(NamedTuple):
     """A call that every rank of the sequence can compute."""
 
     runtime: Runtime
-    tensors: Tensors  # q, k and v of one head_dim
+    tensors: tuple[Tensor, Tensor, Tensor]  # q, k and v of one head_dim
     sinks: Tensor | None
     settings: CallSettings
     v_dim: int  # head_dim of the caller's v
