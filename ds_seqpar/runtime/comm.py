@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, ConfigError, SeqParError
+from . import profiling
 from .devices import communicator_device
 from .groups import Groups, is_up, timeout
 from .process_exit import LOST
@@ -315,9 +316,9 @@ class TorchComm:
         if group is None:
             return x[None]
         gathered = x.new_empty(dist.get_world_size(group), len(x))
-        with explaining_failure("the sum of keys over ranks", group):
-            works = _all_gather(gathered.view(-1), x, len(gathered), group)
-        Works("the sum of keys over ranks", group, works, [x, gathered]).wait()
+        with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
+            for work in _all_gather(gathered.view(-1), x, len(gathered), group):
+                work.wait()
         self.received_bytes += gathered[1:].nbytes  # units of no plan, so no elements
         return gathered
 

@@ -211,8 +211,7 @@ def _forward(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
     attended, runtime, common = settings.attended(q.shape[1]), settings.runtime, None
     runtime.calls.follow(ATTENTION, q.shape)
     if settings.takes_common_off(q.dtype):
-        with runtime.recorded("agree", "common part of keys"):
-            common = common_part(runtime.comm.parts_of_all(moments(k)), k.shape[2])
+        common = common_part(runtime.comm.parts_of_all(moments(k)), k.shape[2])
     walk = runtime.forward(q, k, v, sinks, *attended, settings.head_chunks, settings.saves, settings.lse, common)
     results = _run_without_autocast(walk, q.device)
     return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q) else results
@@ -276,8 +275,7 @@ def _backward(
 ) -> list[Tensor]:
     """Return [dq, dk, dv], and with sinks their gradient. `saved` is in the order of `_save`, without sinks and
     common."""
-    with settings.runtime.recorded("agree", "backward"):
-        settings.runtime.calls.enter()
+    settings.runtime.calls.enter()
     local, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
     if settings.saves == SavedForBackward.NOTHING:
         local |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)

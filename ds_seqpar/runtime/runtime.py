@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +21,7 @@ from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
-from .walk import Recorder, Walk
-
-NOT_RECORDED = contextlib.nullcontext()
+from .walk import Walk
 
 
 class Runtime:
@@ -38,7 +35,6 @@ class Runtime:
         checked: The key of the inputs that `input_checks` checked last, and what ranks compare of them.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `fewest_head_chunks`.
-        recorder: Records what this rank does when, or None.
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
     """
@@ -50,7 +46,6 @@ class Runtime:
         self.calls = Calls(comm.groups if isinstance(comm, TorchComm) else None)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.checked: tuple | None = None
-        self.recorder: Recorder | None = None
         self.last_head_chunks: tuple[tuple, int] | None = None
         self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
@@ -58,10 +53,6 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-
-    def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Return a context that is recorded as one event, if there is a recorder."""
-        return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
 
     def shards(self, tokens: int) -> Shards:
         """Return the shards of the configured layout for a sequence of which every CP rank has `tokens`."""
@@ -129,9 +120,7 @@ class Runtime:
             "forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SavedForBackward.QKV_AND_OUT, lse
         )
         local = _readable({"q": q, "k": k, "v": v})
-        return Walk(
-            bound, ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse), self.comm, self.recorder
-        )
+        return Walk(bound, ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse), self.comm)
 
     def backward(
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
@@ -148,7 +137,7 @@ class Runtime:
         options = len(saved.lses), saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options)
         call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
-        return Walk(bound, call, self.comm, self.recorder)
+        return Walk(bound, call, self.comm)
 
 
 def run(walk: Walk) -> list[Tensor]:
