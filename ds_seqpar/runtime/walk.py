@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
+from ..errors import CommunicationError
 from . import profiling
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
@@ -44,13 +46,27 @@ class Walk:
         self.at, self.entered = 0, False
 
     def run(self) -> list[Tensor]:
-        """Execute all instructions and return the call's results. For real ranks, whose waits block."""
-        if profiling.is_on():
-            self.run_labelled()
-        count = len(self.program.code)
-        while self.at < count:
-            self.advance()
-        return self.call.results()
+        """Execute all instructions and return the call's results. For real ranks, whose waits block.
+
+        An error then says where in the program it happened: the step, the instructions before and after it, and with
+        which ranks.
+        """
+        device_type, count = self.call.device.type, len(self.program.code)
+        autocast = torch.is_autocast_enabled(device_type)
+        try:
+            # dtypes are chosen already, and sums stay in fp32
+            with torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
+                if profiling.is_on():
+                    self.run_labelled()
+                while self.at < count:
+                    self.advance()
+                return self.call.results()
+        except CommunicationError as error:
+            place = self.program.where(self.at)
+            raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
+        except Exception as error:
+            error.add_note(self.program.where(self.at))
+            raise
 
     def run_labelled(self) -> None:
         """Execute all instructions, with a label for each in the profiler's trace, inside one for the program."""
