@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .auto import Job
     from .data.loader import Loader
     from .runtime.offload import Store
-    from .runtime.recording import Record
 
 
 MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
@@ -213,23 +212,13 @@ class SequenceParallel(Sharding):
             self.store = store_of(self.device)
         return checkpoints.Checkpoint(checkpoint, not self.config.recompute_attention, self.store)
 
-    def record(self, *, watch: bool = False) -> Record:
-        """Record when this rank computes, waits, sends and receives, inside a `with` block. Not collective.
-
-        Args:
-            watch: On CPU ranks, let a thread wait for each message, so that its end is known when it comes.
-
-        Raises:
-            ConfigError: On entering it inside another one.
-
-        Examples:
-            >>> with sp.record() as record:
-            ...     sp.attention(q, k, v).backward(do)
-            >>> record.save("trace.json")  # record.gather().save(...) has all ranks; collective
-        """
-        from .runtime.recording import Record
-
-        return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
+    def record(self, *, watch: bool = False) -> torch.profiler.profile:
+        """Return `torch.profiler.profile()`, in which attention shows its steps by itself. It goes in 0.3."""
+        renamed.warn(
+            "method", "sp.record", "torch.profiler.profile, whose export_chrome_trace(file) writes a rank's trace, and "
+            "`python -m ds_seqpar trace` joins those of all ranks,"
+        )  # fmt: skip
+        return torch.profiler.profile()
 
     def shard_batches(
         self,

@@ -168,7 +168,7 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     if error is None and group is None:
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
-    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", COMPARED):
+    with temporarily_clear_interpreter_stack():
         assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention)
 
 

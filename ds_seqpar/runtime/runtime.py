@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,11 +21,10 @@ from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
-from .walk import Recorder, Walk
+from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
 
 ATTENTION = "attention"  # the name of a call in errors
-NOT_RECORDED = contextlib.nullcontext()
 
 
 class CallSettings(NamedTuple):
@@ -51,7 +49,6 @@ class Runtime:
         checked: The key of the inputs that `input_checks` checked last, and what ranks compare of them.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
-        recorder: Records what this rank does when, or None.
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
     """
@@ -63,7 +60,6 @@ class Runtime:
         self.calls = Calls(comm.groups if isinstance(comm, TorchComm) else None)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.checked: tuple | None = None
-        self.recorder: Recorder | None = None
         self.last_head_chunks: tuple[tuple, int] | None = None
         self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
@@ -71,10 +67,6 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-
-    def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Return a context that is recorded as one event, if there is a recorder."""
-        return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
 
     def shards(self, tokens: int) -> Shards:
         """Return the shards of the configured layout for a sequence of which every CP rank has `tokens`."""
@@ -144,8 +136,7 @@ class Runtime:
         self.calls.follow(ATTENTION, q.shape)
         common = None
         if self.takes_common_off(q.dtype, settings):
-            with self.recorded("agree", "common part of keys"):
-                common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+            common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
         results = self.forward_walk(q, k, v, sinks, settings, common).run()
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
@@ -163,8 +154,7 @@ class Runtime:
         Returns:
             [dq, dk, dv], and with sinks their gradient.
         """
-        with self.recorded("agree", "backward"):
-            self.calls.enter()
+        self.calls.enter()
         common = common if self.takes_common_off(local["do"].dtype, settings) else None
         return self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
 
@@ -180,7 +170,7 @@ class Runtime:
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options)
         local = _readable({"q": q, "k": k, "v": v})
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse)
-        return Walk(bound, call, self.comm, self.recorder)
+        return Walk(bound, call, self.comm)
 
     def backward_walk(
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
@@ -191,7 +181,7 @@ class Runtime:
         options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", local["do"], kv_heads, mask, shards, scores.softcap, *options)
         call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
-        return Walk(bound, call, self.comm, self.recorder)
+        return Walk(bound, call, self.comm)
 
 
 def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
