@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.analysis.validate import last_uses, validate
 from ds_seqpar.compiler.compile import Compiler, Recipe, block_mask_of
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.validate import last_uses, validate
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.errors import ConfigError

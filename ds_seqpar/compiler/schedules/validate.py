@@ -1,4 +1,4 @@
-"""Checks of a plan without a process or a tensor, for tests and the command line; training relies on the tests."""
+"""Check a plan without a process or a tensor: plans from files, and in tests and `show` those that schedules build."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from ..compiler.schedules.actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
-from ..compiler.schedules.plan import Plan
-from ..compiler.sharding.layout import Key, owned
-from ..errors import PlanError
+from ...errors import PlanError
+from ..sharding.layout import Key, owned
+from .actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
+from .plan import Plan
 
 
 def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
@@ -93,8 +93,7 @@ class _Validator:
         return ", ".join(f"q({i})*kv({j})" for i, j in pairs[:4]) + (", ..." if len(pairs) > 4 else "")
 
     def fail(self, rank: int, message: str) -> None:
-        table = f"\n{self.plan.table()}" if self.size <= 16 else ""
-        raise PlanError(f"rank {rank}, step {self.step}: {message}{table}")
+        raise PlanError(f"rank {rank}, step {self.step}: {message}\n{self.plan.around(self.step, rank)}")
 
     def check_present(self, units: Collection[Unit], unit: Unit, rank: int, action: str) -> None:
         """Fail unless the unit is among the units that are present on a rank."""
