@@ -110,12 +110,10 @@ in_torch_func = private("torch:_C._are_functorch_transforms_active", "the refusa
 without_torch_func = private(
     "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "the refusal of torch.func's transforms"
 )
-_read_forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refusal of forward-mode derivatives")
-
-
-def in_forward_mode() -> bool:
-    """Return whether this is inside of `torch.autograd.forward_ad.dual_level`."""
-    return _read_forward_level(torch.autograd.forward_ad) >= 0
+_forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refusal of forward-mode derivatives")
+forward_level = functools.partial(_forward_level, torch.autograd.forward_ad)  # below 0 outside of `dual_level`
+_profiling = attribute("torch.autograd.profiler:_is_profiler_enabled", "telling whether a profiler is on")
+is_profiling = functools.partial(_profiling, torch.autograd.profiler)
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:
