@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .program.instructions import HeadExchange, Program
 from .program.lower import lower
@@ -22,7 +22,7 @@ from .schedules.actions import Steps
 from .schedules.plan import BlockMask, Counted, Plan
 from .sharding.layout import LAYOUTS, Key, Topology
 from .sharding.masks import Mask, visibility
-from .sharding.shards import EvenShards, Shards, tokens_by_ulysses_rank
+from .sharding.shards import EvenShards, Shards, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
@@ -30,6 +30,7 @@ CACHE_SIZE = 64  # entries of each cache: more than the masks and lengths in use
 # in tokens: if runs are at least this long, each edge of a tile is a linear function of the length of the runs
 SAMPLE_LENGTH = 4
 T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,20 @@ def _plan(
     return overlapped(plan, block_mask, dict(sizes))
 
 
+def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concatenate[Any, Arguments], T]:
+    """Cache a method's results in its object's `results`; a cache of bound methods would hold the object in a cycle."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+        key = name, args
+        if key not in self.results:
+            self.results[key] = method(self, *args, **kwargs)
+        return self.results[key]
+
+    return call
+
+
 class BoundProgram:
     """A program with the lengths of one call. The walker, the simulator and the memory estimate read it.
 
@@ -136,21 +151,17 @@ class BoundProgram:
         self.shape, self.heads = shapes[0], heads
         self._linear_tiles, self._run_length = linear_tiles, run_length(shards) if linear_tiles else 0
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
-        # read at every walk, and computed once
-        self.fields = functools.cache(self._fields)
-        self.tiles, self.launches = functools.cache(self._tiles), functools.cache(self._launches)
-        self.unit_size = functools.cache(self._unit_size)
-        self.exchange_sizes = functools.cache(self._exchange_sizes)
-        self.locations = functools.cache(self._locations)
-        self._locations_of = functools.cache(lambda slot, n: locations_of(self.fields(slot), self.shape.batch, n))
+        self.results: dict[tuple, Any] = {}  # of the methods that are `_kept`, which each walk calls
 
-    def _tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+    @_kept
+    def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """Return the visible part of the product of some q and kv blocks."""
         if self._linear_tiles:
             return self._linear_tiles.tiles(q, kv, self._run_length)
         return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.support.square)
 
-    def _launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+    @_kept
+    def launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """Return the visible part of a product as launches that the kernel supports."""
         return launches(self.tiles(q, kv), self.support)
 
@@ -158,23 +169,30 @@ class BoundProgram:
         """Return the number of tokens of a unit."""
         return self.shards.tokens(side_of(kind), key)
 
-    def _unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
+    @_kept
+    def unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
         """Return (elements of a unit in this slot, bytes that it takes of the slot)."""
         tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
-    def _exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
+    @_kept
+    def exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
         return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """Return the bytes that a unit takes of a slot."""
         return self.unit_size(slot, kind, key)[1]
 
-    def _locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
+    def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
         """Return the locations of a unit's tensors; the same object for units of the same number of tokens."""
-        return self._locations_of(slot, self.tokens(kind, key))
+        return self._locations(slot, self.tokens(kind, key))
 
-    def _fields(self, slot: int) -> tuple[Field, ...]:
+    @_kept
+    def _locations(self, slot: int, tokens: int) -> tuple[FieldLocation, ...]:
+        return locations_of(self.fields(slot), self.shape.batch, tokens)
+
+    @_kept
+    def fields(self, slot: int) -> tuple[Field, ...]:
         """Return the tensors of a unit in this slot, which must not be a slot of an exchange."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
@@ -254,8 +272,8 @@ class Compiler:
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool
     ) -> Program:
         """Return the program of a call, from the inner program of each head chunk."""
-        q, kv = (tokens_by_ulysses_rank(shards, side, self.rank, ulysses_size) for side in ("q", "kv"))
-        same_tokens = q == kv  # then q, k and v can be sent in one exchange
+        q_tokens, kv_tokens = (tokens_of(shards, side, self.rank) for side in ("q", "kv"))
+        same_tokens = q_tokens == kv_tokens  # then q, k and v can be sent in one exchange
         options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap
         # the inner programs are cached with the entry, so that an `id` stays valid as long as the entry does
         cache_key = tuple(map(id, inner)), *options
@@ -367,9 +385,10 @@ def side_of(kind: str) -> str:
 
 
 def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
-    """Return the entry of this key, created if missing; beyond CACHE_SIZE entries the oldest is removed."""
+    """Return the entry of this key, created if missing; beyond CACHE_SIZE the one that was used longest ago goes."""
     if cache_key not in cache:
         cache[cache_key] = make()
         if len(cache) > CACHE_SIZE:
             cache.popitem(last=False)
+    cache.move_to_end(cache_key)
     return cache[cache_key]

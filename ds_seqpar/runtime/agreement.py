@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
+from . import profiling
 from .comm import all_reduce_max, explaining_failure
 from .process_exit import printed_by
 
@@ -111,7 +112,7 @@ def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: i
     """Return (1 if any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
     if group is None:
         return wrong, number
-    with explaining_failure(subject, group) as wait:
+    with profiling.span(f"agree on {subject}"), explaining_failure(subject, group) as wait:
         if _size(group) == 1:
             return wrong, number
         wrong, greatest, negated_least, number = all_reduce_max((wrong, digest, -digest, number), group, wait)

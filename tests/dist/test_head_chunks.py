@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ds_seqpar.compiler.sharding.heads import max_head_chunks
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards, positions_by_ulysses_rank
+from ds_seqpar.compiler.sharding.shards import UnevenShards
 from tests import live, oracle
 from tests.dist.ranks import attend, leaves, make, refusal
 from tests.launch import on_warm_ranks as on_ranks
@@ -84,7 +84,7 @@ def uneven():
     for head_chunks in (1, 2):
         sp = make(size=4, ulysses=2, head_chunks=head_chunks)
         own = {
-            side: positions_by_ulysses_rank(shards, side, sp.runtime.rank, 2)[sp.runtime.ulysses.rank]
+            side: oracle.positions_by_ulysses_rank(shards, side, sp.runtime.rank, 2)[sp.runtime.ulysses.rank]
             for side in ("q", "kv")
         }
         local = [x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)]

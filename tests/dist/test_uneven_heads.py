@@ -10,7 +10,7 @@ from ds_seqpar import testing as virtual
 from ds_seqpar.compiler.sharding.heads import heads_by_ulysses_rank
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards, positions_by_ulysses_rank
+from ds_seqpar.compiler.sharding.shards import UnevenShards
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
 from tests.launch import on_each_of
@@ -98,7 +98,7 @@ def places(sp, shards, seq):
         return sp.position_ids(seq)
     ulysses_size = sp.config.ulysses
     return torch.tensor(
-        positions_by_ulysses_rank(shards, "q", sp.rank // ulysses_size, ulysses_size)[sp.rank % ulysses_size]
+        oracle.positions_by_ulysses_rank(shards, "q", sp.rank // ulysses_size, ulysses_size)[sp.rank % ulysses_size]
     )
 
 

@@ -1,11 +1,14 @@
 """What a program hangs on: which blocks meet, and no length; tiles of any length from those of a short one."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 
 from ds_seqpar.compiler import compile as compiling
-from ds_seqpar.compiler.compile import SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, block_mask_of
+from ds_seqpar.compiler.compile import CACHE_SIZE, SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, block_mask_of
+from ds_seqpar.compiler.memory import peak
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.program.ulysses import Heads
 from ds_seqpar.compiler.schedules import SCHEDULES
@@ -100,3 +103,26 @@ def test_a_mask_that_knows_distances_has_no_stand_in():
         assert compiling._stand_in(mask, shards) is shards
     uneven = UnevenShards([shards.runs("q", (block,)) for block in range(4)])
     assert compiling._stand_in(CAUSAL, uneven) is uneven
+
+
+def test_packs_do_not_push_out_the_program_of_every_step():
+    compiler = Compiler(_recipe("ring", topologies("ring", 4)[0]), 0)
+    shards = EvenShards("zigzag", 2 * (CACHE_SIZE + 8), 4)
+    static = compiler.bound_inner("forward", CAUSAL, shards, SHAPE)
+    for start in range(1, CACHE_SIZE + 8):
+        compiler.bound_inner("forward", Mask(documents=(0, start)), shards, SHAPE)
+        assert compiler.bound_inner("forward", CAUSAL, shards, SHAPE) is static
+
+
+def test_a_bound_program_dies_with_its_last_reference():
+    """Without the garbage collector: training may run with it off."""
+    compiler = Compiler(_recipe("ring", topologies("ring", 2)[0]), 0)
+    bound = compiler.bound_inner("forward", CAUSAL, EvenShards("zigzag", 48, 2), SHAPE)
+    gc.disable()
+    try:
+        assert peak.__wrapped__(bound) > 0  # which calls all that it caches
+        last = weakref.ref(bound)
+        del compiler, bound
+        assert last() is None
+    finally:
+        gc.enable()

@@ -48,7 +48,7 @@ LATER = {
     "auto": "types alone, in models",
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
-    "runtime.recording": "sp.record, with time lines and traces",
+    "runtime.labels": "calls while a profiler is on",
     "config.deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
@@ -58,7 +58,7 @@ LATER = {
     "runtime.offload": "offload_checkpoints true",
 }
 # what knows nothing of schedules
-TRANSPORT = {"comm", "groups", "devices", "agreement", "process_exit", "trusted", "kernels"}
+TRANSPORT = {"comm", "groups", "devices", "agreement", "process_exit", "profiling", "trusted", "kernels"}
 
 
 def modules():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,17 +119,6 @@ def _blocks(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
         return x if (whole := whole_number(x)) is None else whole
 
     return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in blocks)
-
-
-def positions_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[list[int]]:
-    """Return the global positions of the tokens of each Ulysses rank of a CP rank.
-
-    They are the CP rank's tokens in order, in shares that differ by one token at most. So after the all-to-all the CP
-    rank holds its runs again.
-    """
-    positions = [p for run in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)) for p in run.positions]
-    cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
-    return [positions[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
