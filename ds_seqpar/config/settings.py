@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 
 from .. import renamed
 from ..compiler import schedules
@@ -49,14 +48,22 @@ MEMORY_SETTINGS = (
 PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
 
 
-def _one_of(setting: str, known: Callable[[], Iterable[str]]) -> AfterValidator:
-    """Check a setting whose values can be registered."""
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The values of a setting, where others can be registered."""
 
-    def checked(value: str) -> str:
-        check_choice(f"{SECTION}.{setting}", value, known())
+    setting: str
+    values: Callable[[], Iterable[str]]
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> Any:
+        return AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, *_: object) -> dict[str, Any]:
+        return {"enum": list(self.values())}
+
+    def _checked(self, value: str) -> str:
+        check_choice(f"{SECTION}.{self.setting}", value, self.values())
         return value
-
-    return AfterValidator(checked)
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -81,60 +88,58 @@ class SequenceParallelConfig:
     size: Count = "auto"
     """Ranks that share one sequence (P); `"auto"`: all ranks of the job."""
     ulysses: Count = "auto"
-    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads. The other `size / ulysses`
-    run `schedule`. Heads that it does not divide are dealt unevenly, and the rank with the most sets the pace.
-    `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1 where heads
-    are not known."""
-    schedule: Annotated[str, _one_of("schedule", lambda: ("auto", *schedules.SCHEDULES))] = "auto"
-    """What the `size / ulysses` ranks do: a name in `ds_seqpar/compiler/schedules`, or a registered one. `"auto"`:
-    `"ring"`."""
-    layout: Annotated[str, _one_of("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
-    """Which tokens a rank holds. `"contiguous"`; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work is equal
-    in every step; `"striped"`: every A-th token (Striped Attention, section 3); `"balanced"`: packed documents with
-    equal work, one document as `"zigzag"`. `"auto"`: the schedule's default, mostly `"balanced"`."""
+    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads; the other `size / ulysses`
+    run `schedule`. `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1
+    where heads are not known."""
+    schedule: Annotated[str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES))] = "auto"
+    """What the `size / ulysses` ranks do: one of these, or a registered one. `"auto"`: `"ring"`."""
+    layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
+    """Which tokens a rank holds. `"contiguous"`: neighbours; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
+    is equal in every step; `"striped"`: every A-th token (Striped Attention); `"balanced"`: packed documents with equal
+    work, one document as `"zigzag"`. `"auto"`: the schedule's own, mostly `"balanced"`."""
     rotate_forward: Rotate = "auto"
     """What rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"`: what sends fewer bytes."""
     rotate_backward: Rotate = "auto"
     """The same in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq."""
     overlap: bool = False
     """Send single blocks in place of collectives, and compute products in the order in which operands arrive."""
-    rank_order: AxisNames | Annotated[str, _one_of("rank_order", lambda: RANK_ORDERS)] = "auto"
-    """The order of axes over ranks, the fastest first: names of axes or a preset. `"ulysses_intra"` (`"auto"`) keeps
-    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring (WallFacer's
-    two placements)."""
+    rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
+    """The order of axes over ranks, the fastest first: their names, or a preset. `"ulysses_intra"` (`"auto"`) keeps
+    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring
+    (WallFacer)."""
     comm_dtype: CommDtype = "fp32"
-    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. Not fp16,
-    in which gradients of a mean loss over many tokens vanish."""
-    kernel: Annotated[str, _one_of("kernel", lambda: KERNELS)] = "auto"
+    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. In fp16
+    gradients of a mean loss over many tokens would vanish."""
+    kernel: Annotated[str, OneOf("kernel", lambda: KERNELS)] = "auto"
     """The block kernel; `"auto"`: the first that can take the blocks."""
     head_chunks: Count = 1
-    """Attend to so many chunks of the heads, one after the other, with buffers of one (Untied Ulysses). At most the
-    key/value heads. With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
+    """Attend to so many chunks of the heads, at most the key/value heads, one after the other, with buffers of one
+    (Untied Ulysses). With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
     a `machine` the planner chooses; else the fewest whose buffers take no more than q, k, v and out, among those that
     send no more bytes."""
     recompute_attention: bool = False
     """With activation checkpointing, run attention and what it sends once more in backward. False keeps attention's
-    results (DistFlashAttn, section 3.3), so that it runs once a step."""
+    results, so that it runs once a step (DistFlashAttn)."""
     save_qkv_after_all_to_all: bool | Literal["auto"] = "auto"
-    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward, which
-    is slower and takes less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside
-    of a checkpoint that keeps attention."""
+    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward: slower,
+    in less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside of a checkpoint
+    that keeps attention."""
     offload_checkpoints: bool = False
     """Move what checkpoints save to host memory until backward needs it."""
     mlp_tiles: Count = 1
-    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST, section 3.1). `"auto"`: chosen
-    in each forward, by each rank for its own tokens."""
+    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST). `"auto"`: each rank chooses in
+    each forward."""
     loss_tiles: Count = 1
-    """Tiles in which a patched model computes logits and the loss, the same."""
+    """The same for logits and the loss."""
     seq_len: Count = "auto"
-    """Tokens of the whole sequence for which `"auto"` settings are planned (docs/planner.md). `"auto"`: with a
-    `machine`, the longest that a Trainer's data set says it has."""
+    """Tokens of the whole sequence for which `"auto"` settings are planned. `"auto"`: with a `machine`, the longest
+    that a Trainer's data set says it has."""
     machine: Annotated[str, Field(min_length=1)] = "auto"
     """The machine for which they are planned: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote.
-    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts. With neither nothing is planned."""
+    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts."""
     memory: Literal["given", "auto"] = "given"
     """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
-    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits the machine, where they are not given."""
+    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits, where they are not given."""
     schedule_options: tuple[tuple[str, Any], ...] = ()
     """The schedule's own settings that are not `"auto"`, sorted by name."""
     auto_fields: tuple[str, ...] = ()
@@ -159,7 +164,7 @@ class SequenceParallelConfig:
         options = tuple(sorted(item for item in own.items() if item[1] != "auto"))
         settings |= {"schedule_options": options, "auto_fields": auto_fields}
         try:
-            _checker().validator.validate_python(ArgsKwargs((), settings), self_instance=self)
+            _checker().validator.validate_python(settings, self_instance=self)
         except ValidationError as error:
             raise as_config_error(error, settings, f"{SECTION}.", repr) from None
 
