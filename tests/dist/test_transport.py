@@ -51,6 +51,7 @@ PATHS = {
         "uneven all-to-all": ({"ulysses": 4}, {"heads": (14, 2)}),
         "all-to-all in bf16": ({"ulysses": 4}, {"heads": (5, 5), **BF16}),
         "all-to-all in two": ({"ulysses": 2}, {"heads": (7, 1), "shards": OTHER_KEYS}),
+        "the same in head chunks": ({"ulysses": 2, "head_chunks": 2, "save_qkv_after_all_to_all": True}, {"shards": OTHER_KEYS}),
         "all-to-all around a ring": ({"ulysses": 2, "rank_order": "ring_intra"}, {"mask": PACK}),
         "all-to-all of head chunks": ({"ulysses": 2, "head_chunks": 2, "overlap": True}, {}),
         "all-to-all around collectives": ({**GRID, "ulysses": 2, "rank_order": "collectives_intra"}, {}),
