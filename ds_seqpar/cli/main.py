@@ -4,6 +4,7 @@
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
 `python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
 `deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
+`python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from ..cpu_launch import op_lock
 from ..errors import ConfigError, SeqParError
 from ..files import LARGEST, shown
-from . import memory, plan, show
+from . import memory, plan, show, trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,11 +33,13 @@ def main(argv: list[str] | None = None) -> int:
         "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
     )
     calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
+    trace.add_parser(commands)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate}
+    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate,
+            "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)
         runs[args.command](args)

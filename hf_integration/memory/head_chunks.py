@@ -26,7 +26,6 @@ from torch.autograd.graph import get_gradient_edge
 from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, is_replayed
-from ds_seqpar.runtime.ops import head_chunks_of
 from ds_seqpar.runtime.work import rowsum
 
 from ..families import FAMILIES
@@ -102,8 +101,8 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
         mask, shards = layout.mask_with_window(mask.window), layout.shards
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    q, k = (torch.empty(*x.shape[:2], n, module.head_dim, dtype=dtype, device="meta") for n in (q_heads, kv_heads))
-    return head_chunks_of(sp.runtime, q, k, mask, shards)
+    q = torch.empty(*x.shape[:2], q_heads, module.head_dim, dtype=dtype, device="meta")
+    return sp.runtime.head_chunks(q, kv_heads, mask, shards)
 
 
 def _has_head_chunks(module: Any) -> bool:

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, positions_by_ulysses_rank
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,
@@ -68,7 +68,7 @@ def held(sp, shards, side):
     """The global positions of this rank's tokens."""
     inner, ulysses_rank = sp.runtime.rank, sp.topology.index(sp.rank, "ulysses")
     return torch.tensor(
-        positions_by_ulysses_rank(shards, side, inner, sp.config.ulysses)[ulysses_rank], dtype=torch.int64
+        oracle.positions_by_ulysses_rank(shards, side, inner, sp.config.ulysses)[ulysses_rank], dtype=torch.int64
     )
 
 

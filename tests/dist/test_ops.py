@@ -1,13 +1,15 @@
 """The custom ops say truly what they do, and a compiler takes them as they are."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.runtime.ops import CONFIGURED
+from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.runtime.input_checks import CONFIGURED
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, refusal
 from tests.launch import on_each_of
@@ -102,3 +104,25 @@ def test_one_compiled_function_serves_several_in_a_process():
             out = function(sp, *tensors)
             grads.append([out.detach(), *torch.autograd.grad(out.square().sum(), tensors)])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@on_each_of(1, keep=None)
+def test_a_backward_finds_any_number_of_masks_that_only_forwards_had():
+    """Of a compiled graph, which has nothing but their handles; they are freed with it."""
+    sp, count = make(size=1, ulysses=1), 300
+    compiled = torch.compile(lambda q, k, v, mask: sp.attention(q, k, v, mask=mask), backend="aot_eager")
+    tensors, alive = [torch.randn(1, count, 2, 8, requires_grad=True) for _ in range(3)], []
+
+    def out(function, start):
+        mask = Mask(documents=(0, start))
+        alive.append(weakref.ref(mask))
+        return function(*tensors, mask)
+
+    total = sum(out(compiled, start) for start in range(1, count))
+    found = torch.autograd.grad(total.sum(), tensors)
+    del total
+    gc.collect()
+    assert sum(mask() is not None for mask in alive) < count // 3  # those of programs that are kept
+    expected = sum(out(lambda q, k, v, mask: sp.attention(q, k, v, mask=mask), start) for start in range(1, count))
+    for a, b in zip(found, torch.autograd.grad(expected.sum(), tensors), strict=True):
+        torch.testing.assert_close(a, b)

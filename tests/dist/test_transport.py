@@ -18,7 +18,7 @@ from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
 from ds_seqpar import testing as virtual
 from ds_seqpar.compiler import schedules
 from ds_seqpar.compiler.sharding.balance import shards_of
-from ds_seqpar.compiler.sharding.shards import EvenShards, positions_by_ulysses_rank
+from ds_seqpar.compiler.sharding.shards import EvenShards
 from tests import oracle
 from tests.dist.ranks import assert_exact, leaves, make
 from tests.launch import on_each_of
@@ -28,6 +28,7 @@ from tests.unit import toy_schedule
 Q = {"rotate_forward": "q", "rotate_backward": "q"}
 RING, MESH = {"schedule": "ring"}, {"schedule": "mesh", "mesh": [2, 1, 2]}
 GRID = {"schedule": "attention2d", "rows": 2}
+CHUNKS = {"ulysses": 2, "head_chunks": 2}
 OTHER_KEYS = UnevenShards([[(0, 1, 5), (30, 1, 13)], [(5, 1, 25)]], [[(0, 1, 29)], [(29, 1, 19)]])
 WINDOW, PACK = Mask(window=9), Mask(documents=(0, 5, 24, 31), window=20)
 BF16 = {"dtype": torch.bfloat16}
@@ -51,9 +52,9 @@ PATHS = {
         "uneven all-to-all": ({"ulysses": 4}, {"heads": (14, 2)}),
         "all-to-all in bf16": ({"ulysses": 4}, {"heads": (5, 5), **BF16}),
         "all-to-all in two": ({"ulysses": 2}, {"heads": (7, 1), "shards": OTHER_KEYS}),
-        "the same in head chunks": ({"ulysses": 2, "head_chunks": 2, "save_qkv_after_all_to_all": True}, {"shards": OTHER_KEYS}),
+        "the same in head chunks": ({**CHUNKS, "save_qkv_after_all_to_all": True}, {"shards": OTHER_KEYS}),
         "all-to-all around a ring": ({"ulysses": 2, "rank_order": "ring_intra"}, {"mask": PACK}),
-        "all-to-all of head chunks": ({"ulysses": 2, "head_chunks": 2, "overlap": True}, {}),
+        "all-to-all of head chunks": ({**CHUNKS, "overlap": True}, {}),
         "all-to-all around collectives": ({**GRID, "ulysses": 2, "rank_order": "collectives_intra"}, {}),
         "packs": ({**RING}, {"shards": shards_of("balanced", (20, 1, 22), 4), "mask": Mask(documents=(0, 20, 21))}),
         "two sequences": ({"size": 2, "ulysses": 1, **RING}, {}),
@@ -102,7 +103,9 @@ def watched(comm):
 def positions(config, shards, cp_rank, ulysses_rank):
     """Those of a rank's tokens of q, and of k and v. shards: None for those of the configured layout."""
     shards = shards or EvenShards(config.layout, 48, config.size // config.ulysses)
-    sides = (positions_by_ulysses_rank(shards, side, cp_rank, config.ulysses)[ulysses_rank] for side in ("q", "kv"))
+    sides = (
+        oracle.positions_by_ulysses_rank(shards, side, cp_rank, config.ulysses)[ulysses_rank] for side in ("q", "kv")
+    )
     return [torch.tensor(side, dtype=torch.int64) for side in sides]
 
 
