@@ -22,8 +22,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel, engine
-from ds_seqpar.config.deepspeed_checks import check_deepspeed
-from ds_seqpar.config.deepspeed_json import read_deepspeed
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.data.batches import check_batch
 from ds_seqpar.data.loader import Loader
 from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
@@ -108,7 +107,7 @@ def check_json(args: TrainingArguments) -> None:
     transformers would accept."""
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
-        check_deepspeed(read_deepspeed(config), config)
+        DeepSpeedJson.read(config).check_by_deepspeed()
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:

@@ -25,7 +25,7 @@ from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.compat import tree_map
-from ds_seqpar.config.deepspeed_json import check_settings, left_out, section_of
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
@@ -116,12 +116,11 @@ class SequenceParallelMixin(Behind):
             super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
-        check_settings(plugin.deepspeed_config)
-        self._section = accelerate_config.joined(
-            section_of(plugin.deepspeed_config), parallelism, self.accelerator.num_processes
-        )
+        json = DeepSpeedJson.read(plugin.deepspeed_config)
+        json.check_settings()
+        self._section = accelerate_config.joined(json.section, parallelism, self.accelerator.num_processes)
         SequenceParallelConfig.from_dict(self._section)
-        for key in left_out(plugin.deepspeed_config):  # accelerate would replace every "auto" in our section
+        for key in json.left_out:  # accelerate would replace every "auto" in our section
             plugin.deepspeed_config.pop(key, None)
         self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
         self.gather_function = self.accelerator.gather_for_metrics
