@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
+from ..compiler.overlap.simulate import Costs
 from ..compiler.overlap.timeline import TRACKS, Event, Timeline, lanes
 from ..compiler.program.ulysses import UNSPLIT, HeadSplit
 from ..compiler.schedules.plan import Plan
@@ -24,27 +24,26 @@ NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "
 ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
-def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNSPLIT) -> None:
-    """Write the simulated timeline as an image, PNG or the format of the file's extension.
+def draw(
+    plan: Plan, timeline: Timeline, costs: Costs, slower: float, file: str | Path, head_split: HeadSplit = UNSPLIT
+) -> None:
+    """Write the simulated timeline of a plan as an image, PNG or the format of the file's extension.
 
     A row is a CP rank, whose Ulysses ranks do the same at the same time. Its upper lane shows products and waits, its
     lower lane transfers and exchanges of heads that arrive. Time is in products of two blocks.
 
+    Args:
+        slower: How many times as long the timeline is as its products, or its transfers, alone.
+
     Raises:
         ConfigError: if matplotlib is not installed, or the file cannot be written.
     """
-    timeline = simulate(programs_of(plan, head_split), costs)
-    bound = head_split.head_chunks * max(communication(plan, costs), computation(plan, costs))
-    ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
     ulysses_size, head_chunks = head_split[:2]
     split = f" in Ulysses {ulysses_size}" * (ulysses_size > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
-    title = f"{plan.name}{split}, {plan.direction}: {ratio}"
+    title = f"{plan.name}{split}, {plan.direction}: {slower:.2f} x max(compute, links)"
     unit = "products of one query block and one key/value block"
-    rows = {
-        cp_rank: ranks_in_words(range(cp_rank * ulysses_size, (cp_rank + 1) * ulysses_size))
-        for cp_rank in range(plan.size)
-    }
-    draw_timelines({title: timeline}, file, rows, costs.product or 1.0, unit)
+    groups = [range(rank * ulysses_size, (rank + 1) * ulysses_size) for rank in range(plan.size)]
+    draw_timelines({title: timeline}, file, dict(enumerate(map(ranks_in_words, groups))), costs.product, unit)
 
 
 def draw_timelines(

@@ -55,7 +55,7 @@ def check(calls: Sequence[Sequence[Program]], ulysses_size: int = 1) -> None:
     for number, programs in enumerate(calls):
         for rank, (queue, program) in enumerate(zip(queues, programs, strict=True)):
             if number:
-                queue.append(_collective(BETWEEN, ("world",), rank, range(count), (BETWEEN, number)))
+                queue.append(_collective(BETWEEN, "world", rank, range(count), (BETWEEN, number)))
             queue.extend(_operations(program, rank, ulysses_size))
     _run(queues, _partners(queues))
 
@@ -64,38 +64,36 @@ def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Oper
     ulysses_rank, cp_rank = rank % ulysses_size, rank // ulysses_size
     peers = range(ulysses_rank, ulysses_size * program.size, ulysses_size)  # CP rank -> rank
     for instruction in program.code:
-        text = f"step {instruction.step}"
-        if isinstance(instruction, op.Post):
-            communicator = "cp_rank", ulysses_rank
-            yield Operation(
-                f"{text}: messages with ranks "
-                f"{sorted({peers[t.peer] for t in (*instruction.sends, *instruction.receives)})}",
-                tuple((Channel(communicator, rank, peers[t.peer]), _content(program, t)) for t in instruction.sends),
-                tuple((Channel(communicator, peers[t.peer], rank), _content(program, t)) for t in instruction.receives),
-            )
-        elif isinstance(instruction, op.GatherStart | op.ScatterStart):
-            ranks, head_chunk = (
-                [peers[peer] for peer in instruction.ranks],
-                program.slots[instruction.received].head_chunk,
-            )
-            yield _collective(
-                f"{text}: {instruction.label}",
-                ("axis", *ranks),
-                rank,
-                ranks,
-                (type(instruction), instruction.collective, head_chunk),
-            )
-        elif isinstance(instruction, op.ExchangeStart):
-            ranks = [ulysses_size * cp_rank + peer for peer in instruction.ranks]
-            yield _collective(f"{text}: {instruction.label}", ("ulysses", *ranks), rank, ranks, instruction.exchange)
+        match instruction:
+            case op.Post():
+                sends, receives = (
+                    [(peers[transfer.peer], _content(program, transfer)) for transfer in transfers]
+                    for transfers in (instruction.sends, instruction.receives)
+                )
+                with_ranks = sorted({peer for peer, _ in sends + receives})
+                yield Operation(
+                    f"step {instruction.step}: messages with ranks {with_ranks}",
+                    tuple((Channel(("cp_rank", ulysses_rank), rank, peer), content) for peer, content in sends),
+                    tuple((Channel(("cp_rank", ulysses_rank), peer, rank), content) for peer, content in receives),
+                )
+            case op.GatherStart() | op.ScatterStart():
+                ranks = [peers[peer] for peer in instruction.ranks]
+                head_chunk = program.slots[instruction.received].head_chunk
+                content = type(instruction), instruction.collective, head_chunk
+                yield _collective(f"step {instruction.step}: {instruction.label}", "axis", rank, ranks, content)
+            case op.ExchangeStart():
+                ranks = [ulysses_size * cp_rank + peer for peer in instruction.ranks]
+                text = f"step {instruction.step}: {instruction.label}"
+                yield _collective(text, "ulysses", rank, ranks, instruction.exchange)
 
 
 def _content(program: Program, transfer: Transfer) -> tuple:
     return transfer.unit, program.slots[transfer.slot].head_chunk, transfer.tag
 
 
-def _collective(text: str, communicator: tuple, rank: int, ranks: Iterable[int], content: Any) -> Operation:
-    """Return a collective as messages among all ranks that take part."""
+def _collective(text: str, purpose: str, rank: int, ranks: Iterable[int], content: Any) -> Operation:
+    """Return a collective as messages among all ranks that take part, through a communicator of their own."""
+    communicator = purpose, *ranks
     others = [peer for peer in ranks if peer != rank]
     return Operation(
         text,
