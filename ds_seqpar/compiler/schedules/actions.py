@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..sharding.layout import Key
 
@@ -130,6 +130,11 @@ class Step:
 
 
 Steps = tuple[Step, ...]
+
+
+def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Return the moves that a rank takes part in, each once, in one order on all ranks."""
+    return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
 
 
 def name_of(key: Key) -> str:
