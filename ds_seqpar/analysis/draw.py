@@ -80,13 +80,10 @@ def draw_timelines(
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure; sizes are in inches. Raise ConfigError if matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height))
 
 
 def save(figure: Figure, file: str | Path) -> None:

@@ -10,14 +10,13 @@ stream for each communicator an operation begins no later, so programs that comp
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import Program, Transfer
-from ..errors import PlanError
+from ..errors import MOST_SHOWN, PlanError, ranks_in_words
 
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
@@ -139,32 +138,22 @@ def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]
     """
     at = [0] * len(queues)
     waiting: dict[int, set[int]] = defaultdict(set)  # rank -> the ranks that wait for it
+
+    def awaited(rank: int) -> set[int]:
+        """Return the ranks that a rank's current operation waits for."""
+        return {peer for peer, index in partners[rank][at[rank]] if at[peer] < index}
+
     runnable = list(range(len(queues)))
     while runnable:
         rank = runnable.pop()
         while at[rank] < len(queues[rank]):
-            missing = {peer for peer, index in partners[rank][at[rank]] if at[peer] < index}
-            for peer in missing:
-                waiting[peer].add(rank)
-            if missing:
+            if peers := awaited(rank):
+                for peer in peers:
+                    waiting[peer].add(rank)
                 break
             at[rank] += 1
             runnable += waiting.pop(rank, ())
     stuck = [rank for rank, queue in enumerate(queues) if at[rank] < len(queue)]
     if stuck:
-        raise PlanError(f"NCCL would wait for ever: {_cycle_text(stuck[0], queues, partners, at)}")
-
-
-def _cycle_text(
-    rank: int, queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]], at: list[int]
-) -> str:
-    """Return a text of which rank waits for which other rank, along a cycle."""
-    seen: list[int] = []
-    while rank not in seen:
-        seen.append(rank)
-        rank = min(peer for peer, index in partners[rank][at[rank]] if at[peer] < index)
-    cycle = [*seen[seen.index(rank) :], rank]
-    return ", ".join(
-        f"rank {waiting_rank} waits in {queues[waiting_rank][at[waiting_rank]].words} for rank {awaited_rank}"
-        for waiting_rank, awaited_rank in itertools.pairwise(cycle)
-    )
+        texts = [f"rank {r} waits in {queues[r][at[r]].words} for {ranks_in_words(sorted(awaited(r)))}" for r in stuck]
+        raise PlanError(f"NCCL would wait for ever: {', '.join(texts[:MOST_SHOWN])}")

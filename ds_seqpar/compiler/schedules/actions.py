@@ -115,8 +115,7 @@ class Step:
 
     @property
     def actions(self) -> Iterator[Action]:
-        groups: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
-        yield from itertools.chain.from_iterable(groups)
+        yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
         """Return the step as text, which `text.parse` reads; "-" where the rank does nothing."""

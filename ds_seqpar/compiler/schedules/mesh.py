@@ -5,6 +5,7 @@ Attention2D is a mesh without a ring; WallFacer is a mesh (C, C, A / C^2).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections import defaultdict
@@ -53,12 +54,7 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     # a gather brings all blocks of its group, so every one of them must be read
     if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
         return Rotation(route, turns, direction, moving_side, block_mask)
-    return Direct(
-        route.size,
-        direction,
-        lambda rank: _pairs(route, rank, turns, moving_side, block_mask),
-        lambda rank: reads[rank],
-    )
+    return Direct(size, direction, lambda rank: _pairs(route, rank, turns, moving_side, block_mask), reads.__getitem__)
 
 
 def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tuple:
@@ -240,26 +236,23 @@ WALLFACER = Schedule(
 Pairs = Sequence[tuple[int, int]]
 
 
+@dataclasses.dataclass(eq=False)
 class Direct(Counted):
     """The steps of any rank without collectives: a block is sent only to ranks that read it, and results directly home.
 
     A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. It sends at most as many
     bytes as the collectives.
 
-    Args:
+    Attributes:
         products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t, in step 0 only
             of its own blocks.
         reads: reads(rank) are bitmasks of the q and the kv blocks in these pairs.
     """
 
-    def __init__(
-        self,
-        size: int,
-        direction: str,
-        products: Callable[[int], Sequence[Pairs]],
-        reads: Callable[[int], tuple[int, int]],
-    ) -> None:
-        self.size, self.direction, self.products, self.reads = size, direction, products, reads
+    size: int
+    direction: str
+    products: Callable[[int], Sequence[Pairs]]
+    reads: Callable[[int], tuple[int, int]]
 
     @functools.cached_property
     def all_products(self) -> list[Sequence[Pairs]]:
