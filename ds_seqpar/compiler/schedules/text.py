@@ -182,8 +182,9 @@ def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[
             missing[layout] = set(BlockMask(visibility(runs, runs, CAUSAL)).pairs()) - computed
     if not missing:
         raise PlanError(f"it is for {size} ranks of {blocks // size} blocks each, which no layout has")
+    nearest = min(missing.values(), key=len)
     for plan in plans.values():
-        validate(plan, min(missing.values(), key=len))
+        validate(plan, nearest)
     return tuple(layout for layout, products in missing.items() if not products)
 
 
