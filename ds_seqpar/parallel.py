@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import auto, renamed
+from .compiler.schedules import schedule
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
@@ -359,7 +360,7 @@ def _agreed(
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved = config.resolve(ranks, heads)
-        settings = {**config.settings(), "heads": heads}
+        settings = {**config.settings(), "heads": heads, "plan": schedule(config.schedule).digest}
         if config.kernel == "auto":
             measured = auto.measured_orders(config.machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
