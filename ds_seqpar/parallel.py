@@ -357,18 +357,16 @@ def _agreed(
     measured: auto.Orders = {}
     try:
         config, ranks = _config(given), dist.get_world_size()
-        resolved = config.resolve(ranks, heads)
+        resolved, machine = config.resolve(ranks, heads), auto.named_machine(config)
         settings = {**config.settings(), "heads": heads}
         if config.kernel == "auto":
-            measured = auto.measured_orders(config.machine, device)
+            measured = auto.measured_orders(machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
-    if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
-        auto.warn_of_unmeasured_device(config.machine, device)
-    return auto.planned_by_all(world, config, heads, job, MAKING) if config.asks_for_plan else resolved, measured
+    return auto.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved, measured
 
 
 def _advice(given: Mapping[int, Fields]) -> str:

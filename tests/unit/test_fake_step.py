@@ -157,7 +157,7 @@ def told_of_another_gpu():
 
 def test_rank_0_says_that_no_order_of_kernels_is_for_its_device():
     ((line,), none), others = on_stand_in((2, 2, told_of_another_gpu))[0]
-    assert missing(line, "machine.json", "NVIDIA Other", "NVIDIA Stand-in", "built-in order") == []
+    assert missing(line, "machine has the order", "NVIDIA Other", "NVIDIA Stand-in", "built-in order") == []
     assert none == []
     assert others == [[], []]
 
