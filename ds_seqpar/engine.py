@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from . import compat
 from .auto import job_of
 from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
@@ -68,8 +69,9 @@ def initialize(
             `args.deepspeed_config`. `train_batch_size` counts sequences.
         args: The arguments of a script that DeepSpeed's launcher started.
         sequence_parallel: The SequenceParallel to train with; default: one of the section, or the model's own.
-        check_loss: Try a forward of the shortest sequence. A causal language model of transformers must give the sum of
-            token losses on shift_labels over num_items_in_batch. False is for a loss that is meant to be another.
+        check_loss: Check the loss, in the first forward with labels at the latest. A causal language model of
+            transformers must give the sum of token losses on shift_labels over num_items_in_batch. False is for a loss
+            that is meant to be another.
         **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
             dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
             whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
@@ -102,11 +104,10 @@ def initialize(
     import deepspeed  # takes seconds: only those who train wait for it
 
     sp = prepare_model(model, {} if wrong else json.section, sequence_parallel, wrong, job=lambda: job_of(json))
-    if (patcher := patcher_of_class(model)) is not None:
-        patcher.trust_loss(model)  # it is tried here, or another is meant
-    patcher = patcher if check_loss else None
-    if patcher:
+    if (patcher := patcher_of_class(model)) is not None and check_loss:
         patcher.check_function(model, sp)
+    elif patcher is not None:
+        patcher.trust_loss(model)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
@@ -117,7 +118,7 @@ def initialize(
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
-    if patcher:
+    if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
@@ -155,10 +156,10 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
-    engine._config.train_batch_size //= sp.size
-    engine.tput_timer.batch_size //= sp.size
+    compat.engine_config(engine).train_batch_size //= sp.size
+    compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
-        engine.flops_profiler.ds_engine = _PartsOfSequences(engine, sp.size)
+        engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
 
 
 class _PartsOfSequences:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError, SeqParError, did_you_mean
 
 LARGEST_FILE = 2**22  # bytes; the largest configurations of models have some 100 KB
 DEEPEST = 32  # objects and lists inside one another
@@ -234,7 +234,7 @@ def as_config_error(
     place: str,
     show: Callable[[object], str] = shown,
     known: Sequence[str] = (),
-) -> ConfigError:
+) -> SeqParError:
     """Return the first fault that pydantic found as a sentence: the key, what is needed, and the value.
 
     Args:
@@ -249,7 +249,7 @@ def as_config_error(
     unknown = [f for f in faults if f["type"] == "unexpected_keyword_argument" and f["loc"] not in within]
     fault = (unknown or faults)[0]
     for reason in (fault.get("ctx", {}).get("error") for fault in faults):
-        if isinstance(reason, ConfigError):  # of a check of our own
+        if isinstance(reason, SeqParError):  # of a check of our own
             return reason
     key, value = _at(fault["loc"], content)
     if fault["type"] == "missing":

@@ -19,9 +19,10 @@ from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
 from .runtime import attention, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
-from .runtime.agreement import Fields, assert_ranks_agree
+from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
+from .runtime.mismatch_hints import of_kernels
 from .runtime.process_exit import printed_once
 
 if TYPE_CHECKING:
@@ -358,21 +359,15 @@ def _agreed(
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved, machine = config.resolve(ranks, heads), auto.named_machine(config)
-        settings = {**config.settings(), "heads": heads}
+        settings = {**config.settings(), "heads": heads, "plan": config.chosen_schedule.digest}
         if config.kernel == "auto":
             measured = auto.measured_orders(machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
+    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
     return auto.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved, measured
-
-
-def _advice(given: Mapping[int, Fields]) -> str:
-    from .runtime.mismatch_hints import of_kernels  # only runs whose ranks differ need it
-
-    return of_kernels(given)
 
 
 def _config(given: object) -> SequenceParallelConfig:

@@ -87,6 +87,9 @@ def values(schema: dict[str, Any]) -> str:
     words: list[str] = []
     for branch in schema.get("anyOf", [schema]):
         choices = branch.get("enum", [branch["const"]] if "const" in branch else [])
-        words += [f"`{json.dumps(choice)}`" for choice in choices] or [WORDS[branch["type"]]]
+        prefix = branch.get("pattern", "").removeprefix("^")
+        words += [f"`{json.dumps(choice)}`" for choice in choices] or [
+            (prefix and f'`"{prefix}PATH"`') or WORDS[branch["type"]]
+        ]
     default = f"`{json.dumps(schema['default'])}`"
     return ", ".join(dict.fromkeys([*([] if default in WORDS["boolean"] else [default]), *words]))

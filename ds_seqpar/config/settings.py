@@ -50,19 +50,25 @@ PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and th
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """The values of a setting, where others can be registered."""
+    """The values of a setting, where others can be registered. `read` reads those that begin with `prefix`."""
 
     setting: str
     values: Callable[[], Iterable[str]]
+    prefix: str | None = None
+    read: Callable[[str], object] | None = None
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> Any:
         return AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
 
     def __get_pydantic_json_schema__(self, *_: object) -> dict[str, Any]:
-        return {"enum": list(self.values())}
+        named = {"enum": list(self.values())}
+        return named if self.prefix is None else {"anyOf": [named, {"type": "string", "pattern": f"^{self.prefix}"}]}
 
     def _checked(self, value: str) -> str:
-        check_choice(f"{SECTION}.{self.setting}", value, self.values())
+        if self.read is not None and value.startswith(str(self.prefix)):
+            self.read(value)
+        else:
+            check_choice(f"{SECTION}.{self.setting}", value, self.values())
         return value
 
 
@@ -91,8 +97,11 @@ class SequenceParallelConfig:
     """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads; the other `size / ulysses`
     run `schedule`. `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1
     where heads are not known."""
-    schedule: Annotated[str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES))] = "auto"
-    """What the `size / ulysses` ranks do: one of these, or a registered one. `"auto"`: `"ring"`."""
+    schedule: Annotated[
+        str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.text.FILE, schedules.schedule)
+    ] = "auto"
+    """What the `size / ulysses` ranks do: one of these, a registered one, or the plan of a file, which `show --plan`
+    printed or somebody wrote. `"auto"`: `"ring"`."""
     layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
     """Which tokens a rank holds. `"contiguous"`: neighbours; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
     is equal in every step; `"striped"`: every A-th token (Striped Attention); `"balanced"`: packed documents with equal
@@ -188,8 +197,9 @@ class SequenceParallelConfig:
         return {name: getattr(self, name) for name in setting_names()}
 
     @property
-    def _schedule(self) -> Schedule:
-        return schedules.SCHEDULES[schedules.DEFAULT if self.schedule == "auto" else self.schedule]
+    def chosen_schedule(self) -> Schedule:
+        """The schedule that is named, or that of "auto"."""
+        return schedules.schedule(self.schedule)
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
@@ -232,7 +242,7 @@ class SequenceParallelConfig:
                 f"{SECTION}.size must divide the number of ranks; got size {size} on {world_size} ranks, "
                 f"use one of {divisors(world_size)}"
             )
-        chosen = self._schedule
+        chosen = self.chosen_schedule
         self._check_own(chosen)
         resolved = dataclasses.replace(self, size=size, schedule=chosen.name)
         resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
@@ -300,9 +310,8 @@ class SequenceParallelConfig:
         """Return the schedule's own settings, with every "auto" replaced."""
         if heads:  # all Ulysses ranks must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
-        return tuple(
-            self._schedule.shaped(self.size // self.ulysses, dict(self.schedule_options), heads, self.layout).items()
-        )
+        options, cp_size = dict(self.schedule_options), self.size // self.ulysses
+        return tuple(self.chosen_schedule.shaped(cp_size, options, heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
         """Return, of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the
@@ -311,7 +320,7 @@ class SequenceParallelConfig:
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
         cp_size, options = self.size // self.ulysses, dict(self.schedule_options)
         alone = options if cp_size == 1 else {}
-        layout = self._schedule.at(cp_size, options).default_layout
+        layout = self.chosen_schedule.at(cp_size, options).default_layout
         for name, value in settings.items():
             is_default = value == defaults[name] or (name == "layout" and value == layout)
             if not is_default and name not in (*PLAN_REQUESTS, *alone):
@@ -321,11 +330,11 @@ class SequenceParallelConfig:
     @property
     def cp_axes(self) -> Axes:
         """Return, of a resolved config, names and sizes of the axes of its CP ranks, the first one numbered fastest."""
-        return self._schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
+        return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
         """Return, of a resolved config, all ranks of the job as named axes."""
-        chosen, axes = self._schedule, self.cp_axes
+        chosen, axes = self.chosen_schedule, self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
@@ -352,7 +361,7 @@ class SequenceParallelConfig:
     def recipe(self, topology: Topology) -> Recipe:
         """Return the Recipe that programs are made from, of a resolved config."""
         return Recipe(
-            schedule=self._schedule,
+            schedule=self.chosen_schedule,
             topology=topology,
             forward=self.rotate_forward,
             backward=self.rotate_backward,

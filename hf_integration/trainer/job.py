@@ -28,6 +28,7 @@ from ds_seqpar.errors import ConfigError, did_you_mean
 from ds_seqpar.files import call_library, read_json, shown
 from ds_seqpar.planner.limits import check_model
 
+from ..compat import whole_numel
 from ..families import FAMILIES, windows
 from ..model.checkpointing import layers_of
 from .collator import PackingCollator, Packs
@@ -197,9 +198,4 @@ def model_sizes(model: PreTrainedModel) -> Model:
 
 
 def _elements(module: nn.Module) -> int:
-    return sum(map(elements, module.parameters()))
-
-
-def elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of a parameter; ZeRO-3 leaves it empty and stores the number in `ds_numel`."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    return sum(map(whole_numel, module.parameters()))
