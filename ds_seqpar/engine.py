@@ -182,17 +182,12 @@ def _read_config(
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+    if len(given) != 1:
         raise ConfigError(
-            "initialize needs a DeepSpeed configuration; got none, pass config= (a path or dict) "
-            "or args with --deepspeed_config"
+            f"initialize needs one DeepSpeed configuration; got {' and '.join(given) or 'none'}, pass config= (a path "
+            "or dict) or args with --deepspeed_config"
         )
-    if len(given) > 1:
-        raise ConfigError(
-            f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
-        )
-    [source] = given.values()
-    return DeepSpeedJson.read(source)
+    return DeepSpeedJson.read(*given.values())
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:

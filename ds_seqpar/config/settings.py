@@ -206,8 +206,7 @@ class SequenceParallelConfig:
         """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
-        section = renamed.settings(section)
-        check_names(section)
+        check_names(section.keys() - renamed.SETTINGS.keys())
         return cls(**section)
 
     @classmethod
@@ -382,10 +381,10 @@ def setting_names() -> tuple[str, ...]:
     return (*(name for name in every if name not in ("schedule_options", "auto_fields")), *schedules.settings())
 
 
-def check_names(settings: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str]) -> None:
     """Raise ConfigError for a setting that does not exist, naming the nearest that does."""
     known = setting_names()
-    for name in settings:
+    for name in names:
         if name not in known:
             raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{did_you_mean(str(name), known)}')
 
