@@ -174,7 +174,8 @@ class DeepSpeedJson:
         for key, why in REFUSED.items():
             outer, _, inner = key.partition(".")
             value = self.content.get(outer)
-            value = value.get(inner) if inner and isinstance(value, Mapping) else value
+            if inner:
+                value = value.get(inner) if isinstance(value, Mapping) else None
             if value is not None and not _is_off(key, value):
                 raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
         if "gradient_clipping" not in self.content:
@@ -215,8 +216,9 @@ class DeepSpeedJson:
     def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
         """Return the JSON that DeepSpeed is given, which counts a sequence once for each of the `size` ranks of its
         group. Raises ConfigError as `batch_by_rank` does."""
-        left_out = self.left_out
-        content = {key: value for key, value in self.content.items() if key not in left_out}
+        content = dict(self.content)
+        for key in self.left_out:
+            content.pop(key, None)
         if self.known.train_batch_size is not None:
             content["train_batch_size"] = self.batch_by_rank(size, groups)
         return content
@@ -251,10 +253,9 @@ def _given(section: Any) -> Any:
 
 def _check_place_of_section(content: Mapping[str, Any]) -> None:
     """Raise ConfigError for a section that is misspelt or inside another one."""
-    for key in content:
+    for key, inner in content.items():
         if _is_meant(key):
             raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
-    for key, inner in content.items():
         for name in inner if isinstance(inner, Mapping) and key != SECTION else ():
             if name == SECTION or _is_meant(name):
                 raise ConfigError(
