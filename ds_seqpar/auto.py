@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +15,7 @@ from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import as_seqpar_error
 from .runtime import devices
 from .runtime.agreement import all_gather_objects, assert_ranks_agree
+from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .planner.auto import Job as Job
@@ -46,7 +46,7 @@ def warn_of_unmeasured_device(machine: str, device: torch.device) -> None:
 
     if measured := Machine.load(machine).kernels:
         line = f"sequence_parallel: {machine} has the order of kernels of {', '.join(measured)}, none of this device"
-        print(f"{line}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
+        log_once(f"{line}, {devices.device_name(device)}; the built-in order holds")
 
 
 def planned_by_all(
@@ -76,8 +76,10 @@ def planned_by_all(
     except Exception as reason:
         error = as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=call)
-    if plan and dist.get_rank() == 0:
-        print(line_of(plan), file=sys.stderr, flush=True)
+    if plan:
+        log_once(line_of(plan))
+        if job and job.documents and not plan.request.documents:
+            log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
 
 

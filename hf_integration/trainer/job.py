@@ -25,6 +25,7 @@ from transformers import (
 from ds_seqpar.errors import ConfigError, did_you_mean
 from ds_seqpar.files import JsonField, call_library, read_json
 from ds_seqpar.planner.limits import check_model
+from ds_seqpar.runtime.log import log_once
 
 from ..families import FAMILIES, windows
 from ..model.checkpointing import layers_of
@@ -52,7 +53,8 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
     """
     try:
         sizes = model_sizes(model)
-    except ConfigError:
+    except ConfigError as error:
+        log_once(f"sequence_parallel: nothing can be planned for this model: {error}")
         return dataclasses.replace(job, model=None, seq=None)
     window_sizes = set(windows(model))
     return dataclasses.replace(

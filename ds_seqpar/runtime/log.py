@@ -1,0 +1,23 @@
+"""What a run says of settings that were chosen, switched off or ignored, through logging.getLogger("ds_seqpar")."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+_logger = logging.getLogger("ds_seqpar")
+_said: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    """Log a message once in a process, on rank 0 alone, as a WARNING: Python itself shows these on stderr."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0 and message not in _said:
+        _said.add(message)
+        _logger.warning(message)
+
+
+# what torch.compiler.assume_constant_result sets, without importing the compiler: it is called while a graph is traced
+log_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
