@@ -13,15 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import auto, renamed
+from .compiler.schedules import schedule
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
 from .runtime import attention, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
-from .runtime.agreement import Fields, assert_ranks_agree
+from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
+from .runtime.mismatch_hints import of_kernels
 from .runtime.process_exit import printed_once
 
 if TYPE_CHECKING:
@@ -358,23 +360,17 @@ def _agreed(
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved = config.resolve(ranks, heads)
-        settings = {**config.settings(), "heads": heads}
+        settings = {**config.settings(), "heads": heads, "plan": schedule(config.schedule).digest}
         if config.kernel == "auto":
             measured = auto.measured_orders(config.machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
+    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
     if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
         auto.warn_of_unmeasured_device(config.machine, device)
     return auto.planned_by_all(world, config, heads, job, MAKING) if config.asks_for_plan else resolved, measured
-
-
-def _advice(given: Mapping[int, Fields]) -> str:
-    from .runtime.mismatch_hints import of_kernels  # only runs whose ranks differ need it
-
-    return of_kernels(given)
 
 
 def _config(given: object) -> SequenceParallelConfig:

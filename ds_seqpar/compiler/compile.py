@@ -20,15 +20,13 @@ from .program.ulysses import ExchangeSizes, Heads, SavedForBackward, UlyssesGrou
 from .schedules import Schedule
 from .schedules.actions import Steps
 from .schedules.plan import BlockMask, Counted, Plan
-from .sharding.layout import LAYOUTS, Key, Topology
+from .sharding.layout import Key, Topology
 from .sharding.masks import Mask, visibility
-from .sharding.shards import EvenShards, Shards, tokens_of
+from .sharding.shards import Shards, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
 CACHE_SIZE = 64  # entries of each cache: more than the masks and lengths in use at one time
-# in tokens: if runs are at least this long, each edge of a tile is a linear function of the length of the runs
-SAMPLE_LENGTH = 4
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 
@@ -139,25 +137,21 @@ class BoundProgram:
     Args:
         shapes: for each head chunk, the shape of its inner tensors.
         support: what the kernel supports.
-        linear_tiles: computes tiles from the length alone; None if that is not possible.
         heads: which Ulysses rank has which heads, in which head chunk.
     """
 
     def __init__(
         self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, support: KernelSupport,
-        linear_tiles: _LinearTiles | None, heads: Heads,
+        heads: Heads,
     ) -> None:  # fmt: skip
         self.program, self.shapes, self.shards, self.mask, self.support = program, shapes, shards, mask, support
         self.shape, self.heads = shapes[0], heads
-        self._linear_tiles, self._run_length = linear_tiles, run_length(shards) if linear_tiles else 0
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
         self.results: dict[tuple, Any] = {}  # of the methods that are `_kept`, which each walk calls
 
     @_kept
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """Return the visible part of the product of some q and kv blocks."""
-        if self._linear_tiles:
-            return self._linear_tiles.tiles(q, kv, self._run_length)
         return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.support.square)
 
     @_kept
@@ -226,7 +220,6 @@ class Compiler:
         self._inner: OrderedDict[Hashable, Program] = OrderedDict()
         self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
         self._block_masks: OrderedDict[Hashable, BlockMask] = OrderedDict()
-        self._linear_tiles: OrderedDict[Hashable, _LinearTiles] = OrderedDict()
 
     def bound_inner(
         self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
@@ -239,8 +232,7 @@ class Compiler:
 
         def make() -> BoundProgram:
             program, heads = self.inner_program(direction, mask, shards, shape), Heads.of(shape.q_heads, shape.kv_heads)
-            linear = self.linear_tiles(mask, shards, support.square)
-            return BoundProgram(program, (shape,), shards, mask, support, linear, heads)
+            return BoundProgram(program, (shape,), shards, mask, support, heads)
 
         return _cached(self._bound, (direction, mask, shards, shape, support), make)
 
@@ -263,8 +255,7 @@ class Compiler:
             shapes = tuple(local.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
             program = self.program_of_call(inner, ulysses.size, shards, saved, lse)
-            linear = self.linear_tiles(mask, shards, support.square)
-            return BoundProgram(program, shapes, shards, mask, support, linear, heads)
+            return BoundProgram(program, shapes, shards, mask, support, heads)
 
         return _cached(self._bound, (direction, mask, shards, local, ulysses, support, head_chunks, saved, lse), make)
 
@@ -297,17 +288,9 @@ class Compiler:
 
         return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)
 
-    def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
-        """Return what computes the tiles of these shards from their length, or None if more than that decides."""
-        if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > SAMPLE_LENGTH):
-            return None
-        cache_key = mask, shards.layout, shards.size, square
-        return _cached(self._linear_tiles, cache_key, lambda: _LinearTiles(*cache_key))
-
     def block_mask(self, mask: Mask, shards: Shards) -> BlockMask:
         """Return which blocks meet (see `block_mask_of`)."""
-        small = _stand_in(mask, shards)
-        return _cached(self._block_masks, (mask, small), lambda: block_mask_of(mask, small))
+        return _cached(self._block_masks, (mask, shards), lambda: block_mask_of(mask, shards))
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
@@ -328,55 +311,6 @@ def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
         return visible_pairs / all_pairs if all_pairs else 0.0
 
     return share
-
-
-def _stand_in(mask: Mask, shards: Shards) -> Shards:
-    """Return shards of few tokens that have the same block mask."""
-    if mask.scale_free and isinstance(shards, EvenShards):
-        length = run_length(shards)
-        if length > 2:  # such a mask depends only on the order of tokens, and two tokens have one
-            return dataclasses.replace(shards, seq=shards.seq // length * 2)
-    return shards
-
-
-class _LinearTiles:
-    """The tiles of products as a linear function of the length of all runs.
-
-    Under a mask that only depends on the order of positions, every edge of a tile grows linearly with that length. So
-    the tiles for two short lengths determine the function.
-    """
-
-    def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
-        runs = len(LAYOUTS[layout].runs(2 * size, size, 0)) * size
-        self.samples = tuple(EvenShards(layout, runs * (SAMPLE_LENGTH + extra), size) for extra in (0, 1))
-        self.mask, self.square = mask, square
-        self.cache: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}
-
-    def tiles(self, q: Key, kv: Key, length: int) -> tuple[Tile, ...]:
-        """Return the tiles of a product for runs of `length` tokens, SAMPLE_LENGTH or more."""
-        slopes = self.cache.get((q, kv))
-        if slopes is None:
-            slopes = self.cache[q, kv] = self.slopes(q, kv)
-        n = length - SAMPLE_LENGTH
-        return tuple(
-            Tile(low.q0 + n * a, low.q1 + n * b, low.k0 + n * c, low.k1 + n * d, low.kind, low.width)
-            for low, (a, b, c, d) in slopes
-        )
-
-    def slopes(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-        """Return each tile at SAMPLE_LENGTH, and the growth of each of its edges per token of the runs' length."""
-        small, large = (
-            tiles(shards.runs("q", q), shards.runs("kv", kv), self.mask, self.square) for shards in self.samples
-        )
-        return tuple(
-            (low, tuple(b - a for a, b in zip(low[:4], high[:4], strict=True)))
-            for low, high in zip(small, large, strict=True)
-        )
-
-
-def run_length(shards: Shards) -> int:
-    """Return the tokens of each run of a named layout; 0 if there are no tokens."""
-    return next((run.length for run in shards.runs("q", (0,))), 0)
 
 
 def side_of(kind: str) -> str:

@@ -64,8 +64,8 @@ class SequenceParallelConfig:
     `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1 where heads
     are not known."""
     schedule: str = "auto"
-    """What the `size / ulysses` ranks do: a name in `ds_seqpar/compiler/schedules`, or a registered one. `"auto"`:
-    `"ring"`."""
+    """What the `size / ulysses` ranks do: a name in `ds_seqpar/compiler/schedules`, a registered one, or `"file:PATH"`
+    of a plan that `show --plan` printed or somebody wrote. `"auto"`: `"ring"`."""
     layout: str = "auto"
     """Which tokens a rank holds. `"contiguous"`; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work is equal
     in every step; `"striped"`: every A-th token (Striped Attention, section 3); `"balanced"`: packed documents with

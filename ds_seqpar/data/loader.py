@@ -126,7 +126,7 @@ class Loader:
                 batch, compared = self._broadcast_batch(batch, compared)
             groups = self.sp.groups
             assert_ranks_agree(
-                groups.world, "loader", compared, error=error, after=groups.control, call=CALL, advice=_cause
+                groups.world, "loader", compared, error=error, peers=groups.control, call=CALL, advice=_cause
             )
             if compared[BATCHES] != "another":
                 break

@@ -15,7 +15,7 @@ import dataclasses
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, assert_ranks_agree, digest_of
 from .groups import Groups, check_thread
+from .mismatch_hints import of_backward
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,7 +122,7 @@ class Calls:
             calls = [other for other in self._to_run(task) if other is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
             with torch._C._DisableTorchDispatch():  # a selective checkpoint would look for this among what it saved
-                assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
+                assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=of_backward)
             _agreed.number, _agreed.left = task, deque(order.calls)
         if call is not None:
             call.task = task
@@ -150,12 +151,6 @@ class _Order(Compared):
         """The place of each call in the order, by its name."""
         names = [call.named(self.last) for call in self.calls]
         return {name: f"as number {place}" if place > 1 else "first" for place, name in enumerate(names, 1)}
-
-
-def _advice(by_rank: Mapping[int, Fields]) -> str:
-    from .mismatch_hints import of_backward  # imported only where ranks differ, in few runs
-
-    return of_backward(by_rank)
 
 
 def _current() -> _Call | None:

@@ -6,7 +6,7 @@ Where a check takes `object`, a user may have passed anything.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -20,8 +20,8 @@ from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
 from ..config.settings import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
-from . import checkpoints
-from .agreement import Compared, Fields, assert_ranks_agree
+from . import checkpoints, mismatch_hints
+from .agreement import Compared, assert_ranks_agree
 from .comm import TorchComm
 from .groups import check_thread
 from .kernels import Scores
@@ -169,13 +169,7 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
     with temporarily_clear_interpreter_stack():
-        assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
-
-
-def _advice(fields_by_rank: Mapping[int, Fields]) -> str:
-    from .mismatch_hints import of_attention  # here: few runs have ranks that differ
-
-    return of_attention(fields_by_rank)
+        assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention)
 
 
 def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:

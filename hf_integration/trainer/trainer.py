@@ -31,7 +31,7 @@ from ds_seqpar.data.documents import documents_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import Part, all_reduce_sum, assert_ranks_agree
+from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
 
@@ -182,12 +182,12 @@ class SequenceParallelMixin(Behind):
         except Exception as reason:
             error = as_seqpar_error("loading data failed", reason)
         assert_ranks_agree(
-            self.sp.control_world, name, {"batches": len(batches)}, error=error, after=self.sp.groups.control
+            self.sp.control_world, name, {"batches": len(batches)}, error=error, peers=self.sp.groups.control
         )
-        peers = Part(self.sp.data_rank, self.sp.groups.control)
         assert_ranks_agree(
-            self.sp.control_world, "whole batches", fingerprints, alike=peers, advice=mismatch_hints.of_batches
-        )
+            self.sp.control_world, "whole batches", fingerprints, peers=self.sp.groups.control, among_peers=True,
+            advice=mismatch_hints.of_batches,
+        )  # fmt: skip
         return batches
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:

@@ -54,7 +54,6 @@ LATER = {
     "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
     "compiler.tiles.varlen": "kernels with windows, which are those for GPUs",
-    "runtime.mismatch_hints": "what to say where ranks differ",
     "runtime.offload": "offload_checkpoints true",
 }
 # what knows nothing of schedules
