@@ -59,7 +59,7 @@ def walk(rank, size=4, ulysses=1, **settings):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_attention_sends(name, streams):
     settings = {"ulysses": 2} if name == "ring" else SHAPES[name]
-    for rank in range(settings.get("size", 4)):
+    for rank in (0, settings.get("size", 4) - 1):
         walk(rank, schedule=name, **settings)
     assert sum(count for stream, count in streams.done.items() if stream is not streams.current) > 4
 

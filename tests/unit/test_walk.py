@@ -182,11 +182,11 @@ def _check_mutations(replace_schedule, name, seeds):
 
 @pytest.mark.parametrize("name", STARTS)
 def test_a_changed_plan_that_the_validator_accepts_is_exact(replace_schedule, name):
-    accepted = _check_mutations(replace_schedule, name, range(50))
-    assert 4 <= accepted <= 46  # enough of either kind to say something
+    accepted = _check_mutations(replace_schedule, name, range(20))
+    assert 2 <= accepted <= 18  # enough of either kind to say something
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", STARTS)
 def test_many_changed_plans_that_the_validator_accepts_are_exact(replace_schedule, name):
-    assert _check_mutations(replace_schedule, name, range(50, 400)) >= 25
+    assert _check_mutations(replace_schedule, name, range(20, 200)) >= 12
