@@ -114,6 +114,8 @@ _forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refu
 forward_level = functools.partial(_forward_level, torch.autograd.forward_ad)  # below 0 outside of `dual_level`
 _profiling = attribute("torch.autograd.profiler:_is_profiler_enabled", "telling whether a profiler is on")
 is_profiling = functools.partial(_profiling, torch.autograd.profiler)
+# what torch.compiler.assume_constant_result sets; that imports the compiler
+CONSTANT = mark("torch._dynamo.decorators:_dynamo_marked_constant")
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:

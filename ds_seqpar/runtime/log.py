@@ -7,6 +7,8 @@ import os
 
 import torch.distributed as dist
 
+from .. import compat
+
 _logger = logging.getLogger("ds_seqpar")
 _said: set[str] = set()
 
@@ -19,5 +21,5 @@ def log_once(message: str) -> None:
         _logger.warning(message)
 
 
-# what torch.compiler.assume_constant_result sets, without importing the compiler: it is called while a graph is traced
-log_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# in a compiled model it is called while a graph is traced
+setattr(log_once, compat.CONSTANT, True)

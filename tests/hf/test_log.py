@@ -5,7 +5,7 @@ from types import MethodType
 
 import torch
 
-from ds_seqpar.auto import job_of as job_of_json
+from ds_seqpar.planner.auto import Job
 from ds_seqpar.runtime.log import log_once
 from hf_integration.trainer.job import job_of
 from tests.dist.ranks import make
@@ -37,7 +37,7 @@ def what_is_left_out():
     attention.compile(backend="eager")
     for _ in range(2):
         model(**batch).loss.backward()
-    job_of(model.model, job_of_json({}))
+    job_of(model.model, Job())
     return handler.lines
 
 
