@@ -54,11 +54,6 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-SUPPORTED = {
-    "other preference training": ("KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
-    "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
-    "distillation": ("DistillationTrainer", "GKDTrainer"),
-}
 SUPPORTED = ("SFTTrainer", "DPOTrainer", TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
