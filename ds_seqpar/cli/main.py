@@ -3,6 +3,7 @@
 `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time.
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
 `python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
+`python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
 `deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
 `python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
@@ -17,7 +18,7 @@ import sys
 from ..cpu_launch import op_lock
 from ..errors import ConfigError, SeqParError
 from ..files import LARGEST, shown
-from . import memory, plan, show, trace
+from . import memory, plan, schema, show, trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory.add_parser(commands)
     plan.add_parser(commands)
+    schema.add_parser(commands)
     calibrate = commands.add_parser(
         "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
     )
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate,
-            "trace": trace.run}  # fmt: skip
+            "schema": schema.run, "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)
         runs[args.command](args)

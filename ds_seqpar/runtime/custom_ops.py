@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..compiler.sharding.handles import object_of, objects_of
 from ..compiler.sharding.shards import Shards, tokens_of
@@ -37,7 +38,7 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
 def runs_as_op() -> bool:
     """Return whether attention must run as one op: for a compiler, or for a dispatch mode such as that of a selective
     checkpoint."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
 
 
 def _forward(

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter, functional
 
+from .. import compat
 from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
@@ -168,7 +168,7 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     if error is None and group is None:
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
-    with temporarily_clear_interpreter_stack():
+    with compat.without_torch_func():
         assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention)
 
 
@@ -334,12 +334,12 @@ def check_derivatives(*tensors: Tensor) -> None:
 def derivatives_error(*tensors: Tensor) -> InputError | None:
     """Return the reason why attention cannot be differentiated here as an error. None if it can, or if nothing is
     differentiated."""
-    if torch._C._are_functorch_transforms_active():
+    if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
             "use torch.autograd.grad or backward()"
         )
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if compat.forward_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return InputError(
             "sequence parallel attention has no forward-mode derivative; got a dual tensor, use backward()"
         )
