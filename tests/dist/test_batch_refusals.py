@@ -52,6 +52,10 @@ class Failing(dict):
         raise RuntimeError("no such sample")
 
 
+def nested():
+    return [batch(weights=torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]))]
+
+
 def of_two(call):
     """A case in which a window has two micro-batches."""
 
@@ -64,7 +68,6 @@ def of_two(call):
 
 PADDED = {"attention_mask": mask(13, 14, 15)}
 COMPLEX = torch.ones(2, 16, dtype=torch.complex64)
-NESTED = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)])
 ONE_GROUP = {
     "no labels": (given(labels=None), everywhere("got none")),
     "no labels on one rank": (one_given(labels=None), only_one("got none")),
@@ -81,7 +84,7 @@ ONE_GROUP = {
     "a generator that fails": (one_window(failing_generator), only_one("OSError: the disk is gone")),
     "a batch that cannot be read": (one_window(lambda: [Failing(batch())]), only_one("RuntimeError: no such sample")),
     "a sparse tensor": (one_given(weights=torch.ones(2, 16).to_sparse()), only_one("RuntimeError: ")),
-    "a nested tensor": (one_window(lambda: [batch(weights=NESTED)]), only_one("RuntimeError: ")),
+    "a nested tensor": (one_window(nested), only_one("RuntimeError: ")),
     "a tensor without content": (one_given(weights=torch.ones(2, 16, device="meta")), only_one("NotImplementedError")),
     "names that cannot be sorted": (one_window(lambda: [{**batch(), 3: torch.ones(2, 16)}]), only_one("TypeError: ")),
     "complex labels": (one_given(labels=COMPLEX), only_one("complex64 (2, 16)")),
