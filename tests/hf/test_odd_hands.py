@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 import ds_seqpar
 from hf_integration import patch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
-from tests.hf.families import model_of
+from tests.hf.families import gradients, model_of
 from tests.hf.llama import adam, gap, settings, small, update, with_lora
-from tests.hf.test_families import gradients
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
