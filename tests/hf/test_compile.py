@@ -5,13 +5,12 @@ import torch
 from torch._dynamo.utils import counters
 
 import ds_seqpar
-from tests.dist.ranks import SECONDS, WRONG, make, refusal
+from tests.dist.ranks import WRONG, make, refusal
 from tests.hf import families, trainers
-from tests.hf.llama import averaged, gap, llama, norm, one_process, part, ragged, settings, small, step, with_lora
+from tests.hf.llama import averaged, gap, norm, one_process, part, ragged, settings, small, step, with_lora
 from tests.launch import on_ranks
 
 SECTION = {"size": 2, "ulysses": 2}
-TILES = {"mlp_tiles": 2, "loss_tiles": 2}
 
 
 def window():
@@ -20,7 +19,7 @@ def window():
 
 def compiled_gradients(degree, checkpointing, section):
     """(difference of gradients, of losses, graph breaks) of a patched and compiled LLaMA and one process; what it says
-    of positions that are moved on one rank, and the difference of the loss after that."""
+    of positions that are moved on one rank."""
     sp, model = make(ulysses=degree, **section), small()
     expected, loss = one_process(small(), window())
     model.patch_attention(sp)
@@ -30,10 +29,9 @@ def compiled_gradients(degree, checkpointing, section):
     (batch,) = sp.shard_batches(window())
     mine = compiled(**batch).loss
     mine.backward()
-    figures = gap(averaged(model), expected), abs(sp.mean_loss(mine) - loss)
+    errors = gap(averaged(model), expected), abs(sp.mean_loss(mine) - loss)
     wrong = refusal(compiled, **{**batch, "position_ids": batch["position_ids"] + int(sp.rank == WRONG)})
-    later = abs(sp.mean_loss(compiled(**batch).loss) - loss)
-    return (*figures, later), sum(counters["graph_break"].values()), wrong
+    return errors, sum(counters["graph_break"].values()), wrong
 
 
 ALL = {"head_chunks": 2, "overlap": True}
@@ -78,13 +76,12 @@ def test_a_compiled_model_takes_whole_batches():
 def layers():
     """Losses of a model with dropout, eager and with its layers compiled, as people compile large models."""
     torch.manual_seed(1)
-    model, losses = with_lora(llama(), "q_proj", "up_proj", lora_dropout=0.3).train(), []
+    model, losses = with_lora(small(), "q_proj", lora_dropout=0.3).train(), []
     model.patch_attention(make())
     for _ in range(2):
         torch.manual_seed(4)
         losses.append(model(**window()[0]).loss.item())
-        for layer in model.base_model.model.model.layers:
-            layer.compile(backend="eager")
+        model.base_model.model.model.layers[0].compile(backend="eager")
     return losses
 
 
@@ -93,46 +90,34 @@ def test_compiled_layers_draw_alike():
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-# what is wrong -> what is in the sentence; "none": on all ranks, the others on one
-SAID = {"moved": "position_ids", "padded": "padding mask", "unshifted": "no shift_labels", "none": "got none"}
-
-
-def compiled_refusals(names):
-    """What a compiled model says of wrong inputs, and that it still works afterwards."""
+def compiled_refusals():
+    """What a compiled model says of wrong inputs, each of which it is compiled for anew."""
     sp, model = make(), small()
     model.patch_attention(sp)
     compiled = torch.compile(model, backend="eager")
     (batch,) = sp.shard_batches(window())
-    wrong = sp.rank == WRONG
-    bad = {
-        "moved": {**batch, "position_ids": batch["position_ids"] + 1},
-        "padded": {**batch, "attention_mask": torch.zeros_like(batch["labels"])},
-        "unshifted": {name: x for name, x in batch.items() if name != "shift_labels"},
-        "none": {**batch, "position_ids": None},
+    return {
+        "padding mask": refusal(compiled, **{**batch, "attention_mask": torch.zeros_like(batch["labels"])}),
+        "no shift_labels": refusal(compiled, **{name: x for name, x in batch.items() if name != "shift_labels"}),
+        "got none": refusal(compiled, **{**batch, "position_ids": None}),
     }
-    told = {name: refusal(compiled, **(bad[name] if wrong or name == "none" else batch)) for name in names}
-    return told, sp.mean_loss(compiled(**batch).loss.detach())
 
 
-@pytest.mark.whole  # each is compiled anew
+@pytest.mark.whole
 def test_a_compiled_model_refuses_all_that_an_eager_one_does():
-    names = list(SAID)
-    results = on_ranks(2, compiled_refusals, names, timeout=SECONDS * 5)
-    _, expected = one_process(small(), window())
-    for rank, (told, loss) in enumerate(results):
-        assert list(told) == names
-        for name, (kind, message) in told.items():
-            assert kind == ("InputError" if rank == WRONG or name == "none" else "DisagreementError")
-            assert SAID[name] in message
-        assert abs(loss - expected) < 1e-5
+    for told in on_ranks(2, compiled_refusals, timeout=300):
+        for words, (kind, message) in told.items():
+            assert kind == "InputError"
+            assert words in message
 
 
 def engine_compiled(stage, how, backend):
     """A step of a ZeRO engine with tiles whose model, or which itself, is compiled."""
     model = small()
     given = torch.compile(model, backend=backend) if how == "model" else model
+    config = settings({**SECTION, "mlp_tiles": 2}, stage, 1, 2)
     engine, *_ = ds_seqpar.initialize(
-        model=given, model_parameters=list(model.parameters()), config=settings({**SECTION, **TILES}, stage, 1, 2),
+        model=given, model_parameters=list(model.parameters()), config=config,
         check_loss=backend != "eager",  # of another length, for which it would be compiled too
     )  # fmt: skip
     if how == "engine":

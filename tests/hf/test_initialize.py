@@ -115,13 +115,7 @@ def test_a_json_that_means_something_else():
 WHOLE = json.dumps(without("sequence_parallel"))[:-1]
 FILES = {
     "size twice": (WHOLE + ', "sequence_parallel": {"size": 2, "ulysses": 1, "size": 4}}', ('"size" twice',)),
-    "section twice": (
-        WHOLE + ', "sequence_parallel": {"size": 2}, "sequence_parallel": {"size": 4}}',
-        ('"sequence_parallel" twice',),
-    ),
     "missing": (None, ("No such file",)),
-    "comma": ('{\n  "train_batch_size": 4,\n  "gradient_clipping" 0\n}\n', ("line 3 column 23",)),
-    "list": ("[1, 2]", ("holds a list",)),
     "bytes": ("\xff{}", ("UTF-8",)),
 }
 

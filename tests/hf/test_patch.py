@@ -95,30 +95,6 @@ def test_a_label_on_the_first_padding_token_is_exact():
         assert np.max(found) < 1e-5
 
 
-def other_inputs(section):
-    """Errors where the model is called otherwise: positional arguments, embeddings, the base model alone."""
-    sp, model, ids = make(**section), small(), tokens()
-    with torch.no_grad():
-        plain, hidden = model(ids).logits, model.model(ids).last_hidden_state
-    patch_attention(model, sp)
-    local, places = sp.shard(ids, 1), sp.position_ids(SEQ)[None]
-    with torch.no_grad():
-        by_place = model(local, None, places).logits
-        embedded = model(inputs_embeds=model.get_input_embeddings()(local), position_ids=places).logits
-        base = model.model(local, position_ids=places).last_hidden_state
-    alone = small().model
-    patch_attention(alone, sp)
-    with torch.no_grad():
-        patched_alone = alone(local, position_ids=places).last_hidden_state
-    found = [(by_place, plain), (embedded, plain), (base, hidden), (patched_alone, hidden)]
-    return [error(sp.gather(a, 1), b) for a, b in found]
-
-
-def test_arguments_by_position_embeddings_and_the_base_model():
-    for errors in on_ranks(WORLD, other_inputs, MODES["u2r2"]):
-        assert max(errors) < 1e-5
-
-
 def autocast_errors(section):
     """Of gradients under autocast to bf16, against fp32: unpatched, and patched; and in which dtypes attention ran."""
     sp, found = make(**section), []

@@ -155,7 +155,7 @@ def repeated(folder, names, section, counts):
     for name in names:
         given = LOSSES[name]()
         given["kind"] = kind_of(given.get("kind"), section is not None)
-        trainer = make(f"{folder}/{name}", 2, section, **given)
+        trainer = make(f"{folder}/{name}", 2, section, stage=3, **given)
         for count in counts:
             found[name, count] = trainer.evaluate(with_weights(count, seed=9))["eval_loss"]
     return found
