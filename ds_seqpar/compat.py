@@ -113,6 +113,8 @@ without_torch_func = private(
 )
 _forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refusal of forward-mode derivatives")
 forward_level = functools.partial(_forward_level, torch.autograd.forward_ad)  # below 0 outside of `dual_level`
+# what torch.compiler.assume_constant_result sets; that imports the compiler
+CONSTANT = mark("torch._dynamo.decorators:_dynamo_marked_constant")
 
 
 def is_profiling() -> bool:

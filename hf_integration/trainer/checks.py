@@ -98,7 +98,7 @@ def check_json(args: TrainingArguments) -> None:
     transformers would accept."""
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
-        DeepSpeedJson.read(config).check_by_deepspeed()
+        DeepSpeedJson.read(config).check()
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
