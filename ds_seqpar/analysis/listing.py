@@ -32,10 +32,8 @@ def listing(bound: BoundProgram) -> str:
 
 
 def _instruction_text(instruction: Instruction) -> str:
-    if isinstance(instruction, op.GatherStart | op.ScatterStart | op.ExchangeStart):
-        label = f"start {instruction.label}"
-    else:
-        label = label_of(instruction)
+    starts = isinstance(instruction, op.GatherStart | op.ScatterStart | op.ExchangeStart)
+    label = f"{'start ' * starts}{label_of(instruction)}"
     operands = [f"{field} {_slot_text(getattr(instruction, field))}" for field in SLOTS[type(instruction)]]
     match instruction:
         case op.Post():

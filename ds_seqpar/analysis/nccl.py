@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import Program, Transfer
+from ..compiler.program.instructions import Program, Transfer, label_of
 from ..errors import PlanError
 
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
@@ -75,11 +75,11 @@ def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Oper
             )
         elif isinstance(instruction, op.GatherStart | op.ScatterStart):
             ranks, head_chunk = (
-                [peers[peer] for peer in instruction.ranks],
+                [peers[peer] for peer in instruction.collective.ranks],
                 program.slots[instruction.received].head_chunk,
             )
             yield _collective(
-                f"{text}: {instruction.label}",
+                f"{text}: {label_of(instruction)}",
                 ("axis", *ranks),
                 rank,
                 ranks,
@@ -87,7 +87,9 @@ def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Oper
             )
         elif isinstance(instruction, op.ExchangeStart):
             ranks = [ulysses_size * cp_rank + peer for peer in instruction.ranks]
-            yield _collective(f"{text}: {instruction.label}", ("ulysses", *ranks), rank, ranks, instruction.exchange)
+            yield _collective(
+                f"{text}: {label_of(instruction)}", ("ulysses", *ranks), rank, ranks, instruction.exchange
+            )
 
 
 def _content(program: Program, transfer: Transfer) -> tuple:
