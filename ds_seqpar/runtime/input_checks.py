@@ -16,9 +16,10 @@ from torch.nn import Parameter, functional
 
 from .. import compat
 from ..compiler.sharding.handles import object_of
+from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
-from ..config.settings import check_heads, check_length
+from ..config.settings import check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints, mismatch_hints
 from .agreement import Compared, assert_ranks_agree

@@ -86,7 +86,7 @@ def measured(world, section, stage, checkpointing, away):
     numbered, json = config_sizes(model.config), DeepSpeedJson.read({"zero_optimization": zero})
     said = footprint(
         TrainingStep(
-            model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=json.zero,
+            model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=json.known.zero_optimization,
             checkpointing=checkpointing,
         )
     )  # fmt: skip
