@@ -301,18 +301,6 @@ def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
     return BlockMask(visibility(q, kv, mask), even=shards.even)
 
 
-def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
-    """Return a function that maps a q block and a kv block to the visible share of their product, from 0 to 1."""
-
-    @functools.cache
-    def share(q: int, kv: int) -> float:
-        all_pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
-        visible_pairs = sum(tile.pairs for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
-        return visible_pairs / all_pairs if all_pairs else 0.0
-
-    return share
-
-
 def side_of(kind: str) -> str:
     """Return the side, "q" or "kv", whose tokens a unit of this kind has."""
     return "kv" if kind in ("kv", "dkv") else "q"
