@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import SECTION
-from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, is_replayed
+from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, current
 from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.work import rowsum
 
@@ -176,7 +176,9 @@ class _HeadChunkForward:
         for index in range(len(self.head_chunks)):
             chunk, replay = Slice(self.module, self.head_chunks, index, self.norm, grad=False), HeadChunkReplay()
             self.keeps = replay.checkpoint_saves
-            projected = chunk.blank(x) if is_replayed() else chunk.project(x, self.tiles)
+            outer = current()
+            replayed = outer is not None and outer.replays_next
+            projected = chunk.blank(x) if replayed else chunk.project(x, self.tiles)
             attended = replay.run(chunk.attend, self.attention(x), projected)
             if self.stack is not None:
                 self.stack.push(replay.tensors())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime.checkpoints import is_checkpointed
+from ds_seqpar.runtime import checkpoints
 from ds_seqpar.runtime.log import log_once
 
 from ..compat import LEAF, ZERO_ID
@@ -287,7 +287,8 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         tiling.check_read()
     source = None if is_norm else tiling.source(x, module)
     # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
-    used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
+    is_checkpointed = checkpoints.current() is not None
+    used_up = source is not None and tiling.in_layer and is_checkpointed and tiling.readers(source.norm) == 1
     return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
 
 

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compiler.sharding.heads import check_heads
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.config.settings import check_heads
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import assert_ranks_agree
