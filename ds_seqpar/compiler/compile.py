@@ -177,6 +177,7 @@ class BoundProgram:
         """Return the bytes that a unit takes of a slot."""
         return self.unit_size(slot, kind, key)[1]
 
+    @_kept
     def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
         """Return the locations of a unit's tensors; the same object for units of the same number of tokens."""
         return self._locations(slot, self.tokens(kind, key))
