@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,6 +15,7 @@ from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import as_seqpar_error
 from .runtime import devices
 from .runtime.agreement import all_gather_objects, assert_ranks_agree
+from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .config.deepspeed_json import DeepSpeedJson
@@ -52,9 +52,9 @@ def measured_orders(machine: Machine | None, device: torch.device) -> Orders:
     if machine is None or not machine.kernels:
         return {}
     name = devices.device_name(device)
-    if name not in machine.kernels and dist.get_rank() == 0:
+    if name not in machine.kernels:
         line = f"sequence_parallel: {machine.name} has the order of kernels of {', '.join(machine.kernels)}, none of "
-        print(f"{line}this device, {name}; the built-in order holds", file=sys.stderr, flush=True)
+        log_once(f"{line}this device, {name}; the built-in order holds")
     return machine.kernels.get(name, {})
 
 
@@ -85,8 +85,9 @@ def planned_by_all(
     except Exception as reason:
         error = as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=call)
-    if dist.get_rank() == 0:
-        print(line_of(plan), file=sys.stderr, flush=True)
+    log_once(line_of(plan))
+    if job and job.documents and not plan.request.documents:
+        log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
 
 

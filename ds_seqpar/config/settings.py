@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAd
 from .. import renamed
 from ..compiler import schedules
 from ..compiler.compile import Recipe
-from ..compiler.program.ulysses import SavedForBackward, saved_for_backward
+from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.schedules.base import RANK_ORDERS, Schedule, Value, is_count
 from ..compiler.sharding import layout as layouts
 from ..compiler.sharding.heads import check_heads, even_ulysses, largest_share
@@ -353,9 +353,12 @@ class SequenceParallelConfig:
             checkpointed: Whether a checkpoint is around attention.
             keeps: Whether that checkpoint keeps attention's results.
         """
-        return saved_for_backward(
-            self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.save_qkv_after_all_to_all
-        )
+        chosen = self.save_qkv_after_all_to_all
+        if chosen == "auto":  # not where head chunks are there to save memory, unless a checkpoint keeps the results
+            chosen = head_chunks == 1 or self.overlap or (checkpointed and keeps)
+        if self.ulysses == 1 or not chosen:  # without other Ulysses ranks nothing is exchanged
+            return SavedForBackward.NOTHING
+        return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
     def recipe(self, topology: Topology) -> Recipe:
         """Return the Recipe that programs are made from, of a resolved config."""

@@ -15,7 +15,7 @@ from tests.hf.llama import llama
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-SEQ = 2048
+SEQ = 1024
 SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 4}
 RING, MESH = {"ulysses": 1, "schedule": "ring"}, {"ulysses": 1, "schedule": "attention2d", "rows": 2}
 TILES = {"mlp_tiles": 8, "loss_tiles": 8}
