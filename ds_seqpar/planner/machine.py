@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, AliasPath, Field
+from pydantic import AfterValidator, AliasChoices, AliasPath, Field
 from pydantic.dataclasses import dataclass
 
 from .. import renamed
@@ -131,7 +131,9 @@ class Machine:
     """Bytes/s of the host's memory, shared by the ranks of a node."""
     memory: Rate
     """Bytes of a rank."""
-    reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
+    reserve_fraction: Annotated[
+        float, Field(ge=0, le=0.99, validation_alias=AliasChoices("reserve_fraction", renamed.RESERVE))
+    ]
     """Fraction of `memory` that is not for tensors."""
 
     sources: Mapping[str, str]
@@ -153,15 +155,13 @@ class Machine:
         Raises:
             ConfigError: If `place` is neither a preset nor a JSON file, or the file is not valid.
         """
-        known = presets()
-        if place in known:
-            return machine_of(place, known[place])
-        if not place.endswith(".json"):
-            raise ConfigError(
-                f"a machine is one of {', '.join(known)}, or a JSON file; got {place!r}"
-                f"{did_you_mean(place, tuple(known))}"
-            )
-        return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
+        if (preset := presets().get(place)) is not None:
+            return machine_of(place, preset)
+        if place.endswith(".json"):
+            return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
+        raise ConfigError(
+            f"a machine is one of {', '.join(presets())}, or a JSON file; got {place!r}{did_you_mean(place, presets())}"
+        )
 
     @classmethod
     def guessed(cls, device: str, dtype: str) -> Machine:
@@ -292,5 +292,7 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
         ConfigError: If a field is missing, unknown or not valid; the message names it.
     """
     if isinstance(content, Mapping):
-        content = {"name": name, **renamed.machine_file(content)}
+        if renamed.RESERVE in content:
+            renamed.warn("key of a machine's file", renamed.RESERVE, "'reserve_fraction'")
+        content = {"name": name, **content}
     return read_as(Machine, content, f"{place or f'machine {name}'}: ")

@@ -14,7 +14,7 @@ from tests import oracle
 from tests.dist.ranks import leaves, make
 from tests.launch import on_warm_ranks as on_ranks
 
-BATCH, SEQ, DIM, HEADS = 2, 48, 8, (4, 4)
+BATCH, SEQ, HEADS, DIM = 3, 32, (4, 4), 8
 CASES = {
     "ring": {"ulysses": 1},
     "attention2d": {"ulysses": 1, "schedule": "attention2d", "rows": 2},

@@ -6,8 +6,9 @@ import math
 import pytest
 
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.sharding.heads import even_ulysses
 from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig, even_ulysses
+from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from tests.unit.plans import build, mesh
 
