@@ -23,7 +23,7 @@ SETTINGS = {
 }
 OPPOSITE = "keep_attention"  # true then is false now
 AXES = {"window": "inner_ring", "windows": "outer_ring"}  # of double_ring, in a list for rank_order
-MACHINE_KEYS = {"spare": "reserve_fraction"}
+RESERVE = "spare"  # in a machine's file, now reserve_fraction
 _warned: set[str] = set()
 
 
@@ -62,18 +62,6 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
             value = [_axis(axis) for axis in value]
         renamed[SETTINGS.get(name, name)] = value
     return renamed
-
-
-def machine_file(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a machine's file under its new keys.
-
-    Raises:
-        ConfigError: A key is given by its old and its new name.
-    """
-    check_one_name("", content, MACHINE_KEYS)
-    for old in MACHINE_KEYS.keys() & content.keys():
-        warn("key of a machine's file", old, repr(MACHINE_KEYS[old]))
-    return {MACHINE_KEYS.get(name, name): value for name, value in content.items()}
 
 
 def _axis(name: Any) -> Any:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 
 from .. import renamed
 from ..compiler import schedules
 from ..compiler.compile import Recipe
-from ..compiler.program.ulysses import SavedForBackward, saved_for_backward
-from ..compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, Schedule, Value, is_count
+from ..compiler.program.ulysses import SavedForBackward
+from ..compiler.schedules.base import RANK_ORDERS, Schedule, Value, is_count
 from ..compiler.sharding import layout as layouts
-from ..compiler.sharding.heads import has_equal_shares, largest_share, max_head_chunks
+from ..compiler.sharding.heads import check_heads, even_ulysses, largest_share
 from ..compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from ..compiler.tiles.launches import KERNELS
 from ..errors import SECTION, ConfigError, InputError, check_choice, did_you_mean, quoted_list
+from ..files import STRICT, as_config_error
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
-Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
+if TYPE_CHECKING:
+    Count: TypeAlias = int | Any  # "auto" until `resolve` has chosen one
+else:
+    Count = Annotated[int, Field(ge=1)] | Literal["auto"]
+AxisNames: TypeAlias = Annotated[tuple[str, ...], Strict(False)]  # of a list too
+Rotate: TypeAlias = Literal["auto", "kv", "q"]
+CommDtype: TypeAlias = Literal["fp32", "bf16"]
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
-ROTATES = ("auto", *MOVING_SIDES)
-COMM_DTYPES = ("fp32", "bf16")
+ROTATES, COMM_DTYPES = get_args(Rotate), get_args(CommDtype)
 PLANNED_FOR = ("seq_len", "machine")  # settings that only tell the planner what to plan for
 PLANNED = ("size", "ulysses", "schedule", "head_chunks")  # if none of them is "auto", there is nothing to plan
 # settings that save memory
@@ -37,6 +46,30 @@ MEMORY_SETTINGS = (
     "recompute_attention",
 )
 PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The values of a setting, where others can be registered. `read` reads those that begin with `prefix`."""
+
+    setting: str
+    values: Callable[[], Iterable[str]]
+    prefix: str | None = None
+    read: Callable[[str], object] | None = None
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> Any:
+        return AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, *_: object) -> dict[str, Any]:
+        named = {"enum": list(self.values())}
+        return named if self.prefix is None else {"anyOf": [named, {"type": "string", "pattern": f"^{self.prefix}"}]}
+
+    def _checked(self, value: str) -> str:
+        if self.read is not None and value.startswith(str(self.prefix)):
+            self.read(value)
+        else:
+            check_choice(f"{SECTION}.{self.setting}", value, self.values())
+        return value
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -56,64 +89,67 @@ class SequenceParallelConfig:
         ConfigError: A setting does not exist, or its value cannot be right whatever the others are.
     """
 
+    __pydantic_config__ = STRICT
+
     size: Count = "auto"
     """Ranks that share one sequence (P); `"auto"`: all ranks of the job."""
     ulysses: Count = "auto"
-    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads. The other `size / ulysses`
-    run `schedule`. Heads that it does not divide are dealt unevenly, and the rank with the most sets the pace.
-    `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1 where heads
-    are not known."""
-    schedule: str = "auto"
-    """What the `size / ulysses` ranks do: a name in `ds_seqpar/compiler/schedules`, or a registered one. `"auto"`:
-    `"ring"`."""
-    layout: str = "auto"
-    """Which tokens a rank holds. `"contiguous"`; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work is equal
-    in every step; `"striped"`: every A-th token (Striped Attention, section 3); `"balanced"`: packed documents with
-    equal work, one document as `"zigzag"`. `"auto"`: the schedule's default, mostly `"balanced"`."""
-    rotate_forward: str = "auto"
+    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads; the other `size / ulysses`
+    run `schedule`. `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1
+    where heads are not known."""
+    schedule: Annotated[
+        str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.text.FILE, schedules.schedule)
+    ] = "auto"
+    """What the `size / ulysses` ranks do: one of these, a registered one, or the plan of a file, which `show --plan`
+    printed or somebody wrote. `"auto"`: `"ring"`."""
+    layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
+    """Which tokens a rank holds. `"contiguous"`: neighbours; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
+    is equal in every step; `"striped"`: every A-th token (Striped Attention); `"balanced"`: packed documents with equal
+    work, one document as `"zigzag"`. `"auto"`: the schedule's own, mostly `"balanced"`."""
+    rotate_forward: Rotate = "auto"
     """What rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"`: what sends fewer bytes."""
-    rotate_backward: str = "auto"
+    rotate_backward: Rotate = "auto"
     """The same in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq."""
     overlap: bool = False
     """Send single blocks in place of collectives, and compute products in the order in which operands arrive."""
-    rank_order: Sequence[str] | str = "auto"
-    """The order of axes over ranks, the fastest first: names of axes or a preset. `"ulysses_intra"` (`"auto"`) keeps
-    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring (WallFacer's
-    two placements)."""
-    comm_dtype: str = "fp32"
-    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. Not fp16,
-    in which gradients of a mean loss over many tokens vanish."""
-    kernel: str = "auto"
+    rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
+    """The order of axes over ranks, the fastest first: their names, or a preset. `"ulysses_intra"` (`"auto"`) keeps
+    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring
+    (WallFacer)."""
+    comm_dtype: CommDtype = "fp32"
+    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. In fp16
+    gradients of a mean loss over many tokens would vanish."""
+    kernel: Annotated[str, OneOf("kernel", lambda: KERNELS)] = "auto"
     """The block kernel; `"auto"`: the first that can take the blocks."""
     head_chunks: Count = 1
-    """Attend to so many chunks of the heads, one after the other, with buffers of one (Untied Ulysses). At most the
-    key/value heads. With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
+    """Attend to so many chunks of the heads, at most the key/value heads, one after the other, with buffers of one
+    (Untied Ulysses). With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
     a `machine` the planner chooses; else the fewest whose buffers take no more than q, k, v and out, among those that
     send no more bytes."""
     recompute_attention: bool = False
     """With activation checkpointing, run attention and what it sends once more in backward. False keeps attention's
-    results (DistFlashAttn, section 3.3), so that it runs once a step."""
-    save_qkv_after_all_to_all: bool | str = "auto"
-    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward, which
-    is slower and takes less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside
-    of a checkpoint that keeps attention."""
+    results, so that it runs once a step (DistFlashAttn)."""
+    save_qkv_after_all_to_all: bool | Literal["auto"] = "auto"
+    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward: slower,
+    in less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside of a checkpoint
+    that keeps attention."""
     offload_checkpoints: bool = False
     """Move what checkpoints save to host memory until backward needs it."""
     mlp_tiles: Count = 1
-    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST, section 3.1). `"auto"`: chosen
-    in each forward, by each rank for its own tokens."""
+    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST). `"auto"`: each rank chooses in
+    each forward."""
     loss_tiles: Count = 1
-    """Tiles in which a patched model computes logits and the loss, the same."""
+    """The same for logits and the loss."""
     seq_len: Count = "auto"
-    """Tokens of the whole sequence for which `"auto"` settings are planned (docs/planner.md). `"auto"`: with a
-    `machine`, the longest that a Trainer's data set says it has."""
-    machine: str = "auto"
+    """Tokens of the whole sequence for which `"auto"` settings are planned. `"auto"`: with a `machine`, the longest
+    that a Trainer's data set says it has."""
+    machine: Annotated[str, Field(min_length=1)] = "auto"
     """The machine for which they are planned: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote.
-    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts. With neither nothing is planned."""
-    memory: str = "given"
+    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts."""
+    memory: Literal["given", "auto"] = "given"
     """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
-    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits the machine, where they are not given."""
-    schedule_options: tuple[tuple[str, Value], ...] = ()
+    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits, where they are not given."""
+    schedule_options: tuple[tuple[str, Any], ...] = ()
     """The schedule's own settings that are not `"auto"`, sorted by name."""
     auto_fields: tuple[str, ...] = ()
     """The settings that `memory="auto"` has still to choose."""
@@ -132,48 +168,14 @@ class SequenceParallelConfig:
         if auto_fields is None:
             chosen = MEMORY_SETTINGS if settings.get("memory") == "auto" else ()
             auto_fields = tuple(name for name in chosen if name not in settings)
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, settings.pop(field.name, field.default))
-        known = schedules.settings()
-        given = {name: known[name][0].checked(value) for name, value in settings.items()}
-        options = tuple(sorted(item for item in given.items() if item[1] != "auto"))
-        object.__setattr__(self, "schedule_options", options)
-        object.__setattr__(self, "auto_fields", auto_fields)
-        self._check()
-
-    def _check(self) -> None:
-        for field in ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len"):
-            value = getattr(self, field)
-            if value != "auto" and not is_count(value):
-                raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
-        for field in ("overlap", "recompute_attention", "offload_checkpoints"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
-        if self.save_qkv_after_all_to_all != "auto" and not isinstance(self.save_qkv_after_all_to_all, bool):
-            raise ConfigError(
-                f'{SECTION}.save_qkv_after_all_to_all must be true, false or "auto"; got '
-                f"{self.save_qkv_after_all_to_all!r}"
-            )
-        if not isinstance(self.machine, str) or not self.machine:
-            raise ConfigError(
-                f"{SECTION}.machine must be the name of a preset, or a JSON file by its path; got {self.machine!r}"
-            )
-        if isinstance(self.rank_order, Sequence) and not isinstance(self.rank_order, str):
-            if not all(isinstance(name, str) for name in self.rank_order):
-                raise ConfigError(f"{SECTION}.rank_order must be a list of names of axes; got {self.rank_order!r}")
-            object.__setattr__(self, "rank_order", tuple(self.rank_order))
-        else:
-            check_choice(f"{SECTION}.rank_order", self.rank_order, RANK_ORDERS)
-        if self.comm_dtype == "fp16":
-            raise ConfigError(
-                f'{SECTION}.comm_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
-                'use "bf16", which takes as many bytes'
-            )
-        for field, names in (("rotate_forward", ROTATES), ("rotate_backward", ROTATES), ("comm_dtype", COMM_DTYPES),
-                             ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS),
-                             ("memory", ("given", "auto"))):  # fmt: skip
-            check_choice(f"{SECTION}.{field}", getattr(self, field), names)
-        schedules.schedule(self.schedule)
+        own = {name: setting.checked(settings.pop(name)) for name, (setting, _) in schedules.settings().items()
+               if name in settings}  # fmt: skip
+        options = tuple(sorted(item for item in own.items() if item[1] != "auto"))
+        settings |= {"schedule_options": options, "auto_fields": auto_fields}
+        try:
+            _checker().validator.validate_python(settings, self_instance=self)
+        except ValidationError as error:
+            raise as_config_error(error, settings, f"{SECTION}.", repr) from None
 
     def __getattr__(self, name: str) -> Value | str:
         if name in schedules.settings():  # a schedule's own
@@ -194,13 +196,17 @@ class SequenceParallelConfig:
         """Return all settings by name, as the JSON would have them."""
         return {name: getattr(self, name) for name in setting_names()}
 
+    @property
+    def chosen_schedule(self) -> Schedule:
+        """The schedule that is named, or that of "auto"."""
+        return schedules.schedule(self.schedule)
+
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
         """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
-        section = renamed.settings(section)
-        check_names(section)
+        check_names(section.keys() - renamed.SETTINGS.keys())
         return cls(**section)
 
     @classmethod
@@ -211,11 +217,11 @@ class SequenceParallelConfig:
             config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
 
         Raises:
-            ConfigError: The section is misspelt, stands inside another one, or does not fit.
+            ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
         """
-        from .deepspeed_json import read_deepspeed, section_of  # for those who have such a file
+        from .deepspeed_json import DeepSpeedJson  # for those who have such a file
 
-        return cls.from_dict(section_of(read_deepspeed(config)))
+        return cls.from_dict(DeepSpeedJson.read(config).section)
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
         """Return the same settings with every `"auto"` replaced, but for those of tiles, which each forward chooses.
@@ -235,7 +241,7 @@ class SequenceParallelConfig:
                 f"{SECTION}.size must divide the number of ranks; got size {size} on {world_size} ranks, "
                 f"use one of {divisors(world_size)}"
             )
-        chosen = schedules.schedule(self.schedule)
+        chosen = self.chosen_schedule
         self._check_own(chosen)
         resolved = dataclasses.replace(self, size=size, schedule=chosen.name)
         resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
@@ -248,22 +254,22 @@ class SequenceParallelConfig:
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None) -> int:
+        """Return the size that is given; for "auto" the largest that shares the heads equally, leaves each Ulysses rank
+        a head in every head chunk, and leaves CP ranks in a number that the schedule's own settings fit."""
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
             raise ConfigError(
                 f"{SECTION}.ulysses must divide {SECTION}.size; got ulysses {ulysses}, size {self.size}, "
                 f"use one of {divisors(self.size)}"
             )
-        if heads:
-            check_heads(ulysses, *heads, size=self.size, head_chunks=self.head_chunks)
-        return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
-
-    def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """Return the largest Ulysses size that divides the heads equally, leaves each Ulysses rank a head in every head
-        chunk, and leaves CP ranks in a number that the schedule's own settings fit."""
+        if heads is None:
+            return ulysses
         head_chunks = 1 if self.head_chunks == "auto" else self.head_chunks
-        legal = [u for u in even_ulysses(self.size, *heads) if max_head_chunks(*heads, u) >= head_chunks]
-        for ulysses in sorted(legal, reverse=True):
+        check_heads(ulysses, *heads, size=self.size, head_chunks=head_chunks)
+        if self.ulysses != "auto":
+            return ulysses
+        legal = even_ulysses(self.size, *heads, head_chunks)
+        for ulysses in reversed(legal):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
             except ConfigError:
@@ -303,8 +309,8 @@ class SequenceParallelConfig:
         """Return the schedule's own settings, with every "auto" replaced."""
         if heads:  # all Ulysses ranks must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
-        chosen = schedules.schedule(self.schedule)
-        return tuple(chosen.shaped(self.size // self.ulysses, dict(self.schedule_options), heads, self.layout).items())
+        options, cp_size = dict(self.schedule_options), self.size // self.ulysses
+        return tuple(self.chosen_schedule.shaped(cp_size, options, heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
         """Return, of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the
@@ -313,7 +319,7 @@ class SequenceParallelConfig:
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
         cp_size, options = self.size // self.ulysses, dict(self.schedule_options)
         alone = options if cp_size == 1 else {}
-        layout = schedules.schedule(self.schedule).at(cp_size, options).default_layout
+        layout = self.chosen_schedule.at(cp_size, options).default_layout
         for name, value in settings.items():
             is_default = value == defaults[name] or (name == "layout" and value == layout)
             if not is_default and name not in (*PLAN_REQUESTS, *alone):
@@ -323,11 +329,11 @@ class SequenceParallelConfig:
     @property
     def cp_axes(self) -> Axes:
         """Return, of a resolved config, names and sizes of the axes of its CP ranks, the first one numbered fastest."""
-        return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.schedule_options))
+        return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
         """Return, of a resolved config, all ranks of the job as named axes."""
-        chosen, axes = schedules.schedule(self.schedule), self.cp_axes
+        chosen, axes = self.chosen_schedule, self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
@@ -347,19 +353,27 @@ class SequenceParallelConfig:
             checkpointed: Whether a checkpoint is around attention.
             keeps: Whether that checkpoint keeps attention's results.
         """
-        return saved_for_backward(
-            self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.save_qkv_after_all_to_all
-        )
+        chosen = self.save_qkv_after_all_to_all
+        if chosen == "auto":  # not where head chunks are there to save memory, unless a checkpoint keeps the results
+            chosen = head_chunks == 1 or self.overlap or (checkpointed and keeps)
+        if self.ulysses == 1 or not chosen:  # without other Ulysses ranks nothing is exchanged
+            return SavedForBackward.NOTHING
+        return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
     def recipe(self, topology: Topology) -> Recipe:
         """Return the Recipe that programs are made from, of a resolved config."""
         return Recipe(
-            schedule=schedules.schedule(self.schedule),
+            schedule=self.chosen_schedule,
             topology=topology,
             forward=self.rotate_forward,
             backward=self.rotate_backward,
             overlap=self.overlap,
         )
+
+
+@functools.cache
+def _checker() -> TypeAdapter[SequenceParallelConfig]:
+    return TypeAdapter(SequenceParallelConfig)
 
 
 def setting_names() -> tuple[str, ...]:
@@ -370,10 +384,10 @@ def setting_names() -> tuple[str, ...]:
     return (*(name for name in every if name not in ("schedule_options", "auto_fields")), *schedules.settings())
 
 
-def check_names(settings: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str]) -> None:
     """Raise ConfigError for a setting that does not exist, naming the nearest that does."""
     known = setting_names()
-    for name in settings:
+    for name in names:
         if name not in known:
             raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{did_you_mean(str(name), known)}')
 
@@ -387,36 +401,6 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
         "rotate_backward": sides,
         "rank_order": tuple(schedule.rank_orders),
     }
-
-
-def legal_ulysses(size: int, q_heads: int) -> list[int]:
-    """Return the Ulysses sizes that divide `size` and leave no rank without a query head."""
-    return [u for u in divisors(size) if u <= q_heads]
-
-
-def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
-    """Return the Ulysses sizes U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads Ulysses
-    ranks share a key/value head."""
-    return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
-
-
-def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: Count = 1) -> None:
-    """Raise ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
-    if kv_heads < 1 or q_heads % kv_heads:
-        raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
-    if ulysses > q_heads:
-        raise ConfigError(
-            f"{SECTION}.ulysses must be at most the number of query heads, so that each Ulysses rank has one; got "
-            f"ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of "
-            f"{legal_ulysses(size, q_heads)}"
-        )
-    most = max_head_chunks(q_heads, kv_heads, ulysses)
-    if head_chunks != "auto" and head_chunks > most:
-        raise ConfigError(
-            f"{SECTION}.head_chunks must leave every head chunk a key/value head, and a query head for each "
-            f"of {ulysses} Ulysses ranks; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
-            f"use at most {most}"
-        )
 
 
 HOST_PIECE = 2**26  # bytes of the host tensors that offloaded checkpoints are copied into; the last may be smaller

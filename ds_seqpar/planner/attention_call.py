@@ -247,7 +247,7 @@ def call_figures(
     local = shape_of(config.comm_dtype, dtype, batch, heads)
     count = config.head_chunks
     if count == "auto":
-        count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, mask, shards)
+        count = fewest_head_chunks(recipe, config.ulysses, local, mask, shards)
     if ulysses_rank is None:
         ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
     saved_for_backward = config.kept(count, kept is not None, bool(kept))

@@ -31,7 +31,7 @@ def projecting_head_chunks(step: TrainingStep) -> int:
     recipe = config.recipe(config.topology(step.world))
     shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
     local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
-    return fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, step.mask, shards)
+    return fewest_head_chunks(recipe, config.ulysses, local, step.mask, shards)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:

@@ -4,11 +4,11 @@ replaces the settings, and `line_of` describes the choice to the user. Does not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..compiler.sharding.layout import divisors
-from ..config.deepspeed_json import Zero, dtype_of
+from ..config.deepspeed_json import DeepSpeedJson, Zero
 from ..config.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..errors import SECTION, ConfigError
 from . import limits
@@ -38,12 +38,10 @@ class Job:
     checkpointing: bool = False
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Job:
+    def of(cls, json: DeepSpeedJson) -> Job:
         """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        batch, steps, sequences = (value if isinstance(value := content.get(name), int) else None for name in names)
-        zero = Zero.of(content.get("zero_optimization", {}))
-        return cls(batch=batch, steps=steps, sequences=sequences, dtype=dtype_of(content), zero=zero)
+        (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
+        return cls(batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero)
 
     def sizes(self, world: int) -> tuple[int, ...]:
         """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
@@ -64,32 +62,26 @@ class Planned(NamedTuple):
     """A configuration, and the plan that chose it."""
 
     config: SequenceParallelConfig  # without any "auto"
-    plan: PlanResult | None  # None: nothing was to be planned
+    plan: PlanResult
 
 
 def resolve_with_plan(
     config: SequenceParallelConfig,
     job: Job | None,
-    heads: tuple[int, int] | None,
     world: int,
     detect_machine: Callable[[str], Machine],
 ) -> Planned:
-    """Replace every "auto" of a configuration: by the planner if it `asks_for_plan`, else by `config.resolve`.
+    """Replace every "auto" of a configuration by the planner.
 
     Args:
-        config: The configuration.
-        job: What is to be trained; needed only for a plan.
-        heads: (query heads, key/value heads) of the model; None: not known.
+        config: The configuration, which `asks_for_plan`.
+        job: What is to be trained, if anything is known of it.
         world: Ranks of the job.
         detect_machine: Returns the machine of these ranks, given a dtype that it must have rates of.
 
     Raises:
-        ConfigError: If `resolve` or the planner refuses the configuration, or a plan is asked for without a model or a
-            length.
+        ConfigError: If the planner refuses the configuration, or the model or the length is not known.
     """
-    resolved = config.resolve(world, heads)
-    if not config.asks_for_plan:
-        return Planned(resolved, None)
     asking = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
         raise ConfigError(
@@ -108,14 +100,10 @@ def resolve_with_plan(
     return Planned(dataclasses.replace(result.best.config, **kept), result)
 
 
-def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, detected: Machine) -> Request:
-    """Return the planner's input for a job. `detected` is the machine of these ranks; a `machine` of the section
-    replaces all of it but the ranks per node. A length that zigzag cannot share equally is rounded up, as padding
+def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> Request:
+    """Return the planner's input for a job. A length that zigzag cannot share equally is rounded up, as padding
     would."""
     assert job.model is not None
-    machine = detected
-    if config.machine != "auto":
-        machine = dataclasses.replace(Machine.load(config.machine), per_node=detected.per_node)
     documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.MAX_DOCUMENTS else ()
     share = 2 * world  # zigzag's chunks
     return Request(

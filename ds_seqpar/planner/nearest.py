@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..compiler import schedules
+from ..compiler.sharding.heads import even_ulysses
 from ..compiler.sharding.layout import multiple
 from ..config.deepspeed_json import Offload
-from ..config.settings import even_ulysses
 from . import limits
 from .candidates import candidates, ulysses_sizes
 from .footprint import rank_bytes

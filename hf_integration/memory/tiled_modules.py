@@ -12,19 +12,21 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime.checkpoints import is_checkpointed
+from ds_seqpar.runtime import checkpoints
+from ds_seqpar.runtime.log import log_once
 
+from ..compat import LEAF, ZERO_ID
 from ..families import attentions, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .tiled_function import tile_count, tiled, trained_parameters
-from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
+from .tiled_loss import STAGED, TILING, Tiling, model_forward
 
 # attribute of a tiled module: the forward that was set on the instance before, in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
@@ -59,7 +61,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
                 f"tiles need modules with the forward of their class; got a {type(other[0]).__name__} with one of its "
                 f"own (as trl's SFTTrainer sets, whose loss is in chunks already), leave {SECTION}.{name} out"
             )
-    if any(hasattr(module, "ds_id") and not hasattr(module, LEAF) for module in _zero_leaves(mlps, head)):
+    if any(hasattr(module, ZERO_ID) and not hasattr(module, LEAF) for module in _zero_leaves(mlps, head)):
         raise ConfigError(
             "tiles under ZeRO-3 need a model that is patched before DeepSpeed has it; got one that an engine has, call "
             "patch_attention first, or ds_seqpar.initialize"
@@ -105,28 +107,25 @@ def untile(model: Any) -> None:
             del module.forward
             if instance_forward is not None:
                 module.forward = types.MethodType(instance_forward, module)
-        if not hasattr(module, "ds_id"):  # ZeRO-3 reads the mark again of a module that it has hooked
+        if not hasattr(module, ZERO_ID):  # ZeRO-3 reads the mark again of a module that it has hooked
             vars(module).pop(LEAF, None)
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module, result: Literal["loss", "logits"] | None) -> Iterator[None]:
-    """Context manager in which forwards without gradients compute the loss in tiles too.
+def evaluating_loss(model: nn.Module) -> Iterator[None]:
+    """Context manager in which forwards without gradients compute the loss in tiles too, and no logits.
 
     Does nothing for a model without tiles.
-
-    Args:
-        result: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled.
     """
     tiling = _tiling(unwrapped(model))
     if tiling is None:
         yield
         return
-    before, tiling.evaluated = tiling.evaluated, result
+    tiling.evaluating = True
     try:
         yield
     finally:
-        tiling.evaluated = before
+        tiling.evaluating = False
 
 
 def add_up_losses(model: Any, add_up: bool) -> float | None:
@@ -158,6 +157,8 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
     Experts are left out: hooks read their routers once per layer, for the loss that balances them.
     """
     layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
+    if not all(hasattr(layer.mlp, "down_proj") for layer in layers):
+        log_once(f"{SECTION}.mlp_tiles: experts are not tiled")
     return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
 
 
@@ -169,6 +170,8 @@ def _norms(model: Any) -> list[nn.Module]:
     base = model.base_model
     children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     norms = [module for module in (*children, *base.children()) if _is_norm(module)]
+    for other in filter(_has_other_forward, norms):
+        log_once(f"{SECTION}.mlp_tiles: a {type(other).__name__} with a forward of its own is not tiled")
     return [module for module in norms if not _has_other_forward(module)]
 
 
@@ -198,7 +201,10 @@ def _head(model: Any, tiles: int | str) -> list[nn.Module]:
 
     "auto" leaves the loss to Liger's fused one.
     """
-    if tiles == 1 or (tiles == "auto" and is_of_liger(model.forward)):
+    if tiles == 1:
+        return []
+    if tiles == "auto" and is_of_liger(model.forward):
+        log_once(f"{SECTION}.loss_tiles: Liger's loss is not tiled, since it makes no whole logits either")
         return []
     return [model.lm_head] if hasattr(model, "lm_head") else []
 
@@ -259,7 +265,7 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
     """
     if (tiling := getattr(module, TILING, None)) is not None:
         tiling.lend(module)
-    needs_grad = args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad
+    needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
@@ -281,7 +287,8 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         tiling.check_read()
     source = None if is_norm else tiling.source(x, module)
     # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
-    used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
+    is_checkpointed = checkpoints.current() is not None
+    used_up = source is not None and tiling.in_layer and is_checkpointed and tiling.readers(source.norm) == 1
     return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
 
 

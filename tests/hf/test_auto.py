@@ -36,7 +36,7 @@ def said(function, *args, **given):
     """What it returns, and what it says of "auto"."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
         found = function(*args, **given)
-    return found, [line for line in told.getvalue().splitlines() if line.startswith("sequence_parallel")]
+    return found, [line for line in told.getvalue().splitlines() if line.startswith(LINE)]
 
 
 def window(size):

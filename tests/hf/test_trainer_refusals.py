@@ -174,7 +174,7 @@ WRONG = {
         lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
         ["labels", "got 3", "-100", "attention_mask"],
     ),
-    "rewards": (rewards, ["other preference training", "got a RewardTrainer"]),
+    "rewards": (rewards, ["got a RewardTrainer"]),
     "a misspelt section": (
         lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
         ['got "sequence_paralel", rename'],

@@ -15,7 +15,6 @@ from ds_seqpar.compiler.program.ulysses import (
     HeadSplit,
     SavedForBackward,
     UlyssesGroup,
-    saved_for_backward,
 )
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards
@@ -105,15 +104,12 @@ def _trades(plan, direction):
 
 
 def test_overlap_keeps_what_stages_alone_send_again():
-    assert saved_for_backward(4, 2, False, False) == SavedForBackward.NOTHING
-    assert (
-        saved_for_backward(4, 2, False, False, True)
-        == saved_for_backward(4, 1, False, False)
-        == SavedForBackward.QKV_AND_OUT
-    )
-    operands = SavedForBackward.QKV
-    assert saved_for_backward(4, 2, True, True, True) == saved_for_backward(4, 1, True, True) == operands
-    assert saved_for_backward(1, 2, False, False, True) == SavedForBackward.NOTHING
+    alone, overlap = (SequenceParallelConfig(size=4, ulysses=4, overlap=on).resolve(4) for on in (False, True))
+    assert alone.kept(2, False, False) == SavedForBackward.NOTHING
+    assert overlap.kept(2, False, False) == alone.kept(1, False, False) == SavedForBackward.QKV_AND_OUT
+    assert overlap.kept(2, True, True) == alone.kept(1, True, True) == SavedForBackward.QKV
+    without = SequenceParallelConfig(size=4, ulysses=1, overlap=True).resolve(4)
+    assert without.kept(2, False, False) == SavedForBackward.NOTHING
 
 
 def test_no_exchange_around_one_member():

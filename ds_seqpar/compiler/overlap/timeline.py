@@ -1,4 +1,4 @@
-"""What ranks do when, simulated or measured: events, their durations, and the trace that Perfetto shows."""
+"""What simulated ranks do when: events, their durations, and the trace that Perfetto shows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import dataclasses
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...files import write_text
-from ..sharding.layout import Key
 
 # kind of event -> the track of a rank that shows it
 TRACKS = {
-    "walk": "compute",
-    "agree": "compute",
     "product": "compute",
     "merge": "compute",
     "copy": "compute",
@@ -23,7 +20,6 @@ TRACKS = {
     "wait": "compute",
     "exchange": "receive",
     "move": "receive",
-    "send": "send",
 }
 
 
@@ -31,12 +27,8 @@ TRACKS = {
 class Event:
     """What `rank` does from `start` to `end`, in seconds.
 
-    A simulation has these kinds: "product", "wait", "move" (a message or a shard of a collective arrives), "exchange"
-    (tensors of other Ulysses ranks arrive). The fields after `label` keep their defaults.
-
-    A record has further kinds: "send" (a message is sent), "post" (messages and collectives are started), "merge"
-    (partial results are merged), "copy" (operands and results are copied), "agree" (ranks compare their inputs) and
-    "walk" (a whole program, which encloses others). A message lasts from its post until a wait has seen its end.
+    A kind is "product", "merge", "copy", "post" (messages and collectives are started), "wait", "move" (a message or a
+    shard of a collective arrives) or "exchange" (tensors of other Ulysses ranks arrive).
     """
 
     rank: int  # SP rank
@@ -44,33 +36,18 @@ class Event:
     start: float
     end: float
     label: str
-    _: dataclasses.KW_ONLY
-    call: int = -1  # the number of the walk, in order, from 0
-    direction: str = ""  # of the program
-    step: int = -1  # of the program
-    # `what` and `blocks` are the unit that is computed or sent, as ("kv", ((0,),)); for a product `what` is "" and
-    # `blocks` are those of q and of kv
-    what: str = ""
-    blocks: tuple[Key, ...] = ()
-    peer: int = -1  # the CP rank at the other end of a message
-    bytes: int = 0  # received or sent
-    waited: float | None = None  # when the wait began
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Events in any order, with times of one clock."""
+    """Events in any order, from time 0 on."""
 
     events: tuple[Event, ...]
 
     @functools.cached_property
-    def start(self) -> float:
-        return min((event.start for event in self.events), default=0.0)
-
-    @functools.cached_property
     def seconds(self) -> float:
-        """The time from the first start to the last end; for a simulation, which begins at 0, the critical path."""
-        return max((event.end for event in self.events), default=0.0) - self.start
+        """The time of the last end, from the beginning at 0: the critical path."""
+        return max((event.end for event in self.events), default=0.0)
 
     @functools.cached_property
     def _by_rank(self) -> dict[int, list[Event]]:
@@ -86,14 +63,6 @@ class Timeline:
     def of(self, rank: int, *kinds: str) -> list[Event]:
         """Return a rank's events of these kinds, in their order."""
         return [event for event in self._by_rank.get(rank, ()) if event.kind in kinds]
-
-    def busy(self, rank: int, *kinds: str) -> float:
-        """Return the seconds in which at least one of a rank's events of these kinds is active."""
-        total, until = 0.0, -float("inf")
-        for event in sorted(self.of(rank, *kinds), key=lambda event: event.start):
-            total += max(0.0, event.end - max(event.start, until))
-            until = max(until, event.end)
-        return total
 
     def alike(self, share: float = 0.01) -> list[tuple[int, ...]]:
         """Return the ranks in groups that do the same kinds of things at the same times.
@@ -113,13 +82,26 @@ class Timeline:
 
     def after(self, other: Timeline) -> Timeline:
         """Return both timelines as one, with this one beginning where the other ends."""
-        shift = other.start + other.seconds - self.start
-        moved = (dataclasses.replace(e, start=e.start + shift, end=e.end + shift) for e in self.events)
+        moved = (dataclasses.replace(e, start=e.start + other.seconds, end=e.end + other.seconds) for e in self.events)
         return Timeline((*other.events, *moved))
 
     def save(self, file: str | Path, title: str = "") -> None:
-        """Write the timeline as a trace (see `save_trace`)."""
-        save_trace({title: self}, file)
+        """Write a JSON file in Chrome's trace event format, for ui.perfetto.dev.
+
+        A rank is a process ("pid", named by an event "M"). Its tracks are "compute" and "receive", with a "receive 2"
+        where messages overlap. An Event is a complete event ("X"), its times in microseconds and its kind as "cat".
+
+        Args:
+            title: What ranks are called, before their number.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        events: list[dict[str, object]] = []
+        for pid, rank in enumerate(self.ranks):
+            events.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
+            events += _process(self, rank, pid)
+        write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", "a trace")
 
 
 def _is_near(first: list[Event], other: list[Event], tolerance: float) -> bool:
@@ -140,42 +122,16 @@ def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
     return placed
 
 
-def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
-    """Write timelines, by title, to one JSON file in Chrome's trace event format, for ui.perfetto.dev.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
-    write_text(file, json.dumps(trace_of(timelines)) + "\n", "a trace")
-
-
-def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
-    """Return timelines as {"traceEvents": [...], "displayTimeUnit": "ms"}.
-
-    A rank of a timeline is a process ("pid", named by an event "M"). Its tracks are "compute", "receive" and "send",
-    with a "receive 2" where messages overlap. An Event is a complete event ("X"): "ts" and "dur" in microseconds from
-    the timeline's start; "cat", its kind; "args", its other fields that are set.
-    """
-    events: list[dict[str, object]] = []
-    for title, timeline in timelines.items():
-        for rank in timeline.ranks:
-            pid = len({event["pid"] for event in events})
-            events.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
-            events += _process(timeline, rank, pid)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
     """Return the trace events of a rank."""
     events, tid = [], 0
-    for track in ("compute", "receive", "send"):
-        shown = timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track))
-        # compute events follow or enclose one another; messages overlap, which a single track cannot show
-        placed = [(0, event) for event in shown] if track == "compute" else lanes(shown)
+    for track in ("compute", "receive"):
+        # what a rank does follows one another; messages overlap, which a single track cannot show
+        placed = lanes(timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track)))
         count = 1 + max((lane for lane, _ in placed), default=-1)
         for lane in range(count):
             events.append(_named("thread_name", pid, tid + lane, track if not lane else f"{track} {lane + 1}"))
-        events += [_complete(event, pid, tid + lane, timeline.start) for lane, event in placed]
+        events += [_complete(event, pid, tid + lane) for lane, event in placed]
         tid += count
     return events
 
@@ -184,10 +140,6 @@ def _named(field: str, pid: int, tid: int, name: str) -> dict[str, object]:
     return {"ph": "M", "name": field, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _complete(event: Event, pid: int, tid: int, zero: float) -> dict[str, object]:
-    values = [(field, getattr(event, field.name)) for field in dataclasses.fields(Event)[5:]]
-    known = {field.name: value for field, value in values if value != field.default}
-    if event.waited is not None:
-        known["waited"] = (event.waited - zero) * 1e6
-    times = {"ts": (event.start - zero) * 1e6, "dur": (event.end - event.start) * 1e6}
-    return {"ph": "X", "name": event.label, "cat": event.kind, "pid": pid, "tid": tid, **times, "args": known}
+def _complete(event: Event, pid: int, tid: int) -> dict[str, object]:
+    times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+    return {"ph": "X", "name": event.label, "cat": event.kind, "pid": pid, "tid": tid, **times}

@@ -69,29 +69,6 @@ class HeadSplit(NamedTuple):
 UNSPLIT = HeadSplit()
 
 
-def saved_for_backward(
-    ulysses_size: int, head_chunks: int, checkpointed: bool, keeps: bool, overlap: bool = False,
-    chosen: bool | str = "auto",
-) -> SavedForBackward:  # fmt: skip
-    """Return what forward saves for backward; nothing without other Ulysses ranks, since nothing is exchanged then.
-
-    Args:
-        checkpointed: whether attention is inside an activation checkpoint.
-        keeps: whether that checkpoint keeps the results of attention.
-        overlap: whether the exchanges of a head chunk overlap with computation.
-        chosen: whether the exchanged q, k and v are saved. With "auto" they are not saved if head chunks are used to
-            save memory; they are saved if there is one head chunk, if head chunks hide the exchanges, or if a
-            checkpoint keeps the results of attention.
-    """
-    if ulysses_size == 1:
-        return SavedForBackward.NOTHING
-    if chosen == "auto":
-        chosen = head_chunks == 1 or overlap or (checkpointed and keeps)
-    if not chosen:
-        return SavedForBackward.NOTHING
-    return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
-
-
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of a call: the Ulysses group that shares them, and the head chunks in which they are attended to."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..sharding.layout import Key
 
@@ -115,21 +115,25 @@ class Step:
 
     @property
     def actions(self) -> Iterator[Action]:
-        groups: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
-        yield from itertools.chain.from_iterable(groups)
+        yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
-        """Return the step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
+        """Return the step as text, which `text.parse` reads; "-" where the rank does nothing."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)
         for move in (*self.moves, *self.results):
             arrow = f">{move.dst}" if move.src == rank else f"<{move.src}"
-            labels.append(f"{move.kind}{name_of(move.key)}{arrow}")
+            labels.append(f"{move.kind}{name_of(move.key)}{arrow}" + f"+{move.within}" * (move.within != 1))
         labels += [f"{reduce.kind}{name_of(reduce.blocks)}%" for reduce in self.reduces]
         return " ".join(labels) or "-"
 
 
 Steps = tuple[Step, ...]
+
+
+def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Return the moves that a rank takes part in, each once, in one order on all ranks."""
+    return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
 
 
 def name_of(key: Key) -> str:

@@ -48,17 +48,6 @@ def count(name: str, help: str) -> Setting:
     return Setting(name=name, help=help, wanted="a whole number from 1", accepts=is_count, option={"type": int})
 
 
-def three_counts(name: str, labels: tuple[str, str, str], help: str) -> Setting:
-    """Return a setting of three whole numbers from 1, which messages and the command line name by `labels`."""
-
-    def accepts(value: object) -> bool:
-        return isinstance(value, list | tuple) and len(value) == 3 and all(map(is_count, value))
-
-    option = {"type": int, "nargs": 3, "metavar": tuple(label.upper() for label in labels)}
-    wanted = f"three whole numbers [{', '.join(labels)}]"
-    return Setting(name=name, help=help, wanted=wanted, accepts=accepts, option=option)
-
-
 def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -89,6 +78,7 @@ class Schedule:
         moving_sides: The sides that it can move; "auto" takes the one that sends fewer bytes.
         can_compute: (q block, kv block) -> whether it can compute that product at all.
         collective_axes: The axes along which it gathers and reduces, which need process groups.
+        digest: Of a file's plans: what ranks compare beside the name.
         ring_axes: The axes of transfers between neighbors. Rank orders put these or `collective_axes` into a node.
     """
 
@@ -108,6 +98,7 @@ class Schedule:
     can_compute: Callable[[int, int], bool] = lambda q, kv: True
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
+    digest: str = ""
 
     def at(self, ranks: int, options: ScheduleOptions) -> Schedule:
         """Return the schedule with the fields that it has with this shape."""
