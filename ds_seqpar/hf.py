@@ -1,10 +1,11 @@
-"""`hf_integration` by another name: `from ds_seqpar.hf import SequenceParallelTrainer`. It has the same names, and is
-loaded by the one module that knows it."""
+"""`hf_integration` by its name of version 0.1; the name goes in 0.3."""
 
 from typing import Any
 
+from . import renamed
 from .models import PACKAGES, imported
 
+renamed.warn("module", "ds_seqpar.hf", repr("hf_integration"))
 _library = imported(PACKAGES["PreTrainedModel"])
 __all__ = [*_library.__all__]
 

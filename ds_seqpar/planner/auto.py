@@ -15,8 +15,8 @@ from . import limits
 from .footprint import rank_bytes
 from .machine import Machine
 from .plan import PlanResult, find_plan, plan
+from .predict import Prediction, most_saving_settings, predict, settings_in_words
 from .request import Model, Request
-from .search import Prediction, most_saving_settings, predict, settings_in_words
 
 GIB = 2**30
 
@@ -142,16 +142,15 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
     if result.ranked:
         return result
     saving = {name: value for name, value in most_saving_settings(request, 1).items() if name != "head_chunks"}
-    without_limit = dataclasses.replace(request, ignores_memory=True)
-    result = plan(dataclasses.replace(without_limit, given={**request.given, **saving}))
+    without_limit = dataclasses.replace(request, ignores_memory=True, given={**request.given, **saving})
+    result = plan(without_limit)
     ranked = result.ranked
     if "head_chunks" not in request.given:
         saving |= most_saving_settings(request, result.best.config.ulysses)
-        chunked_by_heads = predict(
-            dataclasses.replace(without_limit, given={**request.given, **saving}), result.best.candidate
-        )
-        ranked = (chunked_by_heads, *ranked[1:]) if isinstance(chunked_by_heads, Prediction) else ranked
-    return dataclasses.replace(result, request=without_limit, ranked=ranked)
+        without_limit = dataclasses.replace(without_limit, given={**request.given, **saving})
+        chunked = predict(without_limit, result.best.candidate)
+        ranked = (chunked, *ranked[1:]) if isinstance(chunked, Prediction) else ranked
+    return dataclasses.replace(result, request=dataclasses.replace(request, ignores_memory=True), ranked=ranked)
 
 
 def line_of(result: PlanResult) -> str:
