@@ -61,27 +61,13 @@ def request_of(args: argparse.Namespace) -> tuple[Inputs, Request]:
     fit."""
     documents = _documents(args.documents) if args.documents is not None else ()
     inputs = Inputs.of(args, sum(documents) or None, DEFAULT)
-    job, machine = inputs.job, inputs.machine
-    assert machine is not None  # the default one
+    window = None if args.window is None else tokens("--window", args.window)
+    job = dataclasses.replace(inputs.job, documents=documents, window=window)
     if args.sequences is not None:
         job = dataclasses.replace(job, sequences=count("--sequences", args.sequences), steps=None)
-    request = Request(
-        model=inputs.model,
-        machine=machine,
-        world=inputs.world,
-        seq=inputs.seq,
-        documents=documents,
-        window=None if args.window is None else tokens("--window", args.window),
-        batch=job.batch or 1,
-        dtype=job.dtype,
-        zero=job.zero,
-        checkpointing=job.checkpointing,
-        given=inputs.section(),
-        sequences=job.sequences,
-        sizes=job.sizes(inputs.world) if inputs.config.size == "auto" and job.sequences is not None else (),
-        memory=inputs.memory,
-    )
-    return inputs, request
+    sizes = job.sizes(inputs.world) if inputs.config.size == "auto" and job.sequences is not None else ()
+    assert inputs.machine is not None  # the default one
+    return inputs, job.request(inputs.machine, inputs.world, inputs.section(), sizes, inputs.memory)
 
 
 def _documents(file: str) -> tuple[int, ...]:

@@ -59,6 +59,19 @@ class Job:
             if (self.sequences == count if exact else self.sequences % count == 0)
         ) or (world,)
 
+    def request(
+        self, machine: Machine, world: int, given: Mapping[str, Any], sizes: tuple[int, ...], memory: int | None = None
+    ) -> Request:
+        """Return the planner's input for this job, whose model and length are known. For the arguments see
+        `Request`."""
+        assert self.model is not None
+        assert self.seq is not None
+        return Request(
+            model=self.model, machine=machine, world=world, seq=self.seq, documents=self.documents, window=self.window,
+            batch=self.batch or 1, dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, given=given,
+            sequences=self.sequences, sizes=sizes, memory=memory,
+        )  # fmt: skip
+
 
 class Planned(NamedTuple):
     """A configuration, and the plan that chose it."""
@@ -112,18 +125,14 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, d
     """Return the planner's input for a job. `detected` is the machine of these ranks; a `machine` of the section
     replaces all of it but the ranks per node. A length that zigzag cannot share equally is rounded up, as padding
     would."""
-    assert job.model is not None
     machine = detected
     if config.machine != "auto":
         machine = dataclasses.replace(Machine.load(config.machine), per_node=detected.per_node)
     documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.MAX_DOCUMENTS else ()
     share = 2 * world  # zigzag's chunks
-    return Request(
-        model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,
-        documents=documents, window=job.window, batch=job.batch or 1, dtype=job.dtype, zero=job.zero,
-        checkpointing=job.checkpointing, given=fixed_settings(config), sequences=job.sequences,
-        sizes=job.sizes(world) if config.size == "auto" else (),
-    )  # fmt: skip
+    seq = seq if documents else -(-seq // share) * share
+    sizes = job.sizes(world) if config.size == "auto" else ()
+    return dataclasses.replace(job, seq=seq, documents=documents).request(machine, world, fixed_settings(config), sizes)
 
 
 def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:

@@ -5,7 +5,6 @@ torch."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import operator
 from collections import Counter
@@ -27,9 +26,9 @@ from .predict import Prediction, Predictor, least_memory, predict
 from .price import DIRECTIONS, call_of, timeline_of
 from .request import Request
 
-FAR = 1.25  # candidates whose estimate is more than this times the best get no price
-EACH = 2  # candidates of a size, Ulysses size and schedule that get a price
-STEPS = 1000  # steps that a rank has in all candidates with a price together
+FAR = 1.25  # candidates whose estimate is more than this times the best price so far get none
+TRIED = 2  # candidates of a size, Ulysses size and schedule of which one must fit
+STEPS = 800  # steps that a rank has in all candidates with a price together
 VARIED = 3  # the fastest candidates that are tried with overlap too, and in head chunks
 LISTED = 12  # most configurations of a result
 ALIKE = 1.005  # predictions whose times differ by a smaller ratio count as equally fast; the plainer one is preferred
@@ -124,38 +123,36 @@ class _Search:
             return f"the order of overlap is found on {OVERLAPPED} CP ranks at most"
         return refusal(candidate, request.seq, bool(request.documents))
 
-    def promising(self) -> list[Candidate]:
-        """Return the candidates that get a price: the best of each size and Ulysses size first, then others with the
-        schedule's default layout, then the rest; few of one kind."""
-        counts: Counter[tuple] = Counter()
-        ordered: tuple[list[Estimate], ...] = [], [], []
+    def by_promise(self) -> list[Estimate]:
+        """Return the estimates, the most promising first; before all others the best of each size and Ulysses size."""
+        shapes, best, others = set[tuple](), list[Estimate](), list[Estimate]()
         for estimate in sorted(map(Estimator(self.request), self.distinct_candidates()), key=_promise):
-            candidate = estimate.candidate
-            shape = candidate.size, candidate.ulysses
-            kind = *shape, candidate.schedule.name, candidate.has_default_layout
-            counts.update((shape, kind))
-            if counts[shape] == 1:
-                ordered[0].append(estimate)
-            elif counts[kind] <= (EACH if candidate.has_default_layout else 1):
-                ordered[1 if candidate.has_default_layout else 2].append(estimate)
-            else:
-                self.refuse(candidate, "others of their schedule and Ulysses size receive less")
-        fastest = min((estimate.seconds for estimates in ordered for estimate in estimates), default=0.0)
-        promising, steps = [], STEPS
-        for seconds, _, candidate in itertools.chain(*ordered):
-            if candidate.steps > steps or seconds > FAR * fastest:
-                self.refuse(candidate, "receives so much that it is expected to be slower")
-            else:
-                promising.append(candidate)
-                steps -= candidate.steps
-        return promising
+            shape = estimate.candidate.size, estimate.candidate.ulysses
+            (others if shape in shapes else best).append(estimate)
+            shapes.add(shape)
+        return best + others
 
     # ---- by price
 
+    def priced(self) -> list[Prediction]:
+        """Return the predictions of promising candidates that fit, one of each kind, the fastest first."""
+        predictions, tried, steps, fastest = list[Prediction](), Counter[tuple](), STEPS, math.inf
+        for seconds, _, candidate in self.by_promise():
+            kind = candidate.size, candidate.ulysses, candidate.schedule.name, candidate.has_default_layout
+            if tried[kind] == TRIED:
+                self.refuse(candidate, "others of their schedule and Ulysses size receive less")
+            elif seconds > FAR * fastest or (predictions and candidate.steps > steps):
+                self.refuse(candidate, "receives so much that it is expected to be slower")
+            elif prediction := self.predicted(candidate):
+                predictions.append(prediction)
+                fastest, steps, tried[kind] = min(fastest, prediction.seconds), steps - candidate.steps, TRIED
+            else:
+                tried[kind] += 1
+        return sorted(predictions, key=SECONDS)
+
     def ranked(self) -> list[Prediction]:
         """Return the predictions that fit, the plainest of the fastest first."""
-        found = [*map(self.predicted, self.promising())]
-        plain = sorted((prediction for prediction in found if prediction), key=SECONDS)
+        plain = self.priced()
         predictions = self.without_duplicates([*plain, *self.with_overlap(plain), *self.in_head_chunks(plain)])
         alike = [prediction for prediction in predictions if prediction.seconds <= predictions[0].seconds * ALIKE]
         first = sorted(alike, key=lambda prediction: (len(prediction.config.section()), prediction.config.size))[:1]

@@ -32,7 +32,7 @@ from .machine import Machine
 from .request import TrainingStep
 
 DIRECTIONS = ("forward", "backward")
-SIMULATED = 7_000  # instructions up to which all ranks of a call are simulated, which takes about 0.1 s
+SIMULATED = 4_000  # instructions up to which all ranks of a call are simulated, which takes about 50 ms
 # an end of a link: direction, kind, and rank or node, such as ("out", "net", rank) or ("in", "uplink", node)
 LinkEnd = tuple[str, str, int]
 # cached, since programs depend neither on memory settings nor on which rank is on which node
@@ -75,17 +75,9 @@ def price_of(machine: Machine, call: AttentionCall, direction: str) -> Price:
     else:
         seconds = max(links, *(walk.now for walk in walks))
     times = call.head_chunks // call.chunks_together
-    return Price(
-        seconds=times * seconds,
-        simulated=simulated,
-        compute=times * max(walk.compute for walk in walks),
-        links=times * links,
-        collectives=times * max(walk.waited for walk in walks),
-        inside=times * max(walk.received[True] for walk in walks),
-        between=times * max(walk.received[False] for walk in walks),
-        received=times * max(sum(walk.received.values()) for walk in walks),
-        messages=times * max(walk.messages for walk in walks),
-    )
+    names = "compute", "collectives", "inside", "between", "received", "messages"
+    most = {name: times * max(getattr(walk, name) for walk in walks) for name in names}
+    return Price(seconds=times * seconds, simulated=simulated, links=times * links, **most)
 
 
 def timeline_of(machine: Machine, call: AttentionCall, direction: str) -> Timeline:
@@ -249,24 +241,21 @@ class _RankWalk:
 
     Attributes:
         now: Seconds since the start.
-        compute: Seconds of products.
-        waited: Seconds for which it waits for collectives.
         busy: Seconds for which it occupies its ends of links.
-        received: Bytes, by whether they come from its own node.
     """
 
     def __init__(self, costs: MachineCosts, program: op.Program, free: dict[LinkEnd, float]) -> None:
         self.costs, self.rank = costs, program.rank
-        self.now = self.compute = self.waited = 0.0
+        self.now = self.compute = self.collectives = self.inside = self.between = 0.0
+        self.messages = 0
         self.busy: dict[LinkEnd, float] = defaultdict(float)
         self.free = free  # time from which a link can be used again
-        self.received, self.messages = {True: 0.0, False: 0.0}, 0
         self.due: dict[int, tuple[float, bool]] = {}  # ticket -> (time of arrival, whether it is a collective's)
 
     def execute(self, instruction: op.Instruction) -> None:
         if isinstance(instruction, op.Wait):
             arrival, collective = self.due.pop(instruction.ticket)
-            self.waited += max(0.0, arrival - self.now) * collective
+            self.collectives += max(0.0, arrival - self.now) * collective
             self.now = max(self.now, arrival)
         seconds = self.costs.busy_time(self.rank, instruction)
         self.compute += seconds * isinstance(instruction, op.Product)
@@ -287,8 +276,14 @@ class _RankWalk:
 
     def count(self, src: int, dst: int, size: float) -> None:
         self.messages += 1
-        if dst == self.rank:
-            self.received[self.costs.machine.node(src) == self.costs.machine.node(dst)] += size
+        if dst == self.rank and self.costs.machine.node(src) == self.costs.machine.node(dst):
+            self.inside += size
+        elif dst == self.rank:
+            self.between += size
+
+    @property
+    def received(self) -> float:
+        return self.inside + self.between
 
     def occupy(self, links: Iterable[tuple[LinkEnd, float]]) -> float:
         """Occupy links once all are free, and return the start."""
