@@ -13,7 +13,6 @@ from ..config.deepspeed_json import SECTION, Zero, read_deepspeed, section_of
 from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..errors import ConfigError, did_you_mean
 from ..files import parse_json, shown
-from ..models import numbers_of
 from ..planner import limits
 from ..planner.auto import Job
 from ..planner.machine import Machine
@@ -93,6 +92,8 @@ class Inputs:
                 "memory and plan need --seq-len N, and plan takes --documents FILE with the lengths of those of a "
                 "sequence too; got none of them"
             )
+        from ..models import numbers_of  # imports torch, which takes seconds
+
         model, counted = numbers_of(args.model), copy.deepcopy(content)
         filled = fill_in(counted, model.hidden)
         job = dataclasses.replace(Job.of(counted), model=model, seq=seq, checkpointing=not args.no_checkpointing)
