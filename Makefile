@@ -2,6 +2,7 @@
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
 # make test-gpu   the tests for GPUs alone
 # make test-all   the tests, with every case grid whole (of many ranks a cover), the Trainer's with the oldest transformers too, Liger's and QLoRA's
+# make test-next   the tests with the newest releases that pip finds, which setup.cfg may not allow yet
 # make docs   the site, in build/site; a dead link fails
 # Each makes .venv first, where there is none or the requirements changed.
 
@@ -15,6 +16,8 @@ VENV := .venv
 OLDEST := transformers==5.18.0
 # Liger's kernels, here in Triton's interpreter; weights of four bits
 LIGER := liger-kernel==0.8.5 triton==3.9.0 bitsandbytes==0.50.2
+# whose newest releases `test-next` takes
+NEXT := torch transformers deepspeed accelerate peft trl
 # as many as cores here: each imports everything, and starts a server that ranks are forked from
 WORKERS ?= 2
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
@@ -32,7 +35,7 @@ HAS_GPU := python -c "import sys, torch; sys.exit(not torch.cuda.is_available())
 # without the builder's advertisement
 SITE := NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
 
-.PHONY: demo test test-all test-gpu lint format docs
+.PHONY: demo test test-all test-gpu test-next lint format docs
 
 demo: $(VENV)/.ready
 	python examples/demo.py $(if $(RANKS),--ranks $(RANKS)) $(if $(CONFIG),--config $(CONFIG)) --out $(OUT)
@@ -49,6 +52,15 @@ test-all: $(VENV)/oldest/.ready $(VENV)/liger/.ready
 	if $(HAS_GPU); then $(ON_GPU); fi
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
 	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py tests/hf/test_quantised.py
+
+# an environment of its own, upgraded each time; pip says that setup.cfg does not allow it
+test-next: export PATH := $(CURDIR)/$(VENV)/next/bin:$(PATH)
+test-next:
+	$(PYTHON) -m venv $(VENV)/next
+	python -m pip install --quiet --editable ".[dev]"
+	python -m pip install --quiet --upgrade $(NEXT)
+	python -m pip list --format=freeze | grep -E "^($(subst $() ,|,$(NEXT)))=="
+	$(PYTEST) -rfE -m "not whole and not gpu" tests
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from .runtime import devices
 from .runtime.agreement import all_gather_objects, assert_ranks_agree
 
 if TYPE_CHECKING:
+    from .config.deepspeed_json import DeepSpeedJson
     from .planner.auto import Job as Job
     from .planner.machine import Machine
     from .planner.request import Model as Model
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 Orders: TypeAlias = Mapping[str, tuple[str, ...]]  # of kernels, by case: see `planner.machine.Machine`
 
 
-def job_of(content: Mapping[str, Any]) -> Job:
+def job_of(json: DeepSpeedJson) -> Job:
     """Return the planner's job of a DeepSpeed JSON."""
     from .planner.auto import Job
 
-    return Job.of(content)
+    return Job.of(json)
 
 
 def measured_orders(machine: str, device: torch.device) -> Orders:

@@ -16,23 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from . import compat
 from .auto import job_of
-from .config.deepspeed_checks import check_deepspeed
-from .config.deepspeed_json import (
-    BATCH_SIZES,
-    KIND,
-    SECTION,
-    check_auto,
-    check_settings,
-    left_out,
-    read_deepspeed,
-    section_of,
-)
+from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
-from .errors import ConfigError, SeqParError, as_seqpar_error, did_you_mean
-from .files import JsonField
+from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
@@ -79,8 +69,9 @@ def initialize(
             `args.deepspeed_config`. `train_batch_size` counts sequences.
         args: The arguments of a script that DeepSpeed's launcher started.
         sequence_parallel: The SequenceParallel to train with; default: one of the section, or the model's own.
-        check_loss: Try a forward of the shortest sequence. A causal language model of transformers must give the sum of
-            token losses on shift_labels over num_items_in_batch. False is for a loss that is meant to be another.
+        check_loss: Check the loss, in the first forward with labels at the latest. A causal language model of
+            transformers must give the sum of token losses on shift_labels over num_items_in_batch. False is for a loss
+            that is meant to be another.
         **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
             dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
             whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
@@ -100,32 +91,32 @@ def initialize(
         ...     engine.backward(engine(**batch).loss)
         ...     engine.step()
     """
-    content, source = _read_config(config, args, kwargs)
+    json = _read_config(config, args, kwargs)
     check_arguments(model, kwargs)
-    check_settings(content)
-    check_auto(content)
-    wrong = _refused_by_deepspeed(content, source)
+    json.check_settings()
+    json.check_auto()
+    wrong = _refused_by_deepspeed(json)
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
-    sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: job_of(content))
-    if (patcher := patcher_of_class(model)) is not None:
-        patcher.trust_loss(model)  # it is tried here, or another is meant
-    patcher = patcher if check_loss else None
-    if patcher:
+    sp = prepare_model(model, json.section, sequence_parallel, wrong, job=lambda: job_of(json))
+    if (patcher := patcher_of_class(model)) is not None and check_loss:
         patcher.check_function(model, sp)
+    elif patcher is not None:
+        patcher.trust_loss(model)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     own_args = _without_config(args)
-    returned = deepspeed.initialize(args=own_args, model=model, config=_counted_by_rank(content, sp), **passed)
+    returned = deepspeed.initialize(
+        args=own_args, model=model, config=json.for_deepspeed(sp.size, sp.data_size), **passed
+    )
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
     engine = returned[0]
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
-    if patcher:
+    if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
@@ -142,45 +133,18 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     Raises:
         ConfigError: The three batch settings do not fit together, or are left to the HuggingFace Trainer.
     """
-    content = read_deepspeed(config)
-    section_of(content)
-    check_auto(content)
-    return _counted_by_rank(content, sp)
-
-
-def _counted_by_rank(content: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
-    unwanted = left_out(content)
-    content = {key: value for key, value in content.items() if key not in unwanted}
-    sequences, micro, steps = (_count(content, name) for name in BATCH_SIZES)
-    if sequences is not None:
-        content["train_batch_size"] = _by_rank(sequences, micro, steps, sp)
-    return content
-
-
-def _by_rank(sequences: int, micro: int | None, steps: int | None, sp: SequenceParallel) -> int:
-    """Return a `train_batch_size` of sequences as DeepSpeed counts it, once per rank. Raises ConfigError where it does
-    not fit."""
-    known = sp.data_size * (micro or 1) * (steps or 1)
-    if sequences % known or (micro and steps and sequences != known):
-        raise ConfigError(
-            f"train_batch_size counts sequences: it must be {'' if micro and steps else 'a multiple of '}{known} = "
-            f"{sp.data_size} groups of {sp.size} ranks x micro-batch {micro or 'any'} x accumulation "
-            f"{steps or 'any'}; got {sequences}"
-        )
-    return sequences * sp.size
+    json = DeepSpeedJson.read(config)
+    json.check_auto()
+    return json.for_deepspeed(sp.size, sp.data_size)
 
 
 def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
     """Let `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
     sizes. It may do so already. Raises ConfigError where it fits neither way."""
-    sequences, micro, steps = (content.get(name) for name in BATCH_SIZES)
-    if (
-        isinstance(sequences, int)
-        and isinstance(micro, int)
-        and isinstance(steps, int)
-        and sequences != micro * steps * sp.data_size * sp.size
-    ):
-        content["train_batch_size"] = _by_rank(sequences, micro, steps, sp)
+    json = DeepSpeedJson.read(content)
+    by_rank = (json.micro_batch or 0) * (json.steps or 0) * sp.data_size * sp.size
+    if by_rank and json.sequences not in (None, by_rank):
+        content["train_batch_size"] = json.batch_by_rank(sp.size, sp.data_size)
 
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
@@ -189,10 +153,10 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
-    engine._config.train_batch_size //= sp.size
-    engine.tput_timer.batch_size //= sp.size
+    compat.engine_config(engine).train_batch_size //= sp.size
+    compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
-        engine.flops_profiler.ds_engine = _PartsOfSequences(engine, sp.size)
+        engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
 
 
 class _PartsOfSequences:
@@ -208,16 +172,10 @@ class _PartsOfSequences:
         return getattr(self.engine, name)
 
 
-def _count(content: Mapping[str, Any], name: str) -> int | None:
-    value = content.get(name)
-    return None if value is None else JsonField(KIND, value, name).count()
-
-
 def _read_config(
     config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], object]:
-    """Return (the DeepSpeed configuration, what the user gave for it). DeepSpeed takes it in one of several
-    arguments."""
+) -> DeepSpeedJson:
+    """Read the DeepSpeed configuration, which DeepSpeed takes in one of several arguments."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -231,14 +189,14 @@ def _read_config(
             f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
         )
     [source] = given.values()
-    return read_deepspeed(source), source
+    return DeepSpeedJson.read(source)
 
 
-def _refused_by_deepspeed(content: Mapping[str, Any], source: object) -> ConfigError | None:
+def _refused_by_deepspeed(json: DeepSpeedJson) -> ConfigError | None:
     """Return the error of a configuration that DeepSpeed refuses. It is raised later, together with other ranks, whose
     configurations may differ."""
     try:
-        check_deepspeed(content, source)
+        json.check_by_deepspeed()
     except ConfigError as reason:
         return reason
     return None

@@ -24,7 +24,7 @@ class InputError(SeqParError):
 
 
 class PlanError(SeqParError):
-    """Raised when a plan would compute a wrong result or hang; it names rank and step and has the plan's table."""
+    """Raised when a plan cannot be read, computes a wrong result or hangs; it has the steps around the wrong one."""
 
 
 class KernelError(SeqParError):

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import json
 import logging
 import math
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import ConfigError, did_you_mean
+import pydantic
+
+from .errors import ConfigError, SeqParError, did_you_mean
 
 LARGEST_FILE = 2**22  # bytes; the largest configurations of models have some 100 KB
 DEEPEST = 32  # objects and lists inside one another
@@ -28,6 +28,10 @@ LARGEST = 2**63 - 1  # whole number
 SHOWN = 60  # characters of a value in a sentence
 LONGEST = 200  # characters of a library's message in a sentence
 T = TypeVar("T")
+# of the dataclasses that users' files and sections are read as
+STRICT = pydantic.ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=True
+)
 
 
 def write_text(path: str | os.PathLike[str], text: str, subject: str) -> None:
@@ -204,72 +208,72 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-@dataclasses.dataclass(frozen=True)
-class JsonField:
-    """A value that a user gave, with its place for errors.
+def read_as(form: type[T], content: object, place: str) -> T:
+    """Return a pydantic dataclass with the values of a parsed JSON.
 
-    Each method returns the value if it has the requested type and range, and else raises ConfigError.
+    Args:
+        form: The dataclass.
+        content: The parsed JSON.
+        place: What errors begin with, as "machine ours: ".
+
+    Raises:
+        ConfigError: A value does not fit, or a key is missing or unknown; the sentence is about the first fault.
     """
+    checker = pydantic.TypeAdapter(form)
+    try:
+        return checker.validate_json(json.dumps(content, default=repr))
+    except pydantic.ValidationError as error:
+        schema = checker.json_schema()
+        known = [key for part in (schema, *schema.get("$defs", {}).values()) for key in part.get("properties", ())]
+        raise as_config_error(error, content, place, known=known) from None
 
-    place: str  # the file, as "machine ours"
-    value: Any
-    key: str = ""  # with dots; "" for the whole file
 
-    def wrong(self, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.place}: {self.key or 'the file'} must be {wanted}; got {shown(self.value)}")
+def as_config_error(
+    error: pydantic.ValidationError,
+    content: object,
+    place: str,
+    show: Callable[[object], str] = shown,
+    known: Sequence[str] = (),
+) -> SeqParError:
+    """Return the first fault that pydantic found as a sentence: the key, what is needed, and the value.
 
-    def inner(self, key: str, value: Any) -> JsonField:
-        return JsonField(self.place, value, f"{self.key}.{key}" if self.key else key)
+    Args:
+        error: The faults.
+        content: What has them.
+        place: What the sentence begins with, as "machine ours: ".
+        show: How a value is written.
+        known: The keys that exist, for one that is misspelt.
+    """
+    faults = error.errors(include_url=False)
+    within = {fault["loc"][:-1] for fault in faults}  # one that has faults inside is no unknown key
+    unknown = [f for f in faults if f["type"] == "unexpected_keyword_argument" and f["loc"] not in within]
+    fault = (unknown or faults)[0]
+    for reason in (fault.get("ctx", {}).get("error") for fault in faults):
+        if isinstance(reason, SeqParError):  # of a check of our own
+            return reason
+    key, value = _at(fault["loc"], content)
+    if fault["type"] == "missing":
+        return ConfigError(f"{place}{'.'.join(map(str, fault['loc']))} is needed; got none, add it")
+    if unknown:
+        name = str(fault["loc"][-1])
+        return ConfigError(f"{place}{_cut(key)} does not exist; got {shown(name)}{did_you_mean(name, known)}")
+    # "Input should be X", once for every branch of a union
+    branches = [fault["msg"].partition(" should ")[2] for fault in faults if _at(fault["loc"], content)[0] == key]
+    needed = " or ".join(dict.fromkeys(branches)).replace(" or be ", " or ").replace("'", '"')
+    guess = did_you_mean(value, re.findall(r'"(\w+)"', needed)) if isinstance(value, str) else ""
+    return ConfigError(f"{place}{key or 'the file'} must {needed}; got {show(value)}{guess}")
 
-    def object(self, fields: Sequence[str] = ()) -> dict[str, JsonField]:
-        """Return the values of an object.
 
-        Args:
-            fields: Exactly the keys that it must have; (): any keys, but at least one.
-        """
-        where = f"{self.place}: {self.key or 'the file'}"
-        if not isinstance(self.value, Mapping) or not self.value:
-            raise self.wrong("an object")
-        if fields and (missing := [field for field in fields if field not in self.value]):
-            raise ConfigError(f"{where} needs {', '.join(fields)}; it has no {', '.join(missing)}")
-        if fields and (unknown := [field for field in self.value if field not in fields]):
-            raise ConfigError(
-                f"{where} takes {', '.join(fields)}; got {unknown[0]!r:.{SHOWN}}{did_you_mean(str(unknown[0]), fields)}"
-            )
-        return {key: self.inner(str(key), value) for key, value in self.value.items()}
-
-    def number(self, least: float = -math.inf, most: float = math.inf) -> float:
-        """Return a finite number from `least` to `most`."""
-        value = self.value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
-            raise self.wrong("a finite number" if math.isinf(least) else f"a number from {least:g}")
-        if value > min(most, sys.float_info.max):
-            raise self.wrong(f"a number of at most {min(most, sys.float_info.max):g}")
-        return float(value)
-
-    def count(self, least: int = 1, most: int = LARGEST) -> int:
-        """Return a whole number from `least` to `most`."""
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
-            raise self.wrong(f"a whole number from {least}")
-        if self.value > most:
-            raise self.wrong(f"a whole number of at most {most}")
-        return self.value
-
-    def flag(self) -> bool:
-        if not isinstance(self.value, bool):
-            raise self.wrong("true or false")
-        return self.value
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.wrong("a text")
-        return self.value
-
-    def like(self, default: Any) -> Any:
-        """Return the value as the type of a default: true or false, a text, or a number from 0 on."""
-        if isinstance(default, bool):
-            return self.flag()
-        return self.text() if isinstance(default, str) else type(default)(self.number(least=0, most=LARGEST))
+def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
+    """Return (key with dots, value) where a path ends in the content. Its last steps may name a union's branches."""
+    steps = []
+    for step in path:
+        inner = dict(enumerate(content)) if isinstance(content, list) else content
+        if not isinstance(inner, Mapping) or step not in inner:
+            break
+        content = inner[step]
+        steps.append(str(step))
+    return ".".join(steps), content
 
 
 class _NoNumber(str):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from .compat import compiled_module
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ModelPatcher(Protocol):
         """Raise on every rank unless the model's loss is right, before DeepSpeed has the model."""
 
     def check_engine(self, engine: Any, sp: Any) -> None:
-        """Raise on every rank unless the model's loss is right, once DeepSpeed has the model."""
+        """Check the loss in the first forward of an engine's model, and that it calls sp.attention."""
 
 
 def patcher_of_class(model: nn.Module) -> ModelPatcher | None:
@@ -94,7 +95,7 @@ def unwrapped(model: nn.Module) -> Any:
     names = {base.__name__ for base in type(model).__mro__}
     inside: Any = model
     if "OptimizedModule" in names:
-        return unwrapped(inside._orig_mod)
+        return unwrapped(compiled_module(inside))
     if names & {"DeepSpeedEngine", "DistributedDataParallel"}:
         return unwrapped(inside.module)
     return unwrapped(inside.get_base_model()) if "PeftModel" in names else model

@@ -13,21 +13,23 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import auto, renamed
+from .compiler.schedules import schedule
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
-from .runtime import checkpoints, devices, groups, input_checks, kernels, ops, runtime
-from .runtime.agreement import Fields, assert_ranks_agree
+from .runtime import attention, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
+from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
+from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
+from .runtime.mismatch_hints import of_kernels
 from .runtime.process_exit import printed_once
 
 if TYPE_CHECKING:
     from .auto import Job
     from .data.loader import Loader
     from .runtime.offload import Store
-    from .runtime.recording import Record
 
 
 MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
@@ -179,21 +181,20 @@ class SequenceParallel(Sharding):
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         backward = torch.is_grad_enabled() and followed
         mask = input_checks.mask_of(causal, mask)
-        options = input_checks.AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
-        out, lse = ops.attention(self.runtime, q, k, v, options)
-        return out if lse is None else (out, ops.LseWithoutGradient.apply(lse, out))
+        options = AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
+        call = admit(self.runtime, q, k, v, options)
+        out, lse = _attend(call)
+        return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
-    def attention_agreed(
-        self, q: Tensor, k: Tensor, v: Tensor, options: input_checks.AttentionOptions, parts: int = 1
-    ) -> Tensor:
+    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int = 1) -> Tensor:
         """Compute `attention` for a caller whose ranks have agreed on the inputs already, as a patched model's do.
 
         Args:
             parts: Of how many head chunks, that the caller goes through, these tensors are one.
         """
-        input_checks.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return ops.attention(self.runtime, q, k, v, options, agreed=True, parts=parts)[0]
+        call = admit(self.runtime, q, k, v, options, agreed=True, parts=parts)
+        return _attend(call)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.
@@ -212,23 +213,13 @@ class SequenceParallel(Sharding):
             self.store = store_of(self.device)
         return checkpoints.Checkpoint(checkpoint, not self.config.recompute_attention, self.store)
 
-    def record(self, *, watch: bool = False) -> Record:
-        """Record when this rank computes, waits, sends and receives, inside a `with` block. Not collective.
-
-        Args:
-            watch: On CPU ranks, let a thread wait for each message, so that its end is known when it comes.
-
-        Raises:
-            ConfigError: On entering it inside another one.
-
-        Examples:
-            >>> with sp.record() as record:
-            ...     sp.attention(q, k, v).backward(do)
-            >>> record.save("trace.json")  # record.gather().save(...) has all ranks; collective
-        """
-        from .runtime.recording import Record
-
-        return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
+    def record(self, *, watch: bool = False) -> torch.profiler.profile:
+        """Return `torch.profiler.profile()`, in which attention shows its steps by itself. It goes in 0.3."""
+        renamed.warn(
+            "method", "sp.record", "torch.profiler.profile, whose export_chrome_trace(file) writes a rank's trace, and "
+            "`python -m ds_seqpar trace` joins those of all ranks,"
+        )  # fmt: skip
+        return torch.profiler.profile()
 
     def shard_batches(
         self,
@@ -341,6 +332,10 @@ class SequenceParallel(Sharding):
         return WithValue.apply(local, torch.full_like(local, mean), 1) if differentiable else mean
 
 
+def _attend(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
+    return custom_ops.attention(call) if custom_ops.runs_as_op() else attention.attention(call)
+
+
 def _this_device() -> tuple[torch.device, ConfigError | None]:
     """(this rank's device, which is now the current one; the error to tell all ranks where it has none)."""
     try:
@@ -365,23 +360,17 @@ def _agreed(
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved = config.resolve(ranks, heads)
-        settings = {**config.settings(), "heads": heads}
+        settings = {**config.settings(), "heads": heads, "plan": schedule(config.schedule).digest}
         if config.kernel == "auto":
             measured = auto.measured_orders(config.machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
+    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
     if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
         auto.warn_of_unmeasured_device(config.machine, device)
     return auto.planned_by_all(world, config, heads, job, MAKING) if config.asks_for_plan else resolved, measured
-
-
-def _advice(given: Mapping[int, Fields]) -> str:
-    from .runtime.mismatch_hints import of_kernels  # only runs whose ranks differ need it
-
-    return of_kernels(given)
 
 
 def _config(given: object) -> SequenceParallelConfig:

@@ -17,15 +17,16 @@ from .compiler.compile import Compiler
 from .compiler.program.instructions import Wait
 from .compiler.program.ulysses import SavedForBackward
 from .compiler.sharding.masks import Mask
-from .compiler.sharding.shards import EvenShards, Shards, positions_by_ulysses_rank, tokens_of
+from .compiler.sharding.shards import EvenShards, Shards, tokens_of
 from .config.settings import SequenceParallelConfig, check_heads, check_length
+from .data.batch_layout import positions_held
 from .errors import ConfigError, InputError
 from .runtime import input_checks
 from .runtime.buffers import Tensors
 from .runtime.call_io import Saved
 from .runtime.comm import EXCHANGE_TAG, Message, Sizes
 from .runtime.kernels import Scores
-from .runtime.runtime import Runtime
+from .runtime.runtime import CallSettings, Runtime
 from .runtime.walk import Walk
 from .runtime.work import common_part, moments, takes_common_off
 
@@ -212,26 +213,18 @@ class _Ranks:
         for runtime in self.runtimes:
             runtime.compiler = compilers.setdefault((config, runtime.rank), runtime.compiler)
         self.common: Tensor | None = None  # the common part that all ranks subtract from their keys
-        self.positions = {side: self.positions_of(side, count) for side in ("q", "kv")}
-
-    def positions_of(self, side: str, ulysses_size: int) -> list[Tensor]:
-        """Return the global positions of every SP rank's tokens."""
-        return [
-            torch.tensor(positions, dtype=torch.int64)
-            for cp_rank in range(self.shards.size)
-            for positions in positions_by_ulysses_rank(self.shards, side, cp_rank, ulysses_size)
-        ]
+        self.positions = {side: [positions_held(shards, count, r, side) for r in ranks] for side in ("q", "kv")}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int) -> Result:
         local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
-        settings = self.mask, self.shards, self.scores
         saves = SavedForBackward.NOTHING if self.runtimes[0].ulysses.size == 1 else SavedForBackward.QKV_AND_OUT
+        settings = CallSettings(self.mask, self.shards, self.scores, head_chunks, saves)
         for runtime, (local_q, local_k, _) in zip(self.runtimes, local, strict=True):
             input_checks.check_programs(runtime, local_q, local_k, self.mask, self.shards, self.scores.softcap)
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
             self.common = common_part(torch.stack([moments(local_qkv[1]) for local_qkv in local]), k.shape[2])
         walks = [
-            runtime.forward(*local_qkv, self.sinks, *settings, head_chunks, saves, common=self.common)
+            runtime.forward_walk(*local_qkv, self.sinks, settings, self.common)
             for runtime, local_qkv in zip(self.runtimes, local, strict=True)
         ]
         results = self.walk_all(walks)
@@ -240,7 +233,7 @@ class _Ranks:
         if do is None:
             return Result(out, None, None, None, None, received)
         walks = [
-            self.backward(runtime, local_do, local_qkv, result, head_chunks, settings)
+            self.backward(runtime, local_do, local_qkv, result, settings)
             for runtime, local_do, local_qkv, result in zip(
                 self.runtimes, self.shard("q", do), local, results, strict=True
             )
@@ -259,8 +252,7 @@ class _Ranks:
         do: Tensor,
         local: Tensors,
         result: list[Tensor],
-        head_chunks: int,
-        settings: tuple[Mask, Shards, Scores],
+        settings: CallSettings,
     ) -> Walk:
         """Return the walk of a rank's backward.
 
@@ -268,11 +260,12 @@ class _Ranks:
             local: The rank's q, k and v.
             result: The result of its forward.
         """
+        head_chunks = settings.head_chunks
         out, lses, inner = result[0], result[1 : 1 + head_chunks], result[1 + head_chunks :]
         operands, outs = (inner[: len(inner) - head_chunks], inner[len(inner) - head_chunks :]) if inner else ([], [])
         tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), local, strict=True))}
         saved = Saved(lses, operands, outs)
-        return runtime.backward(tensors, local[1].shape[2], self.sinks, saved, *settings, self.common)
+        return runtime.backward_walk(tensors, local[1].shape[2], self.sinks, saved, settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
         """Return the results of all ranks.

@@ -74,14 +74,14 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 def _needs(config: Path) -> tuple[int, bool]:
     """Return the ranks of one sequence in a DeepSpeed JSON, 1 for "auto", and whether it trains in bf16 or fp16."""
     from ds_seqpar import SeqParError, SequenceParallelConfig
-    from ds_seqpar.config.deepspeed_json import read_deepspeed
+    from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 
     try:
-        content, size = read_deepspeed(config), SequenceParallelConfig.from_deepspeed(config).size
+        json = DeepSpeedJson.read(config)
+        size = SequenceParallelConfig.from_dict(json.section).size
     except SeqParError as error:
         raise SystemExit(f"{error}") from None
-    halves = [content[name].get("enabled") is True for name in ("bf16", "fp16") if isinstance(content.get(name), dict)]
-    return 1 if size == "auto" else size, any(halves)
+    return 1 if size == "auto" else size, json.dtype != "float32"
 
 
 def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], Mapping[str, str]]:

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Lla
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_seqpar
-from ds_seqpar.config.deepspeed_json import read_deepspeed
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.engine import start
 from ds_seqpar.errors import SeqParError
 
@@ -69,13 +69,13 @@ def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
             num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=args.seq_len,
         )  # fmt: skip
         return LlamaForCausalLM(config)
-    settings = read_deepspeed(args.deepspeed_config)
-    bf16 = settings.get("bf16", {}).get("enabled", False)
-    partitioned = None
-    if settings.get("zero_optimization", {}).get("stage") == 3:
-        needed = {"zero_optimization": settings["zero_optimization"], "train_micro_batch_size_per_gpu": 1}
+    given, partitioned = DeepSpeedJson.read(args.deepspeed_config), None
+    if given.zero.stage == 3:
+        needed = {"zero_optimization": given.content["zero_optimization"], "train_micro_batch_size_per_gpu": 1}
         partitioned = HfDeepSpeedConfig(needed)  # from_pretrained checks whether one is alive
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if bf16 else torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if given.dtype == "bfloat16" else torch.float32
+    )
     del partitioned
     return model
 

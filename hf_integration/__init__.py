@@ -19,8 +19,8 @@ except ModuleNotFoundError as error:
 from .accelerators import share_accelerator
 from .families import heads
 from .families import is_known as is_known
-from .model.losses import check_engine as check_engine
 from .model.losses import check_function as check_function
+from .model.patch import check_engine as check_engine
 from .model.patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
 from .model.patch import trust_loss as trust_loss
 from .trainer.job import job_of

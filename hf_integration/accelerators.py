@@ -10,7 +10,6 @@ members.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DummyScheduler, gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,6 +33,7 @@ from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
 
+from . import compat
 from .loaders import examples_of, prepare_loader, stream_of
 
 
@@ -70,13 +70,8 @@ class GroupScheduler(AcceleratedScheduler):
     sp: SequenceParallel
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        state = PartialState()
-        processes, state.num_processes = state.num_processes, self.sp.data_size
-        try:
+        with compat.counting_processes(self.sp.data_size):
             super().step(*args, **kwargs)
-        finally:
-            state.num_processes = processes
-            AcceleratorState()  # copies it from PartialState
 
 
 class GroupAccelerator(GroupState):
@@ -135,7 +130,7 @@ class GroupAccelerator(GroupState):
                 "an Accelerator whose model shares sequences needs dispatch_batches=False, or the first rank would "
                 "hand every rank another part of a batch; got True, leave it out"
             )
-        if not getattr(data_loader, "_is_accelerate_prepared", False):
+        if not getattr(data_loader, compat.PREPARED, False):
             put_on_device = accelerator.device_placement if device_placement is None else device_placement
             data_loader = prepare_loader(
                 data_loader,
@@ -150,19 +145,19 @@ class GroupAccelerator(GroupState):
                 non_blocking=accelerator.non_blocking,
                 use_stateful_dataloader=accelerator.use_stateful_dataloader or hasattr(data_loader, "state_dict"),
             )
-        if data_loader not in accelerator._dataloaders:
-            accelerator._dataloaders.append(data_loader)
+        if data_loader not in (loaders := compat.loaders(accelerator)):
+            loaders.append(data_loader)
         return data_loader
 
     def _count_groups(self) -> None:
         """Make the schedulers and the DeepSpeed engines that `own` has prepared count groups."""
         if self.sp is None:
             return
-        for scheduler in self.own._schedulers:
+        for scheduler in compat.schedulers(self.own):
             if type(scheduler) is AcceleratedScheduler:
                 scheduler.__class__, scheduler.sp = GroupScheduler, self.sp
-        for engine in self.own._models:
-            if hasattr(engine, "global_samples"):
+        for engine in compat.models(self.own):
+            if hasattr(engine, compat.ENGINE):
                 count_sequences(engine, self.sp)
 
     # ---- gathering
@@ -331,7 +326,8 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
 COUNTS: dict[str, Callable[..., bool]] = {
     "prepare": lambda *args: any(isinstance(x, LRScheduler | DummyScheduler) for x in args),
     **dict.fromkeys(
-        ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes"), lambda *_: True
+        ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes", "num_processes"),
+        lambda *_: True,
     ),
 }
 # packages that call them where ranks are meant, or with their own Accelerator
@@ -348,26 +344,15 @@ def watch(model: nn.Module) -> None:
 
 @functools.cache
 def _guard() -> None:
-    accelerator_class: Any = Accelerator
     for name, counts in COUNTS.items():
-        setattr(accelerator_class, name, _guarded(name, getattr(Accelerator, name), counts))
-    num_processes = _guarded("num_processes", vars(Accelerator)["num_processes"].fget, COUNTS["gather"])
-    accelerator_class.num_processes = property(num_processes)
-
-
-def _guarded(name: str, function: Callable, counts: Callable[..., bool]) -> Callable:
-    @functools.wraps(function)
-    def member(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if counts(*args) and (caller.partition(".")[0] not in EXEMPT_CALLERS or caller == "accelerate.local_sgd"):
-            _check(self, name)
-        return function(self, *args, **kwargs)
-
-    return member
+        compat.watch_member(name, functools.partial(_check, name, counts))
 
 
 @printed_once
-def _check(accelerator: Accelerator, name: str) -> None:
+def _check(name: str, counts: Callable[..., bool], accelerator: Accelerator, caller: str, args: tuple) -> None:
+    """Raise ConfigError where a caller uses a member that counts ranks, of an Accelerator that shares sequences."""
+    if not counts(*args) or (caller.partition(".")[0] in EXEMPT_CALLERS and caller != "accelerate.local_sgd"):
+        return
     patches = [getattr(model, "_sequence_parallel_patch", None) for model in _patched]
     if accelerator not in _counted and any(patch and patch.sp.size > 1 and not patch.whole for patch in patches):
         subject = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"

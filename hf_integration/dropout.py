@@ -22,18 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.compat import graph_task
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError
 
+from . import compat
 from .graph_breaks import between_graphs
 
 GOLDEN, *FACTORS = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # as int64
 SAMPLE = 2**32  # the counter's distance between samples: more than a sequence has tokens
 STEPS = 2**16  # values of a 16-bit number; one 64-bit number is cut into four of them
-NEFTUNE = "neftune_post_forward_hook"  # name of transformers' hook on the embedding
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Draw:
 
     def numbers(self, module: Any, x: Tensor) -> Tensor:
         """Draw uniform int16 numbers in the shape of x, (rows, local tokens, ...) or (rows * local tokens, ...)."""
-        if not self.recomputed and torch._C._current_graph_task_id() != -1:  # inside of a backward
+        if not self.recomputed and graph_task() >= 0:  # inside of a backward
             raise InputError(
                 "dropout in layers that are computed again needs the checkpoints of transformers; got others, call "
                 "model.gradient_checkpointing_enable()"
@@ -112,14 +113,14 @@ def noisy_modules(model: nn.Module) -> list[Any]:
 
 
 def _draws(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, DROPOUTS):
         return module.p > 0
-    hooks = module._forward_hooks
+    hooks = compat.forward_hooks(module)
     return bool(hooks) and any(_is_transformers_hook(hook) or _is_our_hook(hook) for hook in hooks.values())
 
 
 def _is_transformers_hook(hook: Any) -> bool:
-    return getattr(hook, "__name__", "") == NEFTUNE
+    return getattr(hook, "__name__", "") == compat.NEFTUNE
 
 
 def _is_our_hook(hook: Any) -> bool:
@@ -128,7 +129,7 @@ def _is_our_hook(hook: Any) -> bool:
 
 def describe_modules(modules: list[Any]) -> str:
     """Return the types of modules that draw, with their numbers, for ranks to compare."""
-    counts = Counter("NEFTune" if not isinstance(m, _DropoutNd) else f"{_type_name(m)} p {m.p}" for m in modules)
+    counts = Counter("NEFTune" if not isinstance(m, DROPOUTS) else f"{_type_name(m)} p {m.p}" for m in modules)
     return ", ".join(f"{count} of {description}" for description, count in counts.items())
 
 
@@ -152,13 +153,14 @@ def prepare_and_seed(modules: list[Any], shared: bool) -> int:
     for number, module in enumerate(modules):
         if type(module) is nn.Dropout and "forward" not in vars(module):
             module.__class__ = TokenDropout
-        elif isinstance(module, _DropoutNd) and type(module) is not TokenDropout:
+        elif isinstance(module, DROPOUTS) and type(module) is not TokenDropout:
             raise ConfigError(
                 "dropout of a patched model needs modules of type nn.Dropout, with its own forward; got a "
                 f"{type(module).__name__} with p {module.p}, set that to 0"
             )
-        neftune_hooks = {key: hook for key, hook in module._forward_hooks.items() if _is_transformers_hook(hook)}
-        module._forward_hooks.update({key: functools.partial(_neftune, hook) for key, hook in neftune_hooks.items()})
+        hooks = compat.forward_hooks(module)
+        neftune_hooks = {key: hook for key, hook in hooks.items() if _is_transformers_hook(hook)}
+        hooks.update({key: functools.partial(_neftune, hook) for key, hook in neftune_hooks.items()})
         module.noise_number, module.noise_shared = number, shared
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, 2**62)) if modules else 0
 
@@ -192,7 +194,7 @@ def restore_modules(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is TokenDropout:
             module.__class__ = nn.Dropout  # type: ignore[assignment]
-        hooks: dict[int, Any] = module._forward_hooks
+        hooks: dict[int, Any] = compat.forward_hooks(module)
         hooks.update({key: hook.args[0] for key, hook in hooks.items() if _is_our_hook(hook)})
         vars(module).pop("noise_number", None), vars(module).pop("noise_shared", None)
 

@@ -21,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
+from .compat import EAGER, attention_name
+
 __all__ = ["attentions", "check_adapters", "check_model", "heads", "is_known", "unwrapped", "windows"]
 
 
@@ -166,7 +168,6 @@ def _unmet_needs(config: PreTrainedConfig) -> list[str]:
 
 
 NAME = "ds_seqpar"
-EAGER = "eager_attention_forward"
 
 
 class ConfigView:
@@ -190,9 +191,9 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
     flash attention reads the name of its kernel.
     """
     files = [sys.modules[cls.__module__] for cls in type(module).__mro__]
-    eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
+    eager: Any = next((getattr(file, EAGER) for file in files if hasattr(file, EAGER)), None)
     view, module.config = module.config, module.config.original
-    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(view.original._attn_implementation, eager)
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(attention_name(view.original), eager)
     try:
         return function(module, *args, **kwargs)
     finally:
@@ -253,11 +254,3 @@ def is_of_liger(forward: Callable[..., Any]) -> bool:
     takes shift_labels and num_items_in_batch, and makes no whole logits: it replaces our loss tiles.
     """
     return getattr(forward, "__module__", "").startswith("liger_kernel.")
-
-
-def as_in_training(model: Any) -> dict[str, bool]:
-    """Return the arguments with which a model in evaluation mode computes its loss as in training.
-
-    The loss is then fused with the head, without logits. {} for models that always compute it in the same way.
-    """
-    return {"skip_logits": True} if is_of_liger(model.forward) else {}

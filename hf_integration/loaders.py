@@ -17,6 +17,8 @@ from transformers.trainer_utils import has_length
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.loader import is_dealt
 
+from . import compat
+
 
 class Stream(IterableDataset):
     """Wrap an iterable data set, so that accelerate distributes it to groups example by example.
@@ -87,7 +89,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
         loader.worker_init_fn = functools.partial(seed_worker, rank=sp.data_rank)
     if isinstance(loader.dataset, IterableDataset):
         loader = copy.copy(loader)
-        vars(loader)["dataset"] = Stream(loader.dataset)  # a DataLoader refuses to have it assigned
+        compat.set_dataset(loader, Stream(loader.dataset))
     prepared: Any = prepare_data_loader(
         loader,
         num_processes=num_groups,
@@ -101,5 +103,5 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
             **settings,
         },
     )
-    prepared._is_accelerate_prepared = True  # `Accelerator.prepare` checks it
+    setattr(prepared, compat.PREPARED, True)
     return prepared

@@ -38,8 +38,13 @@ def cover(legal=lambda case: True, **axes):
 
     Greedy: takes the case with the most pairs that are still wanting, the first of `whole` among equals.
     """
-    cases = whole(legal, **axes)
-    return [cases[index] for index in _chosen(cases)]
+    return pairwise(whole(legal, **axes))
+
+
+def pairwise(cases, without=()):
+    """Few of these cases that still hold every pair of values which any of them holds. without: axes left aside."""
+    axes = [{axis: value for axis, value in case.items() if axis not in without} for case in cases]
+    return [cases[index] for index in _chosen(axes)]
 
 
 def _chosen(cases):

@@ -79,12 +79,13 @@ def _pad(x, rows, value=0.0):
     return torch.cat([x.new_full((x.shape[0], rows, *x.shape[2:]), value), x], dim=1)
 
 
-def cases(kernels):
-    """(kernel, dtype) for every dtype that a kernel has a tolerance for."""
+def cases(kernels, dtypes=None):
+    """(kernel, dtype) for every dtype that a kernel has a tolerance for. dtypes: only these."""
     return [
         pytest.param(kernel, dtype, id=f"{kernel.name}-{str(dtype).removeprefix('torch.')}")
         for kernel in kernels
         for dtype in kernel.tolerance
+        if dtypes is None or dtype in dtypes
     ]
 
 

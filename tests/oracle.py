@@ -1,16 +1,26 @@
 """Dense attention in fp64, written out and differentiated by autograd: what every other way must equal."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
+from ds_seqpar.compiler.sharding.layout import owned
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, positions_by_ulysses_rank
+from ds_seqpar.compiler.sharding.shards import EvenShards
 
 
 def positions(layout, seq, size, ulysses, index):
     """The positions of the tokens of SP rank `index` = u + U * inner, under a named layout."""
     inner, member = divmod(index, ulysses)
     return positions_by_ulysses_rank(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
+
+
+def positions_by_ulysses_rank(shards, side, cp_rank, ulysses_size):
+    """The positions of the tokens of each Ulysses rank of a CP rank: its own in order, in shares that differ by one."""
+    positions = [p for run in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)) for p in run.positions]
+    cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
+    return [positions[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def attention(

@@ -19,12 +19,13 @@ from benchmarks.contenders import parse
 from benchmarks.gpu.bench import Bench
 from benchmarks.turns import in_turns, of_device
 from ds_seqpar import SequenceParallelConfig, testing
+from ds_seqpar.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.runtime.comm import Message
 from ds_seqpar.runtime.kernels import Scores
-from ds_seqpar.runtime.runtime import run
+from ds_seqpar.runtime.runtime import CallSettings
 
 # of which a rank's part is measured -> ranks; no triangle has 8
 CONTENDERS = {"ring": 8, "u2/ring": 8, "attention2d=2": 8, "triangle": 6}
@@ -76,18 +77,18 @@ class Share:
         config = SequenceParallelConfig(size=ranks, **{"ulysses": 1, **section}).resolve(ranks, heads)
         shards = EvenShards(config.layout, tokens, ranks // config.ulysses)
         scores = Scores(self.local[0].shape[3] ** -0.5)
-        self.settings = mask, shards, scores
+        saves = SavedForBackward.NOTHING if config.ulysses == 1 else SavedForBackward.QKV_AND_OUT
+        self.settings = CallSettings(mask, shards, scores, saves=saves)
         self.all = testing._Ranks(config, shards, mask, scores, None, {})
         self.runtime, (cp_rank, ulysses_rank) = self.all.runtimes[rank], divmod(rank, config.ulysses)
         self.runtime.comm = Alone(cp_rank, Alone(ulysses_rank))
 
     def forward(self) -> list[Tensor]:
-        keep = 0 if self.runtime.ulysses.size == 1 else 2
-        self.found = run(self.runtime.forward(*self.local, None, *self.settings, 1, keep))
+        self.found = self.runtime.forward_walk(*self.local, None, self.settings, None).run()
         return self.found[:1]
 
     def backward(self) -> list[Tensor]:
-        return run(self.all.backward(self.runtime, self.do, self.local, self.found, 1, self.settings))
+        return self.all.backward(self.runtime, self.do, self.local, self.found, self.settings).run()
 
 
 class Bare:

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import contenders, tables
 from benchmarks.memory import peers
 from ds_seqpar.auto import detected_machine
-from ds_seqpar.config.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.planner.auto import Job, resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
@@ -47,7 +47,7 @@ def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Traini
     local, section = divided(options, seq)
     trained: Any = {
         "model": config_sizes(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
-        "zero": Zero.of(model.settings()["zero_optimization"]), "checkpointing": local["checkpointing"],
+        "zero": DeepSpeedJson.read(model.settings()).zero, "checkpointing": local["checkpointing"],
     }  # fmt: skip
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)
     found = resolve_with_plan(

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
-          "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
+          "post": "#8e5a97", "exchange": "#c8562e"}  # fmt: skip
 # kind of event -> its text in the legend; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
-         "post": "posting", "exchange": "Ulysses' exchange arriving", "agree": "agreeing"}  # fmt: skip
+         "post": "posting", "exchange": "Ulysses' exchange arriving"}  # fmt: skip
 ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
@@ -113,9 +113,8 @@ def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: f
         count = 1 + max((lane for lane, _ in arriving), default=0)
         height = 0.3 / count  # overlapping events share the lane
         bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in arriving]
-        # events that enclose others are drawn below them
         upper = timeline.of(rank, *(kind for kind in NAMES if kind not in ARRIVING))
-        bars += [(event, row - 0.2, 0.5) for event in sorted(upper, key=lambda event: event.start - event.end)]
+        bars += [(event, row - 0.2, 0.5) for event in upper]
     corners, too_thin = [], []
     for event, lane, height in bars:
         left, right = ((at - timeline.start) / second for at in (event.start, event.end))

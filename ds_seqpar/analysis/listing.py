@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from ..compiler import memory
 from ..compiler.compile import BoundProgram
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import LOCAL, SLOTS, HeadExchange, Instruction, is_local
-from ..compiler.schedules.actions import Unit, name_of, unit_name
+from ..compiler.program.instructions import LOCAL, SLOTS, Instruction, is_local, label_of
+from ..compiler.schedules.actions import unit_name
 from ..compiler.schedules.plan import columns
 
 
@@ -35,63 +32,25 @@ def listing(bound: BoundProgram) -> str:
 
 
 def _instruction_text(instruction: Instruction) -> str:
-    shown = {field: _field_text(instruction, field) for field in instruction._fields}
-    if isinstance(instruction, op.Post):
-        sends = [f"{_slot_text(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in instruction.sends]
-        receives = [f"{_slot_text(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in instruction.receives]
-        shown["messages"] = ", ".join(sends + receives)
-    elif isinstance(instruction, op.Merge) and instruction.accumulator == LOCAL:
-        shown["accumulator"] = "none"
-    return TEXTS[type(instruction)].format(**shown)
-
-
-def _field_text(instruction: Instruction, field: str) -> str:
-    value = getattr(instruction, field)
-    if field in SLOTS[type(instruction)]:
-        return _slot_text(value)
-    return SHOWN[field](value) if field in SHOWN else str(value)
-
-
-def _arrived_text(arrived: Sequence[tuple[HeadExchange, int]]) -> str:
-    return ", ".join(f"{' '.join(exchange.fields)} {_slot_text(slot)}" for exchange, slot in arrived) or "local tensors"
-
-
-def _results_text(results: Sequence[tuple[Unit, int]]) -> str:
-    return ", ".join(f"{unit_name(unit)} {_slot_text(slot)}" for unit, slot in results)
+    if isinstance(instruction, op.GatherStart | op.ScatterStart | op.ExchangeStart):
+        label = f"start {instruction.label}"
+    else:
+        label = label_of(instruction)
+    operands = [f"{field} {_slot_text(getattr(instruction, field))}" for field in SLOTS[type(instruction)]]
+    match instruction:
+        case op.Post():
+            operands = [f"{_slot_text(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in instruction.sends]
+            operands += [f"{_slot_text(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in instruction.receives]
+        case op.Product() | op.Finish():
+            label = "finish" if isinstance(instruction, op.Finish) else f"product {label}"
+            operands += [f"{unit_name(unit)} {_slot_text(slot)}" for unit, slot in instruction.results]
+        case op.Merge() if instruction.accumulator == LOCAL:
+            operands.remove("accumulator local")  # there is none yet
+        case op.Enter():
+            operands = [f"{exchange.words} {_slot_text(slot)}" for exchange, slot in instruction.arrived]
+    ticket = f" #{instruction.ticket}" if isinstance(instruction, op.Started | op.Wait) else ""
+    return f"{label}{ticket}: {', '.join(operands)}".removesuffix(": ")
 
 
 def _slot_text(slot: int) -> str:
     return "local" if is_local(slot) else f"[{slot}]"
-
-
-TEXTS: dict[type, str] = {
-    op.Pack: "pack {unit} into {into}",
-    op.Post: "post #{ticket}: {messages}",
-    op.Wait: "wait #{ticket}",
-    op.GatherStart: "gather #{ticket}: {collective}, {sent} -> {received}",
-    op.Assemble: "assemble {collective}, {received} -> {into}",
-    op.Product: "product q{q} {q_slot} * kv{kv} {kv_slot} -> {results}",
-    op.Merge: "merge {unit} {arrived} and {accumulator} -> {into}",
-    op.Export: "export {unit} {accumulator} -> {into}",
-    op.ScatterStart: (
-        "scatter #{ticket}: {collective} {accumulator}, local part -> {local_part}, others {sent} -> {received}"
-    ),
-    op.Fold: "fold {parts} of {unit} {received} -> {accumulator}",
-    op.Finish: "finish {results}",
-    op.PackHeads: "pack heads of {exchange} into {into}",
-    op.ExchangeStart: "exchange #{ticket}: {exchange} with {ranks} Ulysses ranks, {sent} -> {received}",
-    op.Enter: "enter head chunk {head_chunk}: {arrived}",
-    op.Leave: "leave head chunk {head_chunk}",
-    op.UnpackHeads: "unpack heads of {exchange} from {received}",
-}
-# field of an instruction -> function from its value to text, for fields that are neither numbers nor slots
-SHOWN: dict[str, Callable[[Any], str]] = {
-    "unit": unit_name,
-    "collective": lambda collective: unit_name(collective.unit),
-    "q": name_of,
-    "kv": name_of,
-    "results": _results_text,
-    "exchange": lambda exchange: exchange.words,
-    "ranks": lambda ranks: str(len(ranks)),
-    "arrived": _arrived_text,
-}

@@ -28,7 +28,7 @@ from ..runtime.call_io import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
 from ..runtime.devices import device_name, host_memory, ranks_per_node, this_device
 from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select
-from ..runtime.runtime import Runtime, run
+from ..runtime.runtime import CallSettings, Runtime
 
 TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 4096, 8192, 16384)}  # tokens of tiles
 HEADS = {"cpu": (4, 64), "gpu": (16, 128)}  # (heads, head_dim) of tiles
@@ -179,12 +179,12 @@ class Calibration:
         q, k, v, do = tensors
         config = SequenceParallelConfig(size=1, ulysses=1, kernel=kernel).resolve(1)
         alone = Runtime(config, config.topology(1), 0, self.comm)
-        settings = mask, alone.shards(q.shape[1]), Scores(q.shape[3] ** -0.5)
+        settings = CallSettings(mask, None, Scores(q.shape[3] ** -0.5), saves=SavedForBackward.NOTHING)
 
         def once() -> None:
-            out, lse, *_ = run(alone.forward(q, k, v, None, *settings, saves=SavedForBackward.NOTHING))
+            out, lse, *_ = alone.forward_walk(q, k, v, None, settings, None).run()
             blocks = {"do": do, "q": q, "k": k, "v": v, "out": out}
-            run(alone.backward(blocks, k.shape[2], None, Saved([lse], [], []), *settings))
+            alone.backward_walk(blocks, k.shape[2], None, Saved([lse], [], []), settings, None).run()
 
         return once
 

@@ -3,7 +3,9 @@
 `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time.
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
 `python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
+`python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
 `deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
+`python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 from ..cpu_launch import op_lock
 from ..errors import ConfigError, SeqParError
 from ..files import LARGEST, shown
-from . import memory, plan, show
+from . import memory, plan, schema, show, trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,15 +30,18 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory.add_parser(commands)
     plan.add_parser(commands)
+    schema.add_parser(commands)
     calibrate = commands.add_parser(
         "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
     )
     calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
+    trace.add_parser(commands)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate}
+    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate,
+            "schema": schema.run, "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)
         runs[args.command](args)

@@ -8,10 +8,9 @@ import dataclasses
 from typing import Any
 
 from .. import renamed
-from ..config.deepspeed_checks import check_deepspeed
-from ..config.deepspeed_json import SECTION, Zero, read_deepspeed, section_of
+from ..config.deepspeed_json import DeepSpeedJson
 from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
-from ..errors import ConfigError, did_you_mean
+from ..errors import SECTION, ConfigError, did_you_mean
 from ..files import parse_json, shown
 from ..planner import limits
 from ..planner.auto import Job
@@ -79,7 +78,7 @@ class Inputs:
             ConfigError: For options or settings that do not fit.
         """
         content = content_of(args)
-        config = SequenceParallelConfig.from_dict(section_of(content))
+        config = SequenceParallelConfig.from_dict(content.get(SECTION, {}))
         named = args.machine if args.machine is not None else machine if config.machine == "auto" else config.machine
         loaded = None if named is None else Machine.load(named)
         per_node = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node)
@@ -96,7 +95,8 @@ class Inputs:
 
         model, counted = numbers_of(args.model), copy.deepcopy(content)
         filled = fill_in(counted, model.hidden)
-        job = dataclasses.replace(Job.of(counted), model=model, seq=seq, checkpointing=not args.no_checkpointing)
+        job = Job.of(DeepSpeedJson.read(counted, args.config))
+        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing)
         return cls(
             content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=loaded,
             memory=None if args.memory is None else gibibytes("--memory", args.memory),
@@ -105,7 +105,7 @@ class Inputs:
 
     def section(self) -> dict[str, Any]:
         """Return the settings of the section that do not ask for a plan."""
-        return {name: value for name, value in section_of(self.content).items() if name not in PLAN_REQUESTS}
+        return {name: value for name, value in self.content.get(SECTION, {}).items() if name not in PLAN_REQUESTS}
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:
@@ -158,7 +158,7 @@ def gibibytes(name: str, text: str) -> int:
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the DeepSpeed JSON with the values of --set. Raise ConfigError if DeepSpeed refuses it."""
-    content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
+    content = copy.deepcopy(DEFAULTS) if args.config is None else dict(DeepSpeedJson.read(args.config).content)
     for text in args.set:
         name, equals, value = text.partition("=")
         if not equals:
@@ -173,14 +173,14 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
             if not isinstance(inside, dict):
                 raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
+    given = DeepSpeedJson.read(content, args.config)
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
-        check_deepspeed(content, args.config)  # imports DeepSpeed, which takes seconds
+        given.check_by_deepspeed()  # imports DeepSpeed, which takes seconds
     if isinstance(content.get(SECTION), dict):
         content[SECTION] = renamed.settings(content[SECTION])
-    zero = Zero.of(content.get("zero_optimization", {}))
-    if zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
+    if given.zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
         del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host
-    if zero.offload_optimizer.super_offload:
+    if given.zero.offload_optimizer.super_offload:
         raise ConfigError(
             "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
         )

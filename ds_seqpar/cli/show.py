@@ -9,12 +9,12 @@ from typing import Any
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..analysis.validate import validate
 from ..compiler.compile import Compiler, block_mask_of, visible_share
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.shape import shape_of
 from ..compiler.program.ulysses import Heads, HeadSplit, SavedForBackward, UlyssesGroup, exchange_bytes_per_token
 from ..compiler.schedules import SCHEDULES, settings
+from ..compiler.schedules.validate import validate
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
         "--ulysses", type=int, default=1, help="ranks that exchange heads; the schedule runs on the others"
     )
     show.add_argument("--head-chunks", type=int, help="chunks of the heads, attended to one after the other")
-    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
+    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}, or file:PATH")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"
@@ -67,6 +67,7 @@ def add_parser(commands: Any) -> None:
     )
     for old, option in OLD_OPTIONS.items():
         show.add_argument(f"--{old.replace('_', '-')}", dest=f"old_{old}", help=argparse.SUPPRESS, **option)
+    show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
@@ -117,6 +118,9 @@ def run(args: argparse.Namespace) -> None:
             weight=visible_share(mask, shards),
             exchange=functools.partial(exchange_bytes_per_token, shape, ulysses_size),
         )
+        if args.plan:
+            print(plan.table(), end="\n\n")
+            continue
         if communication(plan, costs):
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))

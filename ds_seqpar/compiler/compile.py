@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .program.instructions import HeadExchange, Program
 from .program.lower import lower
@@ -20,16 +20,15 @@ from .program.ulysses import ExchangeSizes, Heads, SavedForBackward, UlyssesGrou
 from .schedules import Schedule
 from .schedules.actions import Steps
 from .schedules.plan import BlockMask, Counted, Plan
-from .sharding.layout import LAYOUTS, Key, Topology
+from .sharding.layout import Key, Topology
 from .sharding.masks import Mask, visibility
-from .sharding.shards import EvenShards, Shards, tokens_by_ulysses_rank
+from .sharding.shards import Shards, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
 CACHE_SIZE = 64  # entries of each cache: more than the masks and lengths in use at one time
-# in tokens: if runs are at least this long, each edge of a tile is a linear function of the length of the runs
-SAMPLE_LENGTH = 4
 T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,39 +117,45 @@ def _plan(
     return overlapped(plan, block_mask, dict(sizes))
 
 
+def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concatenate[Any, Arguments], T]:
+    """Cache a method's results in its object's `results`; a cache of bound methods would hold the object in a cycle."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+        key = name, args
+        if key not in self.results:
+            self.results[key] = method(self, *args, **kwargs)
+        return self.results[key]
+
+    return call
+
+
 class BoundProgram:
     """A program with the lengths of one call. The walker, the simulator and the memory estimate read it.
 
     Args:
         shapes: for each head chunk, the shape of its inner tensors.
         support: what the kernel supports.
-        linear_tiles: computes tiles from the length alone; None if that is not possible.
         heads: which Ulysses rank has which heads, in which head chunk.
     """
 
     def __init__(
         self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, support: KernelSupport,
-        linear_tiles: _LinearTiles | None, heads: Heads,
+        heads: Heads,
     ) -> None:  # fmt: skip
         self.program, self.shapes, self.shards, self.mask, self.support = program, shapes, shards, mask, support
         self.shape, self.heads = shapes[0], heads
-        self._linear_tiles, self._run_length = linear_tiles, run_length(shards) if linear_tiles else 0
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
-        # read at every walk, and computed once
-        self.fields = functools.cache(self._fields)
-        self.tiles, self.launches = functools.cache(self._tiles), functools.cache(self._launches)
-        self.unit_size = functools.cache(self._unit_size)
-        self.exchange_sizes = functools.cache(self._exchange_sizes)
-        self.locations = functools.cache(self._locations)
-        self._locations_of = functools.cache(lambda slot, n: locations_of(self.fields(slot), self.shape.batch, n))
+        self.results: dict[tuple, Any] = {}  # of the methods that are `_kept`, which each walk calls
 
-    def _tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+    @_kept
+    def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """Return the visible part of the product of some q and kv blocks."""
-        if self._linear_tiles:
-            return self._linear_tiles.tiles(q, kv, self._run_length)
         return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.support.square)
 
-    def _launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+    @_kept
+    def launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """Return the visible part of a product as launches that the kernel supports."""
         return launches(self.tiles(q, kv), self.support)
 
@@ -158,23 +163,30 @@ class BoundProgram:
         """Return the number of tokens of a unit."""
         return self.shards.tokens(side_of(kind), key)
 
-    def _unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
+    @_kept
+    def unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
         """Return (elements of a unit in this slot, bytes that it takes of the slot)."""
         tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
-    def _exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
+    @_kept
+    def exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
         return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """Return the bytes that a unit takes of a slot."""
         return self.unit_size(slot, kind, key)[1]
 
-    def _locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
+    def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
         """Return the locations of a unit's tensors; the same object for units of the same number of tokens."""
-        return self._locations_of(slot, self.tokens(kind, key))
+        return self._locations(slot, self.tokens(kind, key))
 
-    def _fields(self, slot: int) -> tuple[Field, ...]:
+    @_kept
+    def _locations(self, slot: int, tokens: int) -> tuple[FieldLocation, ...]:
+        return locations_of(self.fields(slot), self.shape.batch, tokens)
+
+    @_kept
+    def fields(self, slot: int) -> tuple[Field, ...]:
         """Return the tensors of a unit in this slot, which must not be a slot of an exchange."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
@@ -208,7 +220,6 @@ class Compiler:
         self._inner: OrderedDict[Hashable, Program] = OrderedDict()
         self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
         self._block_masks: OrderedDict[Hashable, BlockMask] = OrderedDict()
-        self._linear_tiles: OrderedDict[Hashable, _LinearTiles] = OrderedDict()
 
     def bound_inner(
         self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
@@ -221,8 +232,7 @@ class Compiler:
 
         def make() -> BoundProgram:
             program, heads = self.inner_program(direction, mask, shards, shape), Heads.of(shape.q_heads, shape.kv_heads)
-            linear = self.linear_tiles(mask, shards, support.square)
-            return BoundProgram(program, (shape,), shards, mask, support, linear, heads)
+            return BoundProgram(program, (shape,), shards, mask, support, heads)
 
         return _cached(self._bound, (direction, mask, shards, shape, support), make)
 
@@ -245,8 +255,7 @@ class Compiler:
             shapes = tuple(local.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
             program = self.program_of_call(inner, ulysses.size, shards, saved, lse)
-            linear = self.linear_tiles(mask, shards, support.square)
-            return BoundProgram(program, shapes, shards, mask, support, linear, heads)
+            return BoundProgram(program, shapes, shards, mask, support, heads)
 
         return _cached(self._bound, (direction, mask, shards, local, ulysses, support, head_chunks, saved, lse), make)
 
@@ -254,8 +263,8 @@ class Compiler:
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool
     ) -> Program:
         """Return the program of a call, from the inner program of each head chunk."""
-        q, kv = (tokens_by_ulysses_rank(shards, side, self.rank, ulysses_size) for side in ("q", "kv"))
-        same_tokens = q == kv  # then q, k and v can be sent in one exchange
+        q_tokens, kv_tokens = (tokens_of(shards, side, self.rank) for side in ("q", "kv"))
+        same_tokens = q_tokens == kv_tokens  # then q, k and v can be sent in one exchange
         options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap
         # the inner programs are cached with the entry, so that an `id` stays valid as long as the entry does
         cache_key = tuple(map(id, inner)), *options
@@ -279,17 +288,9 @@ class Compiler:
 
         return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)
 
-    def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
-        """Return what computes the tiles of these shards from their length, or None if more than that decides."""
-        if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > SAMPLE_LENGTH):
-            return None
-        cache_key = mask, shards.layout, shards.size, square
-        return _cached(self._linear_tiles, cache_key, lambda: _LinearTiles(*cache_key))
-
     def block_mask(self, mask: Mask, shards: Shards) -> BlockMask:
         """Return which blocks meet (see `block_mask_of`)."""
-        small = _stand_in(mask, shards)
-        return _cached(self._block_masks, (mask, small), lambda: block_mask_of(mask, small))
+        return _cached(self._block_masks, (mask, shards), lambda: block_mask_of(mask, shards))
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
@@ -312,64 +313,16 @@ def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
     return share
 
 
-def _stand_in(mask: Mask, shards: Shards) -> Shards:
-    """Return shards of few tokens that have the same block mask."""
-    if mask.scale_free and isinstance(shards, EvenShards):
-        length = run_length(shards)
-        if length > 2:  # such a mask depends only on the order of tokens, and two tokens have one
-            return dataclasses.replace(shards, seq=shards.seq // length * 2)
-    return shards
-
-
-class _LinearTiles:
-    """The tiles of products as a linear function of the length of all runs.
-
-    Under a mask that only depends on the order of positions, every edge of a tile grows linearly with that length. So
-    the tiles for two short lengths determine the function.
-    """
-
-    def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
-        runs = len(LAYOUTS[layout].runs(2 * size, size, 0)) * size
-        self.samples = tuple(EvenShards(layout, runs * (SAMPLE_LENGTH + extra), size) for extra in (0, 1))
-        self.mask, self.square = mask, square
-        self.cache: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}
-
-    def tiles(self, q: Key, kv: Key, length: int) -> tuple[Tile, ...]:
-        """Return the tiles of a product for runs of `length` tokens, SAMPLE_LENGTH or more."""
-        slopes = self.cache.get((q, kv))
-        if slopes is None:
-            slopes = self.cache[q, kv] = self.slopes(q, kv)
-        n = length - SAMPLE_LENGTH
-        return tuple(
-            Tile(low.q0 + n * a, low.q1 + n * b, low.k0 + n * c, low.k1 + n * d, low.kind, low.width)
-            for low, (a, b, c, d) in slopes
-        )
-
-    def slopes(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-        """Return each tile at SAMPLE_LENGTH, and the growth of each of its edges per token of the runs' length."""
-        small, large = (
-            tiles(shards.runs("q", q), shards.runs("kv", kv), self.mask, self.square) for shards in self.samples
-        )
-        return tuple(
-            (low, tuple(b - a for a, b in zip(low[:4], high[:4], strict=True)))
-            for low, high in zip(small, large, strict=True)
-        )
-
-
-def run_length(shards: Shards) -> int:
-    """Return the tokens of each run of a named layout; 0 if there are no tokens."""
-    return next((run.length for run in shards.runs("q", (0,))), 0)
-
-
 def side_of(kind: str) -> str:
     """Return the side, "q" or "kv", whose tokens a unit of this kind has."""
     return "kv" if kind in ("kv", "dkv") else "q"
 
 
 def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
-    """Return the entry of this key, created if missing; beyond CACHE_SIZE entries the oldest is removed."""
+    """Return the entry of this key, created if missing; beyond CACHE_SIZE the one that was used longest ago goes."""
     if cache_key not in cache:
         cache[cache_key] = make()
         if len(cache) > CACHE_SIZE:
             cache.popitem(last=False)
+    cache.move_to_end(cache_key)
     return cache[cache_key]

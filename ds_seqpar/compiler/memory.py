@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .compile import BoundProgram, Compiler, Recipe
 from .program import instructions as op
 from .program.instructions import is_local, methods_of
-from .program.shape import ITEMSIZE, Shape, shape_of, token_bytes
+from .program.shape import ITEMSIZE, Shape, token_bytes
 from .program.ulysses import PER_ROW, SIDE, SavedForBackward
 from .schedules.actions import ACCUMULATORS, Unit
 from .sharding.heads import free_head_chunk_counts, largest_share
@@ -368,25 +368,22 @@ class _Tracker:
 TRACK = methods_of(_Tracker)
 
 
-def fewest_head_chunks(
-    recipe: Recipe, ulysses_size: int, comm_dtype: str, local: Shape, mask: Mask, shards: Shards
-) -> int:
+def fewest_head_chunks(recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards) -> int:
     """Return the fewest head chunks with which attention needs no more memory than its q, k, v and out.
 
     All ranks use the program of the first CP rank, so that they agree.
 
     Args:
-        comm_dtype: the setting, as in `shape_of`.
         local: the shape of this rank's local tensors.
     """
     compiler, free = Compiler(recipe, 0), free_head_chunk_counts(local.q_heads, local.kv_heads, ulysses_size)
     for count in free:
-        heads = (*largest_share(local.q_heads // count, local.kv_heads // count, ulysses_size), local.head_dim)
-        shape = shape_of(comm_dtype, local.dtype, local.batch, heads)
+        q_heads, kv_heads = largest_share(local.q_heads // count, local.kv_heads // count, ulysses_size)
+        shape = dataclasses.replace(local, q_heads=q_heads, kv_heads=kv_heads)
         peak_bytes = max(
             peak(compiler.bound_inner(direction, mask, shards, shape)) for direction in ("forward", "backward")
         )
-        bytes_per_token = 2 * sum(heads[:2]) * count * local.head_dim * local.batch * local.itemsize
+        bytes_per_token = 2 * (q_heads + kv_heads) * count * local.head_dim * local.batch * local.itemsize
         if peak_bytes <= bytes_per_token * tokens_of(shards, "q", 0):
             return count
     return free[-1]

@@ -1,19 +1,22 @@
-"""Reads the DeepSpeed JSON and its "sequence_parallel" section, and raises for faults that would pass unnoticed."""
+"""Read the DeepSpeed JSON: once, into an object that the engine, the Trainer and the planner ask."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic.dataclasses import dataclass
 
 from ..errors import SECTION, ConfigError
-from ..files import JsonField, read_json
+from ..files import STRICT, call_library, read_as, read_json
 
 KIND = "the DeepSpeed configuration"
-BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+KNOWN = STRICT | {"extra": "ignore"}  # of sections that have keys which only DeepSpeed knows
 # key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
 REFUSED = {
     "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
@@ -28,23 +31,230 @@ REFUSED = {
     "zero_optimization.zenflow": "it accumulates by itself, and steps with gradients of other windows; remove it",
 }
 NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
-# flags of earlier releases, which DeepSpeed still reads
-OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+# keys that DeepSpeed's own class does not get: they are checked here, or refused
+CHECKED_HERE = {
+    SECTION, *REFUSED, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+}  # fmt: skip
 # keys of DeepSpeed that look like the section's
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
-
-def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration as a dict. Raises ConfigError with file and line for a missing or malformed file, and
-    for a key that an object in it has twice."""
-    if isinstance(config, Mapping):
-        return dict(config)
-    return read_json(config, KIND)
+# DeepSpeed takes 5e8 for a whole number
+Elements = Annotated[
+    int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x), Field(ge=0)
+]
+Count = Annotated[int, Field(ge=1)]
 
 
-def section_of(content: Mapping[str, Any]) -> Any:
-    """The "sequence_parallel" section of a configuration; {} where it has none. Raises ConfigError for a misspelt key,
-    and for a section that stands inside another one."""
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Offload:
+    """The settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults."""
+
+    device: str = "none"
+    """Where states go: "none", "cpu" (host memory) or "nvme"."""
+    pin_memory: bool = True
+    ratio: Annotated[float, Field(ge=0)] = 1.0
+    """The share of sub-groups that go there."""
+    super_offload: bool = False
+    buffer_count: Elements = 4
+    """Buffers of the pool between drives and host memory."""
+    buffer_size: Elements = 100_000_000
+    """Elements of each."""
+    max_in_cpu: Elements = 1_000_000_000
+    """Elements that stay in host memory with "nvme"."""
+
+
+def _without_flag(given: Any) -> Any:
+    """Return a section for what DeepSpeed also reads as true or false, by an older key."""
+    return ({"device": "cpu"} if given else {}) if isinstance(given, bool) else given
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Zero:
+    """Settings of "zero_optimization", with DeepSpeed's defaults. Sizes are in elements."""
+
+    stage: Elements = 0
+    reduce_bucket_size: Elements = 500_000_000
+    prefetch_bucket_size: Annotated[Elements, Field(alias="stage3_prefetch_bucket_size")] = 50_000_000
+    max_live_parameters: Annotated[Elements, Field(alias="stage3_max_live_parameters")] = 1_000_000_000
+    max_reuse_distance: Annotated[Elements, Field(alias="stage3_max_reuse_distance")] = 1_000_000_000
+    sub_group_size: Elements = 1_000_000_000
+    overlap_comm: bool | None = None
+    offload_optimizer: Annotated[
+        Offload,
+        BeforeValidator(_without_flag),
+        Field(validation_alias=AliasChoices("offload_optimizer", "cpu_offload")),
+    ] = Offload()
+    offload_param: Annotated[
+        Offload,
+        BeforeValidator(lambda given: {"buffer_count": 5} | given if isinstance(given, dict) else given),
+        BeforeValidator(_without_flag),
+        Field(validation_alias=AliasChoices("offload_param", "cpu_offload_param")),
+    ] = Offload(buffer_count=5)
+
+    @property
+    def optimiser_away(self) -> bool:
+        """Whether the optimiser works in host memory."""
+        return self.stage > 0 and self.offload_optimizer.device != "none"
+
+    @property
+    def parameters_away(self) -> bool:
+        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does that at stage 3 only."""
+        return self.stage == 3 and self.offload_param.device != "none"
+
+    @property
+    def drives(self) -> bool:
+        """Whether any state is on drives. Stages 1 and 2 keep in host memory what "nvme" asks for."""
+        return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Half:
+    """The section of a half precision."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Known:
+    """What is read here of a DeepSpeed JSON, beside our section."""
+
+    zero_optimization: Zero = Zero()
+    bf16: Half = Half()
+    bfloat16: Half = Half()  # DeepSpeed still reads the older name
+    fp16: Half = Half()
+    train_batch_size: Count | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedJson:
+    """A DeepSpeed JSON. A value of "auto", which a Trainer replaces, counts as not given.
+
+    Attributes:
+        content: The JSON as it was given.
+        place: What it is called in errors.
+        section: Our section; {} where it has none.
+        zero: "zero_optimization".
+        dtype: The dtype that it trains in.
+        sequences: "train_batch_size", which counts sequences.
+        micro_batch: "train_micro_batch_size_per_gpu".
+        steps: "gradient_accumulation_steps".
+    """
+
+    content: Mapping[str, Any]
+    place: str
+    section: Any
+    zero: Zero
+    dtype: str
+    sequences: int | None
+    micro_batch: int | None
+    steps: int | None
+
+    @classmethod
+    def read(cls, config: str | os.PathLike[str] | Mapping[str, Any], source: object = None) -> DeepSpeedJson:
+        """Read a file or a dict.
+
+        Args:
+            config: The path of a file, or a dict.
+            source: The file that a dict was read from, if any.
+
+        Raises:
+            ConfigError: The file is missing or malformed, an object in it has a key twice, our section is misspelt or
+                inside another one, or a value has a wrong type. A text in place of a number or of true and false is
+                one: DeepSpeed reads "false" as false, transformers as true.
+        """
+        content = config if isinstance(config, Mapping) else read_json(config, KIND)
+        source = source if isinstance(config, Mapping) else config
+        place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
+        _check_place_of_section(content)
+        names = [field.name for field in dataclasses.fields(Known) if content.get(field.name, "auto") != "auto"]
+        known = read_as(Known, {name: _given(content[name]) for name in names}, f"{place}: ")
+        halves = {"bfloat16": known.bf16.enabled or known.bfloat16.enabled, "float16": known.fp16.enabled}
+        return cls(
+            content=content,
+            place=place,
+            section=content.get(SECTION, {}),
+            zero=known.zero_optimization,
+            dtype=next((name for name, enabled in halves.items() if enabled), "float32"),
+            sequences=known.train_batch_size,
+            micro_batch=known.train_micro_batch_size_per_gpu,
+            steps=known.gradient_accumulation_steps,
+        )
+
+    def check_settings(self) -> None:
+        """Raise ConfigError for a setting that would break the gradient contract or the sharding."""
+        for key, why in REFUSED.items():
+            outer, _, inner = key.partition(".")
+            value = self.content.get(outer)
+            value = value.get(inner) if inner and isinstance(value, Mapping) else value
+            if value is not None and not _is_off(key, value):
+                raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
+        if "gradient_clipping" not in self.content:
+            warnings.warn(
+                'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for '
+                "none)",
+                stacklevel=4,
+            )
+
+    def check_auto(self) -> None:
+        """Raise ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would
+        ignore."""
+        keys = [key for key, value in self.content.items() if value == "auto"]
+        for key, value in self.content.items():
+            if isinstance(value, Mapping) and key != SECTION:
+                keys += [f"{key}.enabled"] if value.get("enabled") == "auto" else []
+                params = value.get("params")
+                params = params if isinstance(params, Mapping) else {}
+                keys += [f"{key}.params.{name}" for name, param in params.items() if param == "auto"]
+        if keys:
+            raise ConfigError(
+                f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(keys)} without a Trainer, '
+                "write values"
+            )
+
+    def check_by_deepspeed(self) -> None:
+        """Raise ConfigError for what DeepSpeed's own class refuses, before anything is launched."""
+        call_library("DeepSpeed", self.place, self.content, _parsed)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The keys that DeepSpeed must not see: our section, and those that it refuses even where they enable
+        nothing."""
+        return [SECTION, *(key for key in REFUSED if key in self.content and _is_off(key, self.content[key]))]
+
+    def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
+        """Return the JSON that DeepSpeed is given, which counts a sequence once for each of the `size` ranks of its
+        group. Raises ConfigError as `batch_by_rank` does."""
+        content = {key: value for key, value in self.content.items() if key not in self.left_out}
+        if self.sequences is not None:
+            content["train_batch_size"] = self.batch_by_rank(size, groups)
+        return content
+
+    def batch_by_rank(self, size: int, groups: int) -> int:
+        """Return "train_batch_size" as DeepSpeed counts it, once per rank. Raises ConfigError where the three batch
+        sizes do not fit `groups` groups of `size` ranks."""
+        assert self.sequences is not None
+        step = groups * (self.micro_batch or 1) * (self.steps or 1)
+        exact = bool(self.micro_batch and self.steps)
+        if self.sequences % step or (exact and self.sequences != step):
+            raise ConfigError(
+                f"train_batch_size counts sequences: it must be {'' if exact else 'a multiple of '}{step} = {groups} "
+                f"groups of {size} ranks x micro-batch {self.micro_batch or 'any'} x accumulation "
+                f"{self.steps or 'any'}; got {self.sequences}"
+            )
+        return self.sequences * size
+
+
+def _given(section: Any) -> Any:
+    """Return a section without what it leaves open."""
+    if not isinstance(section, Mapping):
+        return section
+    return {name: _given(value) for name, value in section.items() if value != "auto" and value is not None}
+
+
+def _check_place_of_section(content: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a section that is misspelt or inside another one."""
     for key in content:
         if _is_meant(key):
             raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
@@ -54,51 +264,6 @@ def section_of(content: Mapping[str, Any]) -> Any:
                 raise ConfigError(
                     f'"{SECTION}" must stand at the top of the DeepSpeed JSON; got "{name}" inside "{key}", move it out'
                 )
-    return content.get(SECTION, {})
-
-
-def dtype_of(content: Mapping[str, Any]) -> str:
-    """The dtype that a DeepSpeed JSON trains in. An "enabled" of "auto" counts as true."""
-    bf16 = content.get("bf16", content.get("bfloat16", {}))  # DeepSpeed still reads the older name
-    halves = {"bfloat16": bf16, "float16": content.get("fp16", {})}
-    return next((name for name, section in halves.items() if section.get("enabled")), "float32")
-
-
-def check_settings(content: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting of a DeepSpeed JSON that would break the gradient contract or the sharding."""
-    for key, why in REFUSED.items():
-        value: Any = content
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None and not _is_off(key, value):
-            raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
-    if "gradient_clipping" not in content:
-        warnings.warn(
-            'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for none)',
-            stacklevel=4,
-        )
-
-
-def check_auto(content: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would ignore."""
-    keys = [key for key, value in content.items() if value == "auto"]
-    for key, value in content.items():
-        if isinstance(value, Mapping) and key != SECTION:
-            keys += [f"{key}.enabled"] if value.get("enabled") == "auto" else []
-            params = value.get("params")
-            keys += (
-                [f"{key}.params.{n}" for n, x in params.items() if x == "auto"] if isinstance(params, Mapping) else []
-            )
-    if keys:
-        raise ConfigError(
-            f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(keys)} without a Trainer, '
-            "write values"
-        )
-
-
-def left_out(content: Mapping[str, Any]) -> list[str]:
-    """The keys that DeepSpeed must not see: our section, and those that it refuses even where they enable nothing."""
-    return [SECTION, *(key for key in REFUSED if key in content and _is_off(key, content[key]))]
 
 
 def _is_off(key: str, value: Any) -> bool:
@@ -116,76 +281,19 @@ def _is_meant(key: object) -> bool:
     return plain in ("sp", "ulysses") or difflib.SequenceMatcher(None, plain, right).ratio() > 0.8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Offload:
-    """The settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults.
+def _parsed(content: dict[str, Any]) -> Any:
+    """DeepSpeed's configuration object; its class raises for what it refuses. Batch sizes depend on the number of
+    ranks: the given ones are left out, and 1 stands for them."""
+    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
 
-    device: where states go: "none", "cpu" (host memory) or "nvme". ratio: the share of sub-groups that go there.
-    buffer_count, buffer_size (elements): of the pool between drives and host memory. max_in_cpu: elements that stay in
-    host memory with "nvme".
-    """
-
-    device: str = "none"
-    pin_memory: bool = True
-    ratio: float = 1.0
-    super_offload: bool = False
-    buffer_count: int = 4
-    buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
-
-    def read(self, field: JsonField) -> Offload:
-        """These settings with the values of the JSON. Raises ConfigError for a value of a wrong type."""
-        if not field.value:
-            return self
-        known, inside = dataclasses.asdict(self), field.object()
-        read = {
-            name: inner.like(known[name]) for name, inner in inside.items() if name in known and inner.value != "auto"
-        }
-        return dataclasses.replace(self, **read)
+    return DeepSpeedConfig({**_checked_by_deepspeed(content), "train_micro_batch_size_per_gpu": 1})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Zero:
-    """Settings of "zero_optimization", with DeepSpeed's defaults. Sizes are in elements."""
-
-    stage: int = 0
-    reduce_bucket_size: int = 500_000_000
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    sub_group_size: int = 1_000_000_000
-    overlap_comm: bool | None = None
-    offload_optimizer: Offload = Offload()
-    offload_param: Offload = Offload(buffer_count=5)
-
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> Zero:
-        """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting of a wrong type."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        known: dict[str, Any] = {new: Offload(device="cpu") for old, new in OLD_NAMES.items() if section.get(old)}
-        for name, value in section.items():
-            if value == "auto" or (field := name.removeprefix("stage3_")) not in names:
-                continue
-            given, default = JsonField("zero_optimization", value, name), getattr(cls, field)
-            if isinstance(default, Offload):
-                known[field] = default.read(given)
-            elif field == "overlap_comm":
-                known[field] = value
-            else:
-                known[field] = given.like(default)
-        return cls(**known)
-
-    @property
-    def optimiser_away(self) -> bool:
-        """Whether the optimiser works in host memory."""
-        return self.stage > 0 and self.offload_optimizer.device != "none"
-
-    @property
-    def parameters_away(self) -> bool:
-        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does that at stage 3 only."""
-        return self.stage == 3 and self.offload_param.device != "none"
-
-    @property
-    def drives(self) -> bool:
-        """Whether any state is on drives. Stages 1 and 2 keep in host memory what "nvme" asks for."""
-        return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)
+def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    """The configuration without "auto" and without what is checked elsewhere. outer: the key of the section that has
+    this content, with a dot after it."""
+    return {
+        key: _checked_by_deepspeed(value, f"{outer}{key}.") if isinstance(value, Mapping) else value
+        for key, value in content.items()
+        if value != "auto" and f"{outer}{key}" not in CHECKED_HERE
+    }

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 
 from .. import renamed
 from ..compiler import schedules
 from ..compiler.compile import Recipe
 from ..compiler.program.ulysses import SavedForBackward, saved_for_backward
-from ..compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, Schedule, Value, is_count
+from ..compiler.schedules.base import RANK_ORDERS, Schedule, Value, is_count
 from ..compiler.sharding import layout as layouts
 from ..compiler.sharding.heads import has_equal_shares, largest_share, max_head_chunks
 from ..compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from ..compiler.tiles.launches import KERNELS
 from ..errors import SECTION, ConfigError, InputError, check_choice, did_you_mean, quoted_list
+from ..files import STRICT, as_config_error
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
-Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
+if TYPE_CHECKING:
+    Count: TypeAlias = int | Any  # "auto" until `resolve` has chosen one
+else:
+    Count = Annotated[int, Field(ge=1)] | Literal["auto"]
+AxisNames: TypeAlias = Annotated[tuple[str, ...], Strict(False)]  # of a list too
+Rotate: TypeAlias = Literal["auto", "kv", "q"]
+CommDtype: TypeAlias = Literal["fp32", "bf16"]
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
-ROTATES = ("auto", *MOVING_SIDES)
-COMM_DTYPES = ("fp32", "bf16")
+ROTATES, COMM_DTYPES = get_args(Rotate), get_args(CommDtype)
 PLANNED_FOR = ("seq_len", "machine")  # settings that only tell the planner what to plan for
 PLANNED = ("size", "ulysses", "schedule", "head_chunks")  # if none of them is "auto", there is nothing to plan
 # settings that save memory
@@ -37,6 +46,30 @@ MEMORY_SETTINGS = (
     "recompute_attention",
 )
 PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The values of a setting, where others can be registered. `read` reads those that begin with `prefix`."""
+
+    setting: str
+    values: Callable[[], Iterable[str]]
+    prefix: str | None = None
+    read: Callable[[str], object] | None = None
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> Any:
+        return AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, *_: object) -> dict[str, Any]:
+        named = {"enum": list(self.values())}
+        return named if self.prefix is None else {"anyOf": [named, {"type": "string", "pattern": f"^{self.prefix}"}]}
+
+    def _checked(self, value: str) -> str:
+        if self.read is not None and value.startswith(str(self.prefix)):
+            self.read(value)
+        else:
+            check_choice(f"{SECTION}.{self.setting}", value, self.values())
+        return value
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -56,64 +89,67 @@ class SequenceParallelConfig:
         ConfigError: A setting does not exist, or its value cannot be right whatever the others are.
     """
 
+    __pydantic_config__ = STRICT
+
     size: Count = "auto"
     """Ranks that share one sequence (P); `"auto"`: all ranks of the job."""
     ulysses: Count = "auto"
-    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads. The other `size / ulysses`
-    run `schedule`. Heads that it does not divide are dealt unevenly, and the rank with the most sets the pace.
-    `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1 where heads
-    are not known."""
-    schedule: str = "auto"
-    """What the `size / ulysses` ranks do: a name in `ds_seqpar/compiler/schedules`, or a registered one. `"auto"`:
-    `"ring"`."""
-    layout: str = "auto"
-    """Which tokens a rank holds. `"contiguous"`; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work is equal
-    in every step; `"striped"`: every A-th token (Striped Attention, section 3); `"balanced"`: packed documents with
-    equal work, one document as `"zigzag"`. `"auto"`: the schedule's default, mostly `"balanced"`."""
-    rotate_forward: str = "auto"
+    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads; the other `size / ulysses`
+    run `schedule`. `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1
+    where heads are not known."""
+    schedule: Annotated[
+        str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.text.FILE, schedules.schedule)
+    ] = "auto"
+    """What the `size / ulysses` ranks do: one of these, a registered one, or the plan of a file, which `show --plan`
+    printed or somebody wrote. `"auto"`: `"ring"`."""
+    layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
+    """Which tokens a rank holds. `"contiguous"`: neighbours; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
+    is equal in every step; `"striped"`: every A-th token (Striped Attention); `"balanced"`: packed documents with equal
+    work, one document as `"zigzag"`. `"auto"`: the schedule's own, mostly `"balanced"`."""
+    rotate_forward: Rotate = "auto"
     """What rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"`: what sends fewer bytes."""
-    rotate_backward: str = "auto"
+    rotate_backward: Rotate = "auto"
     """The same in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq."""
     overlap: bool = False
     """Send single blocks in place of collectives, and compute products in the order in which operands arrive."""
-    rank_order: Sequence[str] | str = "auto"
-    """The order of axes over ranks, the fastest first: names of axes or a preset. `"ulysses_intra"` (`"auto"`) keeps
-    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring (WallFacer's
-    two placements)."""
-    comm_dtype: str = "fp32"
-    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. Not fp16,
-    in which gradients of a mean loss over many tokens vanish."""
-    kernel: str = "auto"
+    rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
+    """The order of axes over ranks, the fastest first: their names, or a preset. `"ulysses_intra"` (`"auto"`) keeps
+    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring
+    (WallFacer)."""
+    comm_dtype: CommDtype = "fp32"
+    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. In fp16
+    gradients of a mean loss over many tokens would vanish."""
+    kernel: Annotated[str, OneOf("kernel", lambda: KERNELS)] = "auto"
     """The block kernel; `"auto"`: the first that can take the blocks."""
     head_chunks: Count = 1
-    """Attend to so many chunks of the heads, one after the other, with buffers of one (Untied Ulysses). At most the
-    key/value heads. With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
+    """Attend to so many chunks of the heads, at most the key/value heads, one after the other, with buffers of one
+    (Untied Ulysses). With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
     a `machine` the planner chooses; else the fewest whose buffers take no more than q, k, v and out, among those that
     send no more bytes."""
     recompute_attention: bool = False
     """With activation checkpointing, run attention and what it sends once more in backward. False keeps attention's
-    results (DistFlashAttn, section 3.3), so that it runs once a step."""
-    save_qkv_after_all_to_all: bool | str = "auto"
-    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward, which
-    is slower and takes less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside
-    of a checkpoint that keeps attention."""
+    results, so that it runs once a step (DistFlashAttn)."""
+    save_qkv_after_all_to_all: bool | Literal["auto"] = "auto"
+    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward: slower,
+    in less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside of a checkpoint
+    that keeps attention."""
     offload_checkpoints: bool = False
     """Move what checkpoints save to host memory until backward needs it."""
     mlp_tiles: Count = 1
-    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST, section 3.1). `"auto"`: chosen
-    in each forward, by each rank for its own tokens."""
+    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST). `"auto"`: each rank chooses in
+    each forward."""
     loss_tiles: Count = 1
-    """Tiles in which a patched model computes logits and the loss, the same."""
+    """The same for logits and the loss."""
     seq_len: Count = "auto"
-    """Tokens of the whole sequence for which `"auto"` settings are planned (docs/planner.md). `"auto"`: with a
-    `machine`, the longest that a Trainer's data set says it has."""
-    machine: str = "auto"
+    """Tokens of the whole sequence for which `"auto"` settings are planned. `"auto"`: with a `machine`, the longest
+    that a Trainer's data set says it has."""
+    machine: Annotated[str, Field(min_length=1)] = "auto"
     """The machine for which they are planned: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote.
-    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts. With neither nothing is planned."""
-    memory: str = "given"
+    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts."""
+    memory: Literal["given", "auto"] = "given"
     """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
-    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits the machine, where they are not given."""
-    schedule_options: tuple[tuple[str, Value], ...] = ()
+    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits, where they are not given."""
+    schedule_options: tuple[tuple[str, Any], ...] = ()
     """The schedule's own settings that are not `"auto"`, sorted by name."""
     auto_fields: tuple[str, ...] = ()
     """The settings that `memory="auto"` has still to choose."""
@@ -132,48 +168,14 @@ class SequenceParallelConfig:
         if auto_fields is None:
             chosen = MEMORY_SETTINGS if settings.get("memory") == "auto" else ()
             auto_fields = tuple(name for name in chosen if name not in settings)
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, settings.pop(field.name, field.default))
-        known = schedules.settings()
-        given = {name: known[name][0].checked(value) for name, value in settings.items()}
-        options = tuple(sorted(item for item in given.items() if item[1] != "auto"))
-        object.__setattr__(self, "schedule_options", options)
-        object.__setattr__(self, "auto_fields", auto_fields)
-        self._check()
-
-    def _check(self) -> None:
-        for field in ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len"):
-            value = getattr(self, field)
-            if value != "auto" and not is_count(value):
-                raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
-        for field in ("overlap", "recompute_attention", "offload_checkpoints"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
-        if self.save_qkv_after_all_to_all != "auto" and not isinstance(self.save_qkv_after_all_to_all, bool):
-            raise ConfigError(
-                f'{SECTION}.save_qkv_after_all_to_all must be true, false or "auto"; got '
-                f"{self.save_qkv_after_all_to_all!r}"
-            )
-        if not isinstance(self.machine, str) or not self.machine:
-            raise ConfigError(
-                f"{SECTION}.machine must be the name of a preset, or a JSON file by its path; got {self.machine!r}"
-            )
-        if isinstance(self.rank_order, Sequence) and not isinstance(self.rank_order, str):
-            if not all(isinstance(name, str) for name in self.rank_order):
-                raise ConfigError(f"{SECTION}.rank_order must be a list of names of axes; got {self.rank_order!r}")
-            object.__setattr__(self, "rank_order", tuple(self.rank_order))
-        else:
-            check_choice(f"{SECTION}.rank_order", self.rank_order, RANK_ORDERS)
-        if self.comm_dtype == "fp16":
-            raise ConfigError(
-                f'{SECTION}.comm_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
-                'use "bf16", which takes as many bytes'
-            )
-        for field, names in (("rotate_forward", ROTATES), ("rotate_backward", ROTATES), ("comm_dtype", COMM_DTYPES),
-                             ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS),
-                             ("memory", ("given", "auto"))):  # fmt: skip
-            check_choice(f"{SECTION}.{field}", getattr(self, field), names)
-        schedules.schedule(self.schedule)
+        own = {name: setting.checked(settings.pop(name)) for name, (setting, _) in schedules.settings().items()
+               if name in settings}  # fmt: skip
+        options = tuple(sorted(item for item in own.items() if item[1] != "auto"))
+        settings |= {"schedule_options": options, "auto_fields": auto_fields}
+        try:
+            _checker().validator.validate_python(settings, self_instance=self)
+        except ValidationError as error:
+            raise as_config_error(error, settings, f"{SECTION}.", repr) from None
 
     def __getattr__(self, name: str) -> Value | str:
         if name in schedules.settings():  # a schedule's own
@@ -211,11 +213,11 @@ class SequenceParallelConfig:
             config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
 
         Raises:
-            ConfigError: The section is misspelt, stands inside another one, or does not fit.
+            ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
         """
-        from .deepspeed_json import read_deepspeed, section_of  # for those who have such a file
+        from .deepspeed_json import DeepSpeedJson  # for those who have such a file
 
-        return cls.from_dict(section_of(read_deepspeed(config)))
+        return cls.from_dict(DeepSpeedJson.read(config).section)
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
         """Return the same settings with every `"auto"` replaced, but for those of tiles, which each forward chooses.
@@ -360,6 +362,11 @@ class SequenceParallelConfig:
             backward=self.rotate_backward,
             overlap=self.overlap,
         )
+
+
+@functools.cache
+def _checker() -> TypeAdapter[SequenceParallelConfig]:
+    return TypeAdapter(SequenceParallelConfig)
 
 
 def setting_names() -> tuple[str, ...]:

@@ -40,9 +40,9 @@ _use_environment()  # at import: TrainingArguments and Accelerators start DeepSp
 def compile_op() -> bool:
     """Compile the op, or find it compiled. Returns whether DeepSpeed uses it on this machine."""
     prepare_start()
-    from deepspeed.comm.torch import build_shm_op
+    from .. import compat
 
-    return build_shm_op() is not None
+    return compat.shm_op() is not None
 
 
 def prepare_start() -> None:
@@ -84,11 +84,12 @@ def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None 
 def lock_file() -> Path | None:
     """Return where the lock is while the op is being compiled; None where DeepSpeed compiles none."""
     from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import _get_build_directory
+
+    from .. import compat
 
     if get_accelerator().device_name() != "cpu":
         return None
-    return Path(_get_build_directory(OP, verbose=False), "lock")
+    return Path(compat.build_folder(OP), "lock")
 
 
 def _remove_orphan(lock: Path) -> bool:

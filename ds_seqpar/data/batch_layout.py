@@ -8,8 +8,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ..compiler.sharding.layout import owned
 from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, positions_by_ulysses_rank, tokens_of
+from ..compiler.sharding.shards import Shards, UnevenShards, length, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,16 @@ def _with_window(mask: Mask, window: int) -> Mask:
     return dataclasses.replace(mask, window=window)
 
 
-@functools.lru_cache(maxsize=64)
-def positions_held(shards: Shards, ulysses: int, rank: int) -> Tensor:
+@functools.lru_cache(maxsize=2)  # a batch's tensors ask in turn; a long sequence's positions are tens of megabytes
+def positions_held(shards: Shards, ulysses: int, rank: int, side: str = "q") -> Tensor:
+    """Return the positions of an SP rank's tokens, int64, on the CPU.
+
+    They are its CP rank's tokens in order, in shares that differ by one token at most. So after the all-to-all the CP
+    rank holds its runs again.
+    """
     cp_rank, ulysses_rank = divmod(rank, ulysses)
-    return torch.tensor(
-        positions_by_ulysses_rank(shards, "q", cp_rank, ulysses)[ulysses_rank], dtype=torch.int64, device="cpu"
-    )
+    runs = shards.runs(side, owned(cp_rank, shards.blocks_per_rank))
+    count = length(runs)
+    first, end = (count * number // ulysses for number in (ulysses_rank, ulysses_rank + 1))
+    positions = [torch.arange(run.start, run.last + 1, run.step, device="cpu") for run in runs if run.length]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *positions])[first:end].clone()

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
 from ..runtime import mismatch_hints, trusted
-from ..runtime.agreement import Part, all_reduce_sum, assert_ranks_agree, rank_values
+from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, rank_values
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import Lengths, documents_of, without_documents
@@ -81,9 +81,10 @@ def shard_microbatches(
         sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_seqpar_error("making the micro-batches of a step failed", reason)
-    peer_group = Part(sp.data_rank, sp.groups.control)
-    options: dict[str, Any] = {"alike": peer_group, "call": "shard_batches", "advice": mismatch_hints.of_batches}
-    most = assert_ranks_agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **options)
+    most = assert_ranks_agree(
+        sp.control_world, "batches", fingerprints, error=error, number=len(sharded), peers=sp.groups.control,
+        among_peers=True, call="shard_batches", advice=mismatch_hints.of_batches,
+    )  # fmt: skip
     world = dist.get_world_size()
     total, from_padding, batches = all_reduce_sum(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:

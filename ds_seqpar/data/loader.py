@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..compat import SPLIT
 from ..errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ..runtime.agreement import Fields, assert_ranks_agree, differing
 from ..runtime.comm import explaining_failure
@@ -126,7 +127,7 @@ class Loader:
                 batch, compared = self._broadcast_batch(batch, compared)
             groups = self.sp.groups
             assert_ranks_agree(
-                groups.world, "loader", compared, error=error, after=groups.control, call=CALL, advice=_cause
+                groups.world, "loader", compared, error=error, peers=groups.control, call=CALL, advice=_cause
             )
             if compared[BATCHES] != "another":
                 break
@@ -245,7 +246,7 @@ def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
 
     Raises ConfigError for one that deals to others than these groups, such as to ranks.
     """
-    for source in (*_samplers(loader), getattr(loader.dataset, "_distributed", None)):
+    for source in (*_samplers(loader), getattr(loader.dataset, SPLIT, None)):
         count = getattr(source, "num_replicas", getattr(source, "world_size", None))
         if count is None or not hasattr(source, "rank"):
             continue

@@ -376,7 +376,7 @@ def mean_of(groups: Groups, losses: object) -> tuple[float, Tensor]:
     except Exception as reason:  # of a generator of losses, of tensors on several devices
         error = as_seqpar_error("averaging losses failed", reason)
     compared = {"number of losses": len(checked)}
-    assert_ranks_agree(groups.world, "losses", compared, error=error, after=groups.control, call="mean_loss")
+    assert_ranks_agree(groups.world, "losses", compared, error=error, peers=groups.control, call="mean_loss")
     return all_reduce_sum(groups.world, [exact_mean], "mean_loss")[0] / dist.get_world_size(), local_mean
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 
-from ..compiler.compile import BoundProgram
+from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.memory import Figures, fewest_head_chunks, figures
 from ..compiler.program.shape import ITEMSIZE, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
@@ -18,9 +18,10 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards
 from ..compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 from ..config.settings import SequenceParallelConfig
-from .price import compiler_of
 from .request import TrainingStep
 
+# cached, since memory settings, head chunks included, do not change the programs of CP ranks
+compiler_of = functools.lru_cache(maxsize=256)(Compiler)
 TURNS = 16  # length of a ring from which on two more ranks never change the memory of attention on each
 
 
@@ -35,7 +36,7 @@ def projecting_head_chunks(step: TrainingStep) -> int:
     recipe = config.recipe(config.topology(step.world))
     shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
     local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
-    return fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, step.mask, shards)
+    return fewest_head_chunks(recipe, config.ulysses, local, step.mask, shards)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
@@ -158,7 +159,7 @@ def call_figures(
     local = shape_of(config.comm_dtype, dtype, batch, heads)
     count = config.head_chunks
     if count == "auto":
-        count = fewest_head_chunks(recipe, config.ulysses, config.comm_dtype, local, mask, shards)
+        count = fewest_head_chunks(recipe, config.ulysses, local, mask, shards)
     if ulysses_rank is None:
         ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
     saved_for_backward = config.kept(count, kept is not None, bool(kept))

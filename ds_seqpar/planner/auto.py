@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..compiler.sharding.layout import divisors
-from ..config.deepspeed_json import Zero, dtype_of
+from ..config.deepspeed_json import DeepSpeedJson, Zero
 from ..config.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..errors import SECTION, ConfigError
 from . import limits
@@ -38,12 +38,9 @@ class Job:
     checkpointing: bool = False
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Job:
+    def of(cls, json: DeepSpeedJson) -> Job:
         """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        batch, steps, sequences = (value if isinstance(value := content.get(name), int) else None for name in names)
-        zero = Zero.of(content.get("zero_optimization", {}))
-        return cls(batch=batch, steps=steps, sequences=sequences, dtype=dtype_of(content), zero=zero)
+        return cls(batch=json.micro_batch, steps=json.steps, sequences=json.sequences, dtype=json.dtype, zero=json.zero)
 
     def sizes(self, world: int) -> tuple[int, ...]:
         """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`

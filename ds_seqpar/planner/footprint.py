@@ -2,8 +2,8 @@
 
 A step has a few moments at which memory can be at its peak; each is a sum of items, and the largest is the peak. A
 layer is modeled operation by operation as transformers implements it (norms in fp32, RoPE, gate, up, down), its
-attention by its programs, states and buffers as DeepSpeed allocates them. Only bytes of tensors are
-counted, not what an allocator or a kernel uses itself. docs/archive/2026-11-24-memory.md has the formulas.
+attention by its programs, states and buffers as DeepSpeed allocates them. Only bytes of tensors are counted, not what
+an allocator or a kernel uses itself. docs/memory.md has formulas.
 """
 
 from __future__ import annotations

@@ -10,13 +10,16 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, AliasPath, Field
+from pydantic.dataclasses import dataclass
 
 from .. import renamed
 from ..compiler.tiles.launches import KERNELS
 from ..compiler.tiles.tiles import Tile
 from ..errors import ConfigError, did_you_mean
-from ..files import JsonField, read_json
+from ..files import STRICT, read_as, read_json
 
 DEFAULT = "modest"  # the preset where no machine is named
 CORE = "cpu"  # the preset whose rates are those of one CPU core
@@ -24,76 +27,124 @@ PRESETS = Path(__file__).with_name("machines.json")
 # kind of tile -> kind of the table that has its rate
 TABLE_OF = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
-Table = tuple[tuple[float, float], ...]  # (tokens, flops/s), ascending
+
+T = TypeVar("T", bound=Mapping[str, Any])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _with_keys(*keys: str) -> AfterValidator:
+    def checked(given: T) -> T:
+        if set(given) != set(keys):
+            raise ValueError(f"it should have {' and '.join(keys)}")
+        return given
+
+    return AfterValidator(checked)
+
+
+def _ascending(table: Table) -> Table:
+    if not table or any(after[0] <= before[0] for before, after in itertools.pairwise(table)):
+        raise ValueError("it should be a list of [tokens, flops/s], tokens ascending")
+    return table
+
+
+def _known(kernel: str) -> str:
+    if kernel not in KERNELS[1:]:
+        raise ValueError(f"it should be one of {', '.join(KERNELS[1:])}")
+    return kernel
+
+
+# Ends of the ranges: beyond those of any machine, and such that products of several numbers are finite.
+Rate = Annotated[float, Field(ge=1, le=1e24)]  # bytes/s or flops/s; bytes and tokens too
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Table = Annotated[tuple[tuple[Rate, Rate], ...], AfterValidator(_ascending)]  # (tokens, flops/s)
+Tables = Annotated[Mapping[str, Table], _with_keys("full", "causal")]
+Kernel = Annotated[str, AfterValidator(_known)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Wire:
     """Latency and rate of a link."""
 
-    latency: float  # seconds until an empty message arrives
-    rate: float  # bytes/s in each direction
+    latency: Seconds
+    """Seconds until an empty message arrives."""
+    rate: Rate
+    """Bytes/s in each direction."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ZeroCosts:
-    """Measured costs of DeepSpeed's ZeRO."""
+    """Measured costs of DeepSpeed's ZeRO. Rates of collectives count the bytes of the whole tensor."""
 
-    ranks: int  # ranks that were measured together; the costs apply to jobs of as many ranks
-    # collectives over all `ranks`; rates count the bytes of the whole tensor
+    ranks: Annotated[int, Field(ge=2)]
+    """Ranks that were measured together; the costs apply to jobs of as many ranks."""
     gather: Wire
-    reduce: Wire  # reduce-scatter
+    reduce: Wire
+    """Reduce-scatter."""
     all_reduce: Wire
-    forward: float  # host seconds per module that ZeRO-3 hooks, in forward
-    backward: float  # the same, in backward
+    forward: Seconds
+    """Host seconds per module that ZeRO-3 hooks, in forward."""
+    backward: Seconds
+    """The same, in backward."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Machine:
-    """Links, rates and memory of a machine, as its file describes them.
+    """Links, rates and memory of a machine, as its file describes them."""
 
-    In the file the fields `instruction` and `ahead` are keys of "host"; `name` is the preset's key, or the file's name
-    without .json."""
+    name: str
+    """For the user; the preset's key, or the file's name without .json."""
+    about: str
+    """One line for the user."""
 
-    name: str  # for the user
-    about: str  # for the user: one line that describes the machine
+    per_node: Annotated[int, Field(ge=1, lt=2**63)]
+    """Ranks per node; rank r is in node r // per_node."""
+    inside: Wire
+    """A rank's link to ranks of its own node."""
+    between: Wire
+    """A rank's link to ranks of other nodes."""
+    uplink: Rate | None
+    """Bytes/s in each direction that all ranks of a node share; None: they share no link."""
+    duplex: bool
+    """Whether a link carries both directions at once."""
+    stolen: Seconds
+    """Seconds by which each byte that a rank sends or receives delays its computation; where CPUs carry the bytes, this
+    is most of what a byte costs."""
 
-    # links
-    per_node: int  # ranks per node; rank r is in node r // per_node
-    inside: Wire  # a rank's link to ranks of its own node
-    between: Wire  # a rank's link to ranks of other nodes
-    uplink: float | None  # bytes/s in each direction that all ranks of a node share; None: they share no link
-    duplex: bool  # whether a link carries both directions at once
-    # seconds by which each byte that a rank sends or receives delays its computation; where CPUs carry the bytes, this
-    # is most of what a byte costs
-    stolen: float
+    attention: Mapping[str, Annotated[Mapping[str, Tables], _with_keys(*FLOPS_PER_PAIR)]]
+    """dtype -> direction -> kind of tile -> rows (tokens, flops/s of the visible pairs); tokens is the geometric mean
+    of a tile's rows and columns."""
+    gemm: Mapping[str, Rate]
+    """dtype -> flops/s of matrix products."""
+    memory_rate: Rate
+    """Bytes/s, read and written, of merging and copying."""
+    elementwise_rate: Rate
+    """Bytes/s, read and written, of elementwise operations into new tensors."""
+    offload_rate: Rate
+    """Bytes/s of copies between a rank and its host's memory."""
+    instruction: Annotated[Seconds, Field(validation_alias=AliasPath("host", "instruction"))]
+    """Host seconds per instruction."""
+    ahead: Annotated[bool, Field(validation_alias=AliasPath("host", "ahead"))]
+    """Whether the host continues while the device works, as with GPUs."""
 
-    # rates
-    # dtype -> direction -> kind of tile ("full", "causal") -> rows (tokens, flops/s of the visible pairs); tokens is
-    # the geometric mean of a tile's rows and columns
-    attention: Mapping[str, Mapping[str, Mapping[str, Table]]]
-    gemm: Mapping[str, float]  # dtype -> flops/s of matrix products
-    memory_rate: float  # bytes/s, read and written, of merging and copying
-    elementwise_rate: float  # bytes/s, read and written, of elementwise operations into new tensors
-    offload_rate: float  # bytes/s of copies between a rank and its host's memory
-    instruction: float  # host seconds per instruction
-    ahead: bool  # whether the host continues while the device works, as with GPUs
+    host_memory: Rate
+    """Bytes of a node's host."""
+    host_rate: Rate
+    """Bytes/s of the host's memory, shared by the ranks of a node."""
+    memory: Rate
+    """Bytes of a rank."""
+    reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
+    """Fraction of `memory` that is not for tensors."""
 
-    # memory
-    host_memory: float  # bytes of a node's host
-    host_rate: float  # bytes/s of the host's memory, shared by the ranks of a node
-    memory: float  # bytes of a rank
-    reserve_fraction: float  # fraction of `memory` that is not for tensors
+    sources: Mapping[str, str]
+    """Field -> where its value comes from."""
 
-    sources: Mapping[str, str]  # field -> where its value comes from
-
-    # not known for every machine
-    nvme_rate: float | None = None  # bytes/s of a node's drives, shared by its ranks; None: not known
-    peak: float | None = None  # flops/s in bfloat16 and float16 by the data sheet, the base of MFU; None: not known
-    # None: not measured; then the cost of collectives follows from the links, and hooks cost nothing
+    nvme_rate: Rate | None = None
+    """Bytes/s of a node's drives, shared by its ranks; None: not known."""
+    peak: Rate | None = None
+    """Flops/s in bfloat16 and float16 by the data sheet, the base of MFU; None: not known."""
     zero: ZeroCosts | None = None
-    # device name -> case ("bfloat16 128 causal") -> kernels that support the case, the fastest first
-    kernels: Mapping[str, Mapping[str, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    """None: not measured; then the cost of collectives follows from the links, and hooks cost nothing."""
+    kernels: Mapping[str, Mapping[str, tuple[Kernel, ...]]] = dataclasses.field(default_factory=dict)
+    """Device name -> case ("bfloat16 128 causal") -> kernels that support the case, the fastest first."""
 
     @classmethod
     def load(cls, place: str) -> Machine:
@@ -229,13 +280,6 @@ def presets() -> dict[str, Any]:
     return json.loads(PRESETS.read_text(encoding="utf-8"))
 
 
-# largest values that a file may have: above those of any machine, and small enough that products of several are finite
-MOST_RATE, MOST_SECONDS, MOST_RESERVED = 1e24, 1e6, 0.99
-NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "host_rate", "memory")
-FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", "peak", *NUMBERS,
-          "nvme_rate", "host", "reserve_fraction", "zero", "kernels", "sources")  # fmt: skip
-
-
 def machine_of(name: str, content: object, place: str = "") -> Machine:
     """Build the machine from a file's content.
 
@@ -247,90 +291,6 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
     Raises:
         ConfigError: If a field is missing, unknown or not valid; the message names it.
     """
-    optional = {"kernels": None, "peak": None}  # presets have no kernels, and calibrate does not measure a peak
-    content = {**optional, **renamed.machine_file(content)} if isinstance(content, Mapping) else content
-    fields = JsonField(place or f"machine {name}", content).object(FIELDS)
-    host = fields["host"].object(("instruction", "ahead"))
-    return Machine(
-        name=name,
-        about=fields["about"].text(),
-        per_node=fields["per_node"].count(),
-        inside=_wire(fields["inside"]),
-        between=_wire(fields["between"]),
-        uplink=None if fields["uplink"].value is None else _rate(fields["uplink"]),
-        duplex=fields["duplex"].flag(),
-        stolen=_seconds(fields["stolen"]),
-        attention=_attention(fields["attention"]),
-        gemm={dtype: _rate(rate) for dtype, rate in fields["gemm"].object().items()},
-        instruction=_seconds(host["instruction"]),
-        ahead=host["ahead"].flag(),
-        nvme_rate=None if fields["nvme_rate"].value is None else _rate(fields["nvme_rate"]),
-        peak=None if fields["peak"].value is None else _rate(fields["peak"]),
-        reserve_fraction=fields["reserve_fraction"].number(least=0, most=MOST_RESERVED),
-        zero=None if fields["zero"].value is None else _zero(fields["zero"]),
-        kernels={} if fields["kernels"].value is None else _kernels(fields["kernels"]),
-        sources={name: source.text() for name, source in fields["sources"].object().items()},
-        **{name: _rate(fields[name]) for name in NUMBERS},
-    )
-
-
-def _zero(field: JsonField) -> ZeroCosts:
-    fields = field.object(tuple(field.name for field in dataclasses.fields(ZeroCosts)))
-    return ZeroCosts(
-        ranks=fields["ranks"].count(least=2),
-        gather=_wire(fields["gather"]),
-        reduce=_wire(fields["reduce"]),
-        all_reduce=_wire(fields["all_reduce"]),
-        forward=_seconds(fields["forward"]),
-        backward=_seconds(fields["backward"]),
-    )
-
-
-def _kernels(field: JsonField) -> dict[str, dict[str, tuple[str, ...]]]:
-    return {
-        device: {case: _order(order) for case, order in cases.object().items()}
-        for device, cases in field.object().items()
-    }
-
-
-def _order(field: JsonField) -> tuple[str, ...]:
-    names = KERNELS[1:]
-    if not isinstance(field.value, list) or not all(name in names for name in field.value):
-        raise field.wrong(f"a list of kernels, of {', '.join(names)}")
-    return tuple(field.value)
-
-
-def _attention(field: JsonField) -> dict[str, dict[str, dict[str, Table]]]:
-    return {
-        dtype: {
-            direction: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
-            for direction, kinds in directions.object(tuple(FLOPS_PER_PAIR)).items()
-        }
-        for dtype, directions in field.object().items()
-    }
-
-
-def _table(field: JsonField) -> Table:
-    wrong = field.wrong("a list of [tokens, flops/s], tokens ascending")
-    rows = field.value
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and len(row) == 2 for row in rows):
-        raise wrong
-    inner = [[field.inner(f"{index}", value) for value in row] for index, row in enumerate(rows)]
-    table = tuple((_rate(tokens), _rate(rate)) for tokens, rate in inner)
-    if any(after[0] <= before[0] for before, after in itertools.pairwise(table)):
-        raise wrong
-    return table
-
-
-def _wire(field: JsonField) -> Wire:
-    fields = field.object(("latency", "rate"))
-    return Wire(latency=_seconds(fields["latency"]), rate=_rate(fields["rate"]))
-
-
-def _rate(field: JsonField) -> float:
-    # tokens, bytes, bytes/s or flops/s
-    return field.number(least=1, most=MOST_RATE)
-
-
-def _seconds(field: JsonField) -> float:
-    return field.number(least=0, most=MOST_SECONDS)
+    if isinstance(content, Mapping):
+        content = {"name": name, **renamed.machine_file(content)}
+    return read_as(Machine, content, f"{place or f'machine {name}'}: ")

@@ -14,13 +14,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..compiler.compile import Compiler, Recipe, side_of
+from ..compiler.compile import Recipe, block_mask_of, side_of
 from ..compiler.overlap.simulate import CollectiveTimes, Start, TransferTime, simulate
 from ..compiler.overlap.timeline import Timeline
 from ..compiler.program import instructions as op
+from ..compiler.program.lower import lower
 from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.program.ulysses import PER_ROW, SIDE, SavedForBackward, call_program
 from ..compiler.schedules.actions import Unit
+from ..compiler.schedules.plan import BlockMask
 from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.heads import busiest_ulysses_rank, heads_by_ulysses_rank
 from ..compiler.sharding.layout import Key, Topology
@@ -35,8 +37,7 @@ DIRECTIONS = ("forward", "backward")
 SIMULATED = 4_000  # instructions up to which all ranks of a call are simulated, which takes about 50 ms
 # an end of a link: direction, kind, and rank or node, such as ("out", "net", rank) or ("in", "uplink", node)
 LinkEnd = tuple[str, str, int]
-# cached, since programs depend neither on memory settings nor on which rank is on which node
-compiler_of = functools.lru_cache(maxsize=2048)(Compiler)
+_block_mask = functools.lru_cache(maxsize=256)(block_mask_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,8 +164,8 @@ class AttentionCall:
         return {coordinates: rank for rank, coordinates in enumerate(self.coordinates)}
 
     def moving_side(self, direction: str) -> str:
-        block_mask = compiler_of(self.recipe, 0).block_mask(self.mask, self.shards)
-        return self.recipe.moving_side(direction, block_mask, self.largest_shape.bytes_per_token(direction))
+        sizes = self.largest_shape.bytes_per_token(direction)
+        return self.recipe.moving_side(direction, _block_mask(self.mask, self.shards), sizes)
 
     def program(self, direction: str, rank: int) -> op.Program:
         """Return the program of a rank, with Ulysses' exchanges, in which peers are numbered as in the world.
@@ -174,7 +175,8 @@ class AttentionCall:
         """
         size, chunks = self.config.size, self.chunks_together
         (ulysses_rank, cp_rank), first = self.coordinates[rank % size], rank - rank % size
-        inner = compiler_of(self.recipe, cp_rank).inner_program(direction, self.mask, self.shards, self.largest_shape)
+        block_mask = _block_mask(self.mask, self.shards)
+        inner = _inner_program(self.recipe, direction, block_mask, self.largest_shape, cp_rank)
         program = call_program([inner] * chunks, self.config.ulysses, True, self.kept, overlap=chunks > 1)
         group = tuple(first + self.ranks[member, cp_rank] for member in range(self.config.ulysses))
 
@@ -197,6 +199,13 @@ class AttentionCall:
             else:
                 code.append(instruction)
         return dataclasses.replace(program, rank=rank, code=tuple(code))
+
+
+@functools.lru_cache(maxsize=2048)  # programs depend neither on memory settings nor on which rank is on which node
+def _inner_program(recipe: Recipe, direction: str, block_mask: BlockMask, shape: Shape, rank: int) -> op.Program:
+    schedule, steps = recipe.schedule, recipe.steps(direction, block_mask, shape, rank)
+    exact = shape.comm_dtype == shape.accum_dtype
+    return lower(schedule.name, direction, rank, recipe.size, steps, exact, schedule.blocks_per_rank)
 
 
 def call_of(step: TrainingStep) -> AttentionCall:

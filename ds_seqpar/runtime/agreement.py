@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
+from . import profiling
 from .comm import all_reduce_max, explaining_failure
 from .process_exit import printed_by
 
@@ -28,8 +29,8 @@ def assert_ranks_agree(
     *,
     error: SeqParError | None = None,
     number: int = 0,
-    alike: Part | None = None,
-    after: dist.ProcessGroup | None = None,
+    peers: dist.ProcessGroup | None = None,
+    among_peers: bool = False,
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
@@ -40,14 +41,14 @@ def assert_ranks_agree(
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
         name: of the value, in errors; the same on all ranks.
-        value: what must be the same, by repr, on all ranks of the group, or with `alike` on those of its part.
+        value: what must be the same, by repr, on all ranks of the group, or with `among_peers` on those of `peers`.
             Mappings, dataclasses, and lists and tuples of them are compared field by field, and an error names the
             fields that differ. A value that is compared often may be passed as `Compared`.
         error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
         number: a number whose maximum is needed.
-        alike: the part of the group whose ranks must have the same value.
-        after: a part of the group whose ranks first check that all of them make this call, and that none is in a
-            backward, for which it would wait there. `alike` has the same effect.
+        peers: this rank's part of the group, whose ranks first check that all of them make this call, and that none is
+            in a backward, for which it would wait there. None: this rank alone.
+        among_peers: whether values may differ between parts of the group.
         call: the function that users call to come here, named where a rank does not make the call.
         advice: returns why ranks differ, and what to do, where that is known.
 
@@ -61,19 +62,16 @@ def assert_ranks_agree(
     """
     value = value if isinstance(value, Compared) else Compared(name, value)
     has_error, digest, subject = int(error is not None), value.digest, call or f"the comparison of {name}"
+    among_peers &= peers is not group
     # all ranks get the same result, so either all of them take the slow path or none
-    after = alike.group if alike else after
-    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(name), 0, subject)[0]:
-        _raise_difference(after, name, value.fields, error, 0, None)
-    if alike is None or alike.group is group:
-        wrong, greatest = _compare(group, has_error, digest, number, subject)
-    else:
-        wrong, greatest = _compare(group, has_error, digest_of(name), number, subject)  # do all ranks make this call?
-        if not wrong:
-            differs, _ = _compare(alike.group, 0, digest, 0, subject)
-            wrong, _ = _compare(group, differs, 0, 0, subject)
+    if 1 < _size(peers) < _size(group) and _compare(peers, 0, digest_of(name), 0, subject)[0]:
+        _raise_difference(peers, name, value.fields, error, 0, None)
+    wrong, greatest = _compare(group, has_error, digest_of(name) if among_peers else digest, number, subject)
+    if among_peers and not wrong:
+        differs, _ = _compare(peers, 0, digest, 0, subject)
+        wrong, _ = _compare(group, differs, 0, 0, subject)
     if wrong:
-        _raise_difference(group, name, value.fields, error, alike.number if alike else 0, advice)
+        _raise_difference(group, name, value.fields, error, _ranks_of(peers)[0] if among_peers else 0, advice)
     return greatest
 
 
@@ -95,12 +93,9 @@ class Compared:
         return self._fields
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a larger group whose ranks must have the same value."""
-
-    number: int  # of the part
-    group: dist.ProcessGroup | None  # of its ranks
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group, by group rank."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -111,7 +106,7 @@ def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: i
     """Return (1 if any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
     if group is None:
         return wrong, number
-    with explaining_failure(subject, group) as wait:
+    with profiling.span(f"agree on {subject}"), explaining_failure(subject, group) as wait:
         if _size(group) == 1:
             return wrong, number
         wrong, greatest, negated_least, number = all_reduce_max((wrong, digest, -digest, number), group, wait)
@@ -175,7 +170,7 @@ def _raise_difference(
 ) -> None:
     """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it."""
     reports = all_gather_objects(group, (name, fields, error and str(error), part))
-    global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    global_ranks = _ranks_of(group)
     sentences = [sentence for _, _, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
     if any(sentences):

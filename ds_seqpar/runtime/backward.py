@@ -15,16 +15,15 @@ import dataclasses
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
+from .. import compat
 from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, assert_ranks_agree, digest_of
 from .groups import Groups, check_thread
+from .mismatch_hints import of_backward
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,7 +91,7 @@ class Calls:
         Returns:
             Whether ranks agreed on the node that makes the call.
         """
-        if torch._C._current_graph_task_id() < 0:
+        if compat.graph_task() < 0:
             return False
         self.enter()
         return _current() is not None
@@ -112,7 +111,7 @@ class Calls:
         if self.groups is None or not self.of[1]:
             return
         check_thread()
-        task, call = torch._C._current_graph_task_id(), _current()
+        task, call = compat.graph_task(), _current()
         if call is not None and (call.inside or call.task == task):
             call.inside, call.task = False, task
             return
@@ -120,8 +119,8 @@ class Calls:
         if again or not is_agreed:
             calls = [other for other in self._to_run(task) if other is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
-            with torch._C._DisableTorchDispatch():  # a selective checkpoint would look for this among what it saved
-                assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
+            with compat.without_dispatch_modes():  # a selective checkpoint would look for this among what it saved
+                assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=of_backward)
             _agreed.number, _agreed.left = task, deque(order.calls)
         if call is not None:
             call.task = task
@@ -130,8 +129,11 @@ class Calls:
     def _to_run(self, task: int) -> list[_Call]:
         """Return the calls that the current graph task will run, in order, without those of other ranks' groups."""
         candidates = [(node, call) for node, call in _calls.items() if call.of[1] == self.of[1] and not call.inside]
-        will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-        numbered = [(node._sequence_nr(), call) for node, call in candidates if call.task != task and will_run(node)]
+        numbered = [
+            (compat.sequence_number(node), call)
+            for node, call in candidates
+            if call.task != task and compat.will_be_executed(node)
+        ]
         return [call for _, call in sorted(numbered, key=lambda item: item[0], reverse=True)]
 
 
@@ -152,15 +154,9 @@ class _Order(Compared):
         return {name: f"as number {place}" if place > 1 else "first" for place, name in enumerate(names, 1)}
 
 
-def _advice(by_rank: Mapping[int, Fields]) -> str:
-    from .mismatch_hints import of_backward  # imported only where ranks differ, in few runs
-
-    return of_backward(by_rank)
-
-
 def _current() -> _Call | None:
     """Return the call whose backward autograd's current node runs."""
-    node = torch._C._current_autograd_node()
+    node = compat.autograd_node()
     return _calls.get(node) if isinstance(node, BackwardCFunction) else None
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .. import compat
 from ..errors import ConfigError
 
 HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # they have no communicator on a device, whatever tensors they take
@@ -62,7 +63,7 @@ def set_device() -> torch.device | None:
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend that carries each device type's tensors in a group, by device type."""
-    return {device.type: group._get_backend(device).name() for device in group._device_types}
+    return {device.type: compat.backend_of(group, device).name() for device in compat.device_types(group)}
 
 
 def ranks_per_node(world: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import sys
 import threading
@@ -23,8 +22,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from .. import compat
 from ..compiler.sharding.layout import Topology
 from ..errors import ConfigError
 from .devices import backends, bind_device, communicator_device
@@ -42,23 +41,17 @@ def control_world() -> Group:
 
 def all_ranks() -> Group:
     """Return torch's group of all ranks."""
-    return distributed_c10d._get_default_group()
+    return compat.default_group()
 
 
 def is_up(group: Group | None) -> bool:
     """Whether torch knows the group (None: the group of all ranks), which `destroy_process_group` ends."""
-    return dist.is_initialized() and (group is None or group in distributed_c10d._world.pg_map)
+    return dist.is_initialized() and (group is None or compat.is_known(group))
 
 
 def timeout(group: Group | None = None) -> timedelta:
     """Return how long an operation of the group (default: of all ranks) may take, as set when the group was made."""
-    group = group or all_ranks()
-    backend = group._get_backend(group._device_types[0])
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    try:
-        return backend.options._timeout  # gloo, NCCL and XCCL have it
-    except (AttributeError, RuntimeError):
-        return dist.default_pg_timeout
+    return compat.timeout_of(group or all_ranks())
 
 
 _bound: threading.Thread | None = None  # the thread that may communicate
@@ -77,8 +70,7 @@ def bind_thread() -> None:
 def check_thread() -> None:
     """Raise ConfigError in any other thread, except autograd's own, which run backward on a device."""
     current = threading.current_thread()
-    of_autograd = isinstance(current, threading._DummyThread) and torch._C._current_graph_task_id() >= 0
-    if _bound not in (None, current) and not of_autograd:
+    if _bound not in (None, current) and not compat.is_autograd_thread(current):
         raise ConfigError(
             "sequence parallelism needs all its calls in one thread, backward too, which is the one that made the last "
             f"SequenceParallel; got a call in {current.name!r} after {_bound.name!r}, to go on there call "
@@ -212,38 +204,17 @@ class _Maker:
         return self.world if len(ranks) == dist.get_world_size() else self._make("control", ranks, "gloo", None)
 
     def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:
-        group, _ = _torch_helper()(
-            len(ranks),
-            ranks.index(self.rank),
-            list(ranks),
-            dist.Backend(backend),
-            distributed_c10d._get_default_store(),
+        group = compat.new_group(
+            ranks,
+            self.rank,
+            backend,
             group_name=f"ds_seqpar/{self.number}/{purpose}/{ranks[0]}",
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",
         )
-        distributed_c10d._world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self.made.append(group)
         return group
-
-
-def _torch_helper() -> Callable[..., tuple[Group, object]]:
-    """Return torch's private function that `new_group` calls.
-
-    Raises ConfigError where this torch has none, or one with other arguments.
-    """
-    arguments = (1, 0, [0], "gloo", None)
-    keywords = dict.fromkeys(("group_name", "timeout", "device_id", "group_desc"))
-    try:
-        helper = distributed_c10d._new_process_group_helper
-        inspect.signature(helper).bind(*arguments, **keywords)
-    except (AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"ds_seqpar makes process groups by a function of torch that torch {torch.__version__} does not have as it "
-            f"is known here ({error}), install a torch of constraints.txt"
-        ) from error
-    return helper
 
 
 def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:

@@ -6,42 +6,26 @@ Where a check takes `object`, a user may have passed anything.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter, functional
 
-from ..compiler.sharding.heads import max_head_chunks
+from .. import compat
+from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
 from ..config.settings import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
-from . import checkpoints
-from .agreement import Compared, Fields, assert_ranks_agree
+from . import checkpoints, mismatch_hints
+from .agreement import Compared, assert_ranks_agree
 from .comm import TorchComm
 from .groups import check_thread
-from .runtime import Runtime
-
-
-def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
-    """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
-    distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
-    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    values = isinstance(options.mask, Mask) and (options.shards is None or isinstance(options.shards, UnevenShards))
-    scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
-    typed = tensors and values and scalars and (options.sinks is None or isinstance(options.sinks, Tensor))
-    return typed and _can_be_dealt(runtime, q.shape[2], k.shape[2])  # type: ignore[attr-defined]
-
-
-def _can_be_dealt(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
-    ulysses_size, head_chunks = runtime.ulysses.size, runtime.config.head_chunks
-    if kv_heads < 1 or q_heads % kv_heads or q_heads < ulysses_size:
-        return False
-    return head_chunks == "auto" or head_chunks <= max_head_chunks(q_heads, kv_heads, ulysses_size)
+from .kernels import Scores
+from .runtime import CallSettings, Runtime
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
@@ -65,6 +49,97 @@ class AttentionOptions(NamedTuple):
     lse: bool = False  # whether the caller asks for the lse
     softcap: float | None = None
     sinks: Tensor | None = None
+
+
+class AdmittedCall(NamedTuple):
+    """A call that every rank of the sequence can compute."""
+
+    runtime: Runtime
+    tensors: tuple[Tensor, Tensor, Tensor]  # q, k and v of one head_dim
+    sinks: Tensor | None
+    settings: CallSettings
+    v_dim: int  # head_dim of the caller's v
+    return_lse: bool
+    checkpointed: bool  # whether a checkpoint of ours is around the call
+    agreement: Tensor | None  # in a compiled graph: the result of `agreement_op`, for ops that must run after it
+
+
+def admit(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, agreed: bool = False, parts: int = 1
+) -> AdmittedCall:
+    """Check a call, and decide how it is computed. Collective, as `agree_on_inputs` is, unless `agreed`.
+
+    Args:
+        runtime: The runtime of this rank.
+        q: (B, s, Hq, D), this rank's tokens.
+        k: (B, t, Hkv, D), this rank's tokens.
+        v: (B, t, Hkv, Dv), this rank's tokens.
+        options: The other arguments of the call.
+        agreed: Whether the ranks have agreed on the inputs already.
+        parts: If above 1, the tensors hold the heads of one of so many head chunks, and the caller calls this for each
+            head chunk.
+    """
+    agreement, compiling = None, torch.compiler.is_compiling()
+    if agreed:
+        check_derivatives(q, k, v)
+    elif compiling and _can_be_op(runtime, q, k, v, options):
+        mask, shards, *rest = options
+        agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
+    elif not checkpoints.is_replayed():
+        agree_on_inputs(runtime, q, k, v, options)
+    v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    q, k, v = of_one_head_dim(q, k, v)
+    head_chunks = runtime.head_chunks(q, k.shape[2], options.mask, options.shards) if parts == 1 else 1
+    checkpointed = not compiling and checkpoints.is_checkpointed()
+    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved())
+    settings = CallSettings(
+        options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
+        options.lse and runtime.ulysses.size > 1,
+    )  # fmt: skip
+    return AdmittedCall(runtime, (q, k, v), options.sinks, settings, v_dim, options.lse, checkpointed, agreement)
+
+
+def _can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
+    """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
+    distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
+    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
+    values = isinstance(options.mask, Mask) and (isinstance(options.shards, UnevenShards | None))
+    scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
+    if not (tensors and values and scalars and isinstance(options.sinks, Tensor | None)):
+        return False
+    q_heads, kv_heads = q.shape[2], k.shape[2]  # type: ignore[attr-defined]
+    head_chunks = 1 if runtime.config.head_chunks == "auto" else runtime.config.head_chunks
+    if kv_heads < 1 or q_heads % kv_heads:
+        return False
+    return q_heads // kv_heads * (kv_heads // head_chunks) >= runtime.ulysses.size  # a query head for each Ulysses rank
+
+
+CONFIGURED = -1  # in place of a handle: shards of the configured layout
+
+
+def handle_of_shards(shards: Shards | None) -> int:
+    return shards.handle if isinstance(shards, UnevenShards) else CONFIGURED
+
+
+def shards_of(handle: int) -> UnevenShards | None:
+    return None if handle == CONFIGURED else object_of(handle)
+
+
+@torch.library.custom_op("ds_seqpar::agree", mutates_args=())
+def agreement_op(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
+    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Call `agree_on_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
+    afterwards."""
+    options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks)
+    agree_on_inputs(object_of(handle), q, k, v, options)
+    return _empty(q)
+
+
+@agreement_op.register_fake
+def _empty(q: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(0, dtype=torch.int64)  # integers, through which no gradient flows
 
 
 def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
@@ -93,14 +168,8 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     if error is None and group is None:
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
-    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", COMPARED):
-        assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
-
-
-def _advice(fields_by_rank: Mapping[int, Fields]) -> str:
-    from .mismatch_hints import of_attention  # here: few runs have ranks that differ
-
-    return of_attention(fields_by_rank)
+    with compat.without_torch_func():
+        assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention)
 
 
 def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:
@@ -265,12 +334,12 @@ def check_derivatives(*tensors: Tensor) -> None:
 def derivatives_error(*tensors: Tensor) -> InputError | None:
     """Return the reason why attention cannot be differentiated here as an error. None if it can, or if nothing is
     differentiated."""
-    if torch._C._are_functorch_transforms_active():
+    if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
             "use torch.autograd.grad or backward()"
         )
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if compat.forward_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return InputError(
             "sequence parallel attention has no forward-mode derivative; got a dual tensor, use backward()"
         )
@@ -289,19 +358,19 @@ def check_shares(
 ) -> None:
     """Raise ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
     is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
-    config, ulysses_size = runtime.config, runtime.config.ulysses
-    check_heads(ulysses_size, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
+    config = runtime.config
+    check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
         check_documents(mask, q.shape[1] * config.size)
     else:
         _check_tokens(runtime, q, k, shards)
-    check_programs(
-        runtime, q, k, mask, runtime.shards(q.shape[1] * ulysses_size) if shards is None else shards, softcap
-    )
+    check_programs(runtime, q, k, mask, shards, softcap)
 
 
-def check_programs(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0) -> None:
+def check_programs(
+    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
+) -> None:
     """Raise ConfigError or KernelError where this rank has no program or no kernel for its local q and k."""
     for direction in ("forward", "backward"):
         runtime.bound(direction, q, k.shape[2], mask, shards, softcap)

@@ -32,6 +32,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from .. import compat
 from ..errors import CommunicationError, SeqParError
 
 Arguments = ParamSpec("Arguments")
@@ -63,7 +64,7 @@ def printed_by(error: SeqParError, rank: int, key: str) -> SeqParError:
         rank: the global rank that prints it.
         key: identifies the error: the same on all ranks of the group, and different for every other error.
     """
-    store = dist.distributed_c10d._get_default_store()  # read here, since torch may drop it before the error is printed
+    store = compat.default_store()  # read here, since torch may drop it before the error is printed
     return _with(error, Printer(rank=rank, key=f"ds_seqpar/told/{key}", store=store))
 
 
@@ -130,7 +131,7 @@ def _first_to_print(error: BaseException, rank: int) -> Printer | None:
     digest = hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
     key = f"ds_seqpar/told/{digest}"
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = compat.default_store()
         if store.add(f"{key}/ranks", 1) == 1:
             store.set(f"{key}/first", str(rank))
         store.wait([f"{key}/first"], PRINT_TIMEOUT)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..compiler.compile import BoundProgram, Compiler
@@ -17,14 +17,25 @@ from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..config.settings import SequenceParallelConfig
-from ..errors import CommunicationError
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
-from .walk import Recorder, Walk
+from .walk import Walk
+from .work import common_part, has_common, moments, takes_common_off
 
-NOT_RECORDED = contextlib.nullcontext()
+ATTENTION = "attention"  # the name of a call in errors
+
+
+class CallSettings(NamedTuple):
+    """All that decides how a call is computed, but its tensors."""
+
+    mask: Mask
+    shards: Shards | None  # None: those of the configured layout
+    scores: Scores
+    head_chunks: int = 1
+    saves: SavedForBackward = SavedForBackward.QKV_AND_OUT
+    lse: bool = False  # whether forward sends the lse of local tokens back too; needs other Ulysses ranks
 
 
 class Runtime:
@@ -37,8 +48,7 @@ class Runtime:
         calls: The calls whose backward the ranks agree on.
         checked: The key of the inputs that `input_checks` checked last, and what ranks compare of them.
         last_bound: For each direction, the arguments and the result of the last `bound`.
-        last_head_chunks: The arguments and the result of the last `fewest_head_chunks`.
-        recorder: Records what this rank does when, or None.
+        last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
     """
@@ -50,7 +60,6 @@ class Runtime:
         self.calls = Calls(comm.groups if isinstance(comm, TorchComm) else None)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.checked: tuple | None = None
-        self.recorder: Recorder | None = None
         self.last_head_chunks: tuple[tuple, int] | None = None
         self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
@@ -59,17 +68,14 @@ class Runtime:
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
 
-    def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Return a context that is recorded as one event, if there is a recorder."""
-        return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
-
     def shards(self, tokens: int) -> Shards:
         """Return the shards of the configured layout for a sequence of which every CP rank has `tokens`."""
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *options: Any
-    ) -> tuple[BoundProgram, Kernel]:
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None, softcap: float = 0.0,
+        *options: Any,
+    ) -> tuple[BoundProgram, Kernel]:  # fmt: skip
         """Return the program for a rank's local tensors, and the kernel that it calls.
 
         Args:
@@ -77,94 +83,105 @@ class Runtime:
             q: The local q (B, s, Hq, D), of which only shape, dtype and device are read.
             kv_heads: The heads of k and v.
             mask: The mask.
-            shards: The shards of all CP ranks.
+            shards: The shards of all CP ranks; None for those of the configured layout.
             softcap: The bound of scores, 0 for none.
             options: head_chunks, saved and lse of `Compiler.bound_call`.
         """
         key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, options, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, options)
-            self.last_bound[direction] = last
+            local, shards = self.local_shape(q, kv_heads), shards or self.shards(q.shape[1] * self.ulysses.size)
+            inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
+            spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, local.head_dim, softcap)
+            kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
+            program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
+            last = self.last_bound[direction] = key, (program, kernel)
         return last[1]
-
-    def _bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, options: tuple
-    ) -> tuple[BoundProgram, Kernel]:
-        local = self.local_shape(q, kv_heads)
-        inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
-        spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, local.head_dim, softcap)
-        kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options), kernel
 
     def local_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """Return the shape of a rank's local tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
         return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
-    def fewest_head_chunks(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        """Return `compiler.memory.fewest_head_chunks` for a rank's local q and k."""
-        key = q.shape, k.shape, q.dtype, mask, shards
+    def head_chunks(self, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None) -> int:
+        """Return the number of head chunks: the setting, or with "auto" the fewest that save memory.
+
+        Args:
+            q: As in `bound`.
+            kv_heads: As in `bound`.
+            mask: As in `bound`.
+            shards: As in `bound`.
+        """
+        if self.config.head_chunks != "auto":
+            return self.config.head_chunks
+        if torch.compiler.is_compiling():
+            return 1  # an estimate of memory needs numbers, and the compiler may have symbols
+        key = q.shape, kv_heads, q.dtype, mask, shards
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
             from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
 
-            settings = self.config.ulysses, self.config.comm_dtype, self.local_shape(q, k.shape[2])
-            self.last_head_chunks = key, fewest_head_chunks(self.compiler.recipe, *settings, mask, shards)
+            shards, local = shards or self.shards(q.shape[1] * self.ulysses.size), self.local_shape(q, kv_heads)
+            self.last_head_chunks = (
+                key,
+                fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards),
+            )
         return self.last_head_chunks[1]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, shards: Shards, scores: Scores,
-        head_chunks: int = 1, saves: int = SavedForBackward.QKV_AND_OUT, lse: bool = False,
-        common: Tensor | None = None,
-    ) -> Walk:  # fmt: skip
-        """Return a walk over a rank's local tensors, with the results of `ForwardCall`.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
+        """Compute forward of a rank's local tensors.
 
-        Args:
-            head_chunks: The number of head chunks.
-            saves: As in `ForwardCall`.
-            lse: As in `ForwardCall`.
-            common: As in `ForwardCall`.
+        Returns:
+            The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
-        bound, kernel = self.bound(
-            "forward", q, k.shape[2], mask, shards, scores.softcap, head_chunks, SavedForBackward.QKV_AND_OUT, lse
-        )
-        local = _readable({"q": q, "k": k, "v": v})
-        return Walk(
-            bound, ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse), self.comm, self.recorder
-        )
+        self.calls.follow(ATTENTION, q.shape)
+        common = None
+        if self.takes_common_off(q.dtype, settings):
+            common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+        results = self.forward_walk(q, k, v, sinks, settings, common).run()
+        return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
     def backward(
-        self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
-        scores: Scores, common: Tensor | None = None,
-    ) -> Walk:  # fmt: skip
-        """Return a walk over a rank's local tensors, with the results of `BackwardCall`.
+        self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
+        common: Tensor | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Compute backward of a rank's local tensors.
 
         Args:
             local: do, and q, k, v and out where forward did not save the inner ones.
             saved: What forward saved.
-            common: The same as in `forward`.
+            common: The common part that forward returned.
+
+        Returns:
+            [dq, dk, dv], and with sinks their gradient.
         """
-        do, saves = local["do"], SavedForBackward(bool(saved.operands) + bool(saved.outs))
-        options = len(saved.lses), saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
-        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options)
+        self.calls.enter()
+        common = common if self.takes_common_off(local["do"].dtype, settings) else None
+        return self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
+
+    def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
+        return takes_common_off(dtype, settings.scores.softcap, self.size, settings.mask, settings.shards)
+
+    def forward_walk(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
+    ) -> Walk:
+        """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
+        mask, shards, scores, head_chunks, saves, lse = settings
+        options = head_chunks, SavedForBackward.QKV_AND_OUT, lse
+        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options)
+        local = _readable({"q": q, "k": k, "v": v})
+        call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse)
+        return Walk(bound, call, self.comm)
+
+    def backward_walk(
+        self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
+        common: Tensor | None,
+    ) -> Walk:  # fmt: skip
+        """Return a walk over a rank's local tensors, with the results of `BackwardCall`. For `common` see there."""
+        mask, shards, scores, head_chunks, saves, _ = settings
+        options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
+        bound, kernel = self.bound("backward", local["do"], kv_heads, mask, shards, scores.softcap, *options)
         call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
-        return Walk(bound, call, self.comm, self.recorder)
-
-
-def run(walk: Walk) -> list[Tensor]:
-    """Execute a walk to its end and return the call's results.
-
-    An error then says where in the program it happened: the step, the instructions before and after it, and with which
-    ranks.
-    """
-    try:
-        return walk.run()
-    except CommunicationError as error:
-        place = walk.program.where(walk.at)
-        raise CommunicationError(f"CP rank {walk.program.rank}, {error}\n{place}") from error
-    except Exception as error:
-        error.add_note(walk.program.where(walk.at))
-        raise
+        return Walk(bound, call, self.comm)
 
 
 def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,13 +12,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..compat import tensor_version
+
 _makers = WeakTensorKeyDictionary()  # tensor -> (a weak reference to its maker, its version then)
 
 
 def trust(x: Tensor, maker: Any) -> Tensor:
     """Trusts the tensor from now on. Returns it."""
     if not x.is_inference():  # those have no version, by which a later write is noticed
-        _makers[x] = weakref.ref(maker), x._version
+        _makers[x] = weakref.ref(maker), tensor_version(x)
     return x
 
 
@@ -27,7 +29,7 @@ def is_trusted(x: object, maker: Any) -> bool:
     if maker is None or not isinstance(x, Tensor) or x not in _makers:
         return False
     owner, version = _makers[x]
-    return owner() is maker and version == x._version
+    return owner() is maker and version == tensor_version(x)
 
 
 def is_trusted_of_any(x: object) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,21 +16,13 @@ from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
+from ..errors import CommunicationError
+from . import profiling
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
 from .comm import Comm, Handle, Message
 from .kernels.accumulate import Accumulator
 from .work import ALL, Work
-
-
-class Recorder(Protocol):
-    def timed(self, walk: Walk) -> Callable[[], None]:
-        """Return a function to call in place of the walk's `advance`, which records the instruction."""
-        ...
-
-    def span(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Return a context that is recorded as one event."""
-        ...
 
 
 class Walk:
@@ -41,29 +32,51 @@ class Walk:
         at: The number of the next instruction, or of the one that failed.
         tickets: The transfers that were started and not yet waited for, by ticket.
         results: The accumulator of each unit.
-        recorder: Records when each instruction is executed.
         entered: Whether a head chunk was entered and not yet left.
     """
 
     work: Work  # of the head chunk that was entered
     result: Tensors  # of the head chunk, until `leave`
 
-    def __init__(self, bound: BoundProgram, call: Call, comm: Comm, recorder: Recorder | None = None) -> None:
+    def __init__(self, bound: BoundProgram, call: Call, comm: Comm) -> None:
         self.bound, self.program, self.call, self.comm = bound, bound.program, call, comm
         self.buffers = Buffers(bound, call.device)
         self.tickets: dict[int, Handle] = {}
         self.results: dict[Unit, Accumulator] = {}
-        self.at, self.recorder, self.entered = 0, recorder, False
+        self.at, self.entered = 0, False
 
     def run(self) -> list[Tensor]:
-        """Execute all instructions and return the call's results. For real ranks, whose waits block."""
-        advance, count = (
-            self.advance if self.recorder is None else self.recorder.timed(self),
-            len(self.program.code),
-        )
-        while self.at < count:
-            advance()
-        return self.call.results()
+        """Execute all instructions and return the call's results. For real ranks, whose waits block.
+
+        An error then says where in the program it happened: the step, the instructions before and after it, and with
+        which ranks.
+        """
+        device_type, count = self.call.device.type, len(self.program.code)
+        autocast = torch.is_autocast_enabled(device_type)
+        try:
+            # dtypes are chosen already, and sums stay in fp32
+            with torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
+                if profiling.is_on():
+                    self.run_labelled()
+                while self.at < count:
+                    self.advance()
+                return self.call.results()
+        except CommunicationError as error:
+            place = self.program.where(self.at)
+            raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
+        except Exception as error:
+            error.add_note(self.program.where(self.at))
+            raise
+
+    def run_labelled(self) -> None:
+        """Execute all instructions, with a label for each in the profiler's trace, inside one for the program."""
+        from .labels import labels_of  # here: few runs are profiled
+
+        program = self.program
+        with profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}"):
+            for label in labels_of(self.bound):
+                with profiling.span(label):
+                    self.advance()
 
     def advance(self) -> None:
         program, at = self.program, self.at

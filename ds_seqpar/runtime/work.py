@@ -215,7 +215,13 @@ def takes_common_off(dtype: torch.dtype, softcap: float, cp_size: int, mask: Mas
     """Return whether a common part is subtracted from the keys: in fp32, where results of a row may be merged. They are
     merged among several CP ranks, and where a product has several tiles. The value is the same on all ranks."""
     whole = cp_size == 1 and mask.scale_free and not isinstance(shards, UnevenShards)
-    return dtype == torch.float32 and not softcap and not whole
+    return has_common(dtype) and not softcap and not whole
+
+
+def has_common(dtype: torch.dtype) -> bool:
+    """Return whether the last of forward's results is the common part, 0 where nothing was subtracted. It depends on
+    the dtype only, since a compiler must know it without the mask."""
+    return dtype == torch.float32
 
 
 def moments(k: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..compat import tree_leaves, tree_map
 from .tensor import RULES, WholeTensor, shard_of, wholes
 
 aten = torch.ops.aten

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map
 
+from .. import compat
+from ..compat import tree_leaves, tree_map
 from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding
 from ..errors import InputError
@@ -48,7 +49,7 @@ class WholeTensor(Tensor):
     ) -> WholeTensor:
         """Wrap this rank's shard. of: the WholeTensor that the new one is a view or a slice of."""
         lead = (shard_spec.rows * shard_spec.tokens,) if flat else (shard_spec.rows, shard_spec.tokens)
-        tensor = Tensor._make_wrapper_subclass(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
+        tensor = compat.make_wrapper(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
         tensor.shard, tensor.shard_spec, tensor.flat, tensor._gathered = shard, shard_spec, flat, None
         tensor.is_piece, tensor.pieces = of is not None, [] if of is None else of.pieces
         if of is not None:
@@ -93,7 +94,7 @@ class WholeTensor(Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             if func is Tensor.__getitem__ and (sliced := _sliced(*args)) is not None:
                 return sliced
             if func is Tensor.__setitem__:
@@ -108,13 +109,13 @@ class WholeTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if outs := [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]:
+        if outs := [kwargs[a.name] for a in compat.schema(func).arguments if a.is_out and a.name in kwargs]:
             if isinstance(outs[0], WholeTensor):
                 _refuse_change(outs[0])
             return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
         if args and isinstance(args[0], WholeTensor) and (torch.Tag.inplace_view in func.tags or name in RESHAPING):
             _refuse_change(args[0])
-        changed = args[0] if func._schema.is_mutable and args and isinstance(args[0], WholeTensor) else None
+        changed = args[0] if compat.schema(func).is_mutable and args and isinstance(args[0], WholeTensor) else None
         if changed is not None:
             name = name.removesuffix("_")
             _check_change(changed)
@@ -312,15 +313,15 @@ def wholes(*arguments: Any) -> list[WholeTensor]:
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of an operator by name, with the defaults of those that were left out."""
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    return {**defaults, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    defaults = {a.name: a.default_value for a in compat.schema(func).arguments if a.has_default_value()}
+    return {**defaults, **{a.name: x for a, x in zip(compat.schema(func).arguments, args, strict=False)}, **kwargs}
 
 
 # methods that read the memory of a tensor
 MEMORY = """
     numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
 """
-DATA = vars(torch._C.TensorBase)["data"]
+DATA = compat.tensor_data
 # functions that get the whole as a plain tensor
 PLAIN = {
     *(getattr(Tensor, name) for name in MEMORY.split()),

@@ -26,12 +26,12 @@ from torch.autograd.graph import get_gradient_edge
 from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, is_replayed
-from ds_seqpar.runtime.ops import head_chunks_of
 from ds_seqpar.runtime.work import rowsum
 
+from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
 from ..families import FAMILIES
 from .tiled_function import ForwardConditions, Source, tile_count, tile_slices, trained_parameters
-from .tiled_loss import LEAF, STAGED, TILING
+from .tiled_loss import STAGED, TILING
 from .tiled_modules import before_leaf, normed
 from .weight_slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 
@@ -42,7 +42,7 @@ def use_head_chunks(module: Any) -> None:
     Their number comes from the settings of its SequenceParallel. ZeRO-3 then gathers all parameters of the module
     together, as a leaf.
     """
-    config, unhooked = module.sequence_parallel.config, not hasattr(module, "ds_id") or hasattr(module, LEAF)
+    config, unhooked = module.sequence_parallel.config, not hasattr(module, ZERO_ID) or hasattr(module, LEAF)
     if config.head_chunks == 1 or config.overlap or "forward" in vars(module) or not unhooked:
         return
 
@@ -62,7 +62,7 @@ def remove_head_chunks(module: Any) -> None:
         return
     hook.remove()
     del module.forward
-    if not hasattr(module, "ds_id"):  # ZeRO-3 reads the mark again of a module that it has hooked
+    if not hasattr(module, ZERO_ID):  # ZeRO-3 reads the mark again of a module that it has hooked
         vars(module).pop(LEAF, None)
 
 
@@ -102,8 +102,8 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
         mask, shards = layout.mask_with_window(mask.window), layout.shards
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    q, k = (torch.empty(*x.shape[:2], n, module.head_dim, dtype=dtype, device="meta") for n in (q_heads, kv_heads))
-    return head_chunks_of(sp.runtime, q, k, mask, shards)
+    q = torch.empty(*x.shape[:2], q_heads, module.head_dim, dtype=dtype, device="meta")
+    return sp.runtime.head_chunks(q, kv_heads, mask, shards)
 
 
 def _has_head_chunks(module: Any) -> bool:
@@ -118,20 +118,11 @@ def _has_head_chunks(module: Any) -> bool:
 
 
 def _is_linear(module: Any) -> bool:
-    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
+    if any("forward" in vars(m) or forward_hooks(m) or forward_pre_hooks(m) for m in module.modules()):
         return False
     if type(module).forward is nn.Linear.forward:
         return True
-    return _is_lora(module) and _is_linear(module.base_layer)
-
-
-def _is_lora(module: Any) -> bool:
-    """Return whether this is peft's linear layer with plain LoRA: without dropout, magnitudes (DoRA) or biases."""
-    if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or getattr(module, "lora_variant", None):
-        return False
-    plain = [*module.lora_A.values(), *module.lora_B.values()]
-    drops = [layer for layer in module.lora_dropout.values() if module.training and getattr(layer, "p", 0.0) > 0]
-    return not drops and all(type(layer) is nn.Linear and layer.bias is None for layer in plain)
+    return is_plain_lora(module) and _is_linear(module.base_layer)
 
 
 # autograd nodes that only reshape or copy a tensor

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import dropout
+from ..compat import without_hooks
 
 Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and the slice of its tokens
 
@@ -158,7 +159,7 @@ class _TiledForward:
         dx, results = None, []
         if wants_x:
             dx = x if self.overwrites_source else torch.empty_like(x, dtype=self.dtype)
-        with _without_hooks(self.parameters):
+        with without_hooks(self.parameters):
             for cut in self.slices:
                 with torch.enable_grad():
                     tile = x[:, cut].detach().requires_grad_(wants_x)
@@ -174,22 +175,6 @@ class _TiledForward:
                 sums.add(gradients)
                 del gradients, out  # otherwise the next tile's would be allocated beside them
         return results, dx
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
-    """Context manager in which the parameters have no hooks.
-
-    `torch.autograd.grad` would run them for each tile, but they must run once, for the sum.
-    """
-    hooks_before = [parameter._backward_hooks for parameter in parameters]
-    for parameter in parameters:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, hooks in zip(parameters, hooks_before, strict=True):
-            parameter._backward_hooks = hooks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

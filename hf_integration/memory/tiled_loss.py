@@ -13,28 +13,26 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.nn.modules import module as of_all
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.config.settings import most_logits
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError, InputError
 
+from ..compat import LEAF, ZERO_ID, hooks_around
 from ..graph_breaks import between_graphs
 from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
-LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
-# kinds of hooks that get a module's inputs or outputs; packages whose hooks do not read the values
-HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+# packages whose hooks do not read the values
 BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
 
@@ -50,8 +48,7 @@ class Tiling:
     modules: tuple[nn.Module, ...]
     hooks: tuple[RemovableHandle, ...] = ()
     local: bool = False  # whether the running forward is local, and so has no tiles
-    # what forwards without gradients compute, as in `tiled_modules.evaluated`
-    evaluated: Literal["loss", "logits"] | None = None
+    evaluating: bool = False  # whether forwards without gradients compute the loss in tiles too
     losses: list[float] | None = None  # sums of token losses, one for each tile so far; None: they are not collected
     # attention or MLP -> the norm before it, which no other module reads
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
@@ -93,7 +90,7 @@ class Tiling:
         """Return the computation that x replaces, if the norm before `reader` was deferred; else None."""
         if reader not in self.norms or any(x.stride()):
             return None
-        if self.deferred is not None and self.deferred[0].cdata == x.untyped_storage()._cdata:
+        if self.deferred is not None and self.deferred[0] == StorageWeakRef(x.untyped_storage()):
             (_, source), self.unread = self.deferred, self.unread - 1
             if not self.unread:
                 self.deferred = None
@@ -120,7 +117,7 @@ class Tiling:
 
         Backward may recompute that norm. All ranks do so, even if only some of them need to.
         """
-        if reader in self.norms and hasattr(reader, "ds_id"):
+        if reader in self.norms and hasattr(reader, ZERO_ID):
             from deepspeed.runtime.zero import register_external_parameter
 
             for parameter in self.norms[reader].parameters(recurse=False):
@@ -139,11 +136,7 @@ class Tiling:
 
 def _is_watched(module: nn.Module) -> bool:
     """Return whether a module has hooks that may read values: all do but those of packages in BLIND."""
-    hook_dicts = [
-        *(getattr(module, f"_{name}") for name in HOOKS),
-        *(getattr(of_all, f"_global_{name}") for name in HOOKS),
-    ]
-    return any(not _is_blind(hook) for hook_dict in hook_dicts for hook in hook_dict.values())
+    return any(not _is_blind(hook) for hook in hooks_around(module))
 
 
 def _is_blind(hook: Any) -> bool:
@@ -184,29 +177,24 @@ def _wants_tiles(model: Any, inputs: dict[str, Any]) -> bool:
         return False
     if model.base_model._sequence_parallel_patch.whole:
         return False
-    return torch.is_grad_enabled() or tiling.evaluated is not None
+    return torch.is_grad_enabled() or tiling.evaluating
 
 
 def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
     inputs = {**inputs}
     as_dict = inputs.pop("return_dict", None)
     base, rest = _output_without_tokens(model, inputs)
-    logits: list[Tensor] = []
-    loss = _loss(model, inputs, base, logits)
+    loss = _loss(model, inputs, base)
     if rest.get("aux_loss") is not None:
         loss = loss + model.router_aux_loss_coef * rest.aux_loss.to(loss.device)
-    output = type(rest)(**{**rest, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
+    output = type(rest)(**{**rest, "loss": loss, "logits": None})
     return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
 
 
 @between_graphs
-def _loss(model: Any, inputs: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
-    """Compute the loss of tokens from the base model's output.
-
-    Args:
-        logits: Takes the logits of each tile, if they are wanted.
-    """
-    sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base), logits)
+def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
+    """Compute the loss of tokens from the base model's output."""
+    sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base))
     return _through(model.lm_head, sum_tiles, base.last_hidden_state)
 
 
@@ -217,7 +205,7 @@ def _through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     have replaced it before.
     """
     head_forward, instance_forward = head.forward, vars(head).get("forward")
-    has_children, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
+    has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())
     if has_children and partitioned and not hasattr(head, LEAF):
         raise ConfigError(
             "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
@@ -261,22 +249,14 @@ def _without_tokens(output: Any, outputs: list[Any]) -> Any:
 
 
 def _sum_of_tiles(
-    model: Any,
-    inputs: dict[str, Any],
-    output_type: type,
-    logits: list[Tensor],
-    head: Callable[..., Tensor],
-    x: Tensor,
-    sums: GradientSums,
+    model: Any, inputs: dict[str, Any], output_type: type, head: Callable[..., Tensor], x: Tensor, sums: GradientSums
 ) -> Tensor:
     """Compute the loss of tokens from x (B, s, d), the base model's last hidden state.
 
     Args:
         output_type: The type of the base model's output.
-        logits: Takes the logits of each tile, if they are wanted.
     """
     tiling: Tiling = getattr(model, TILING)
-    wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
     shape = inputs["shift_labels"].shape
     by_token = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
     # the loss that balances experts is computed for all tokens, in `_output_without_tokens`
@@ -286,7 +266,6 @@ def _sum_of_tiles(
     def loss_of(tile: Tensor, cut: slice) -> Tensor:
         tile_inputs = inputs | {name: x[:, cut].contiguous() for name, x in by_token.items()}
         output = _class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
-        logits.extend([output.logits] if wanted else [])
         if tiling.losses is not None:
             tiling.losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
         return output.loss

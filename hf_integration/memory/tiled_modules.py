@@ -12,7 +12,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
 from ds_seqpar.runtime.checkpoints import is_checkpointed
 
+from ..compat import LEAF, ZERO_ID
 from ..families import attentions, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .tiled_function import tile_count, tiled, trained_parameters
-from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
+from .tiled_loss import STAGED, TILING, Tiling, model_forward
 
 # attribute of a tiled module: the forward that was set on the instance before, in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
@@ -59,7 +60,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
                 f"tiles need modules with the forward of their class; got a {type(other[0]).__name__} with one of its "
                 f"own (as trl's SFTTrainer sets, whose loss is in chunks already), leave {SECTION}.{name} out"
             )
-    if any(hasattr(module, "ds_id") and not hasattr(module, LEAF) for module in _zero_leaves(mlps, head)):
+    if any(hasattr(module, ZERO_ID) and not hasattr(module, LEAF) for module in _zero_leaves(mlps, head)):
         raise ConfigError(
             "tiles under ZeRO-3 need a model that is patched before DeepSpeed has it; got one that an engine has, call "
             "patch_attention first, or ds_seqpar.initialize"
@@ -105,28 +106,25 @@ def untile(model: Any) -> None:
             del module.forward
             if instance_forward is not None:
                 module.forward = types.MethodType(instance_forward, module)
-        if not hasattr(module, "ds_id"):  # ZeRO-3 reads the mark again of a module that it has hooked
+        if not hasattr(module, ZERO_ID):  # ZeRO-3 reads the mark again of a module that it has hooked
             vars(module).pop(LEAF, None)
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module, result: Literal["loss", "logits"] | None) -> Iterator[None]:
-    """Context manager in which forwards without gradients compute the loss in tiles too.
+def evaluating_loss(model: nn.Module) -> Iterator[None]:
+    """Context manager in which forwards without gradients compute the loss in tiles too, and no logits.
 
     Does nothing for a model without tiles.
-
-    Args:
-        result: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled.
     """
     tiling = _tiling(unwrapped(model))
     if tiling is None:
         yield
         return
-    before, tiling.evaluated = tiling.evaluated, result
+    tiling.evaluating = True
     try:
         yield
     finally:
-        tiling.evaluated = before
+        tiling.evaluating = False
 
 
 def add_up_losses(model: Any, add_up: bool) -> float | None:
@@ -259,7 +257,7 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
     """
     if (tiling := getattr(module, TILING, None)) is not None:
         tiling.lend(module)
-    needs_grad = args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad
+    needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None

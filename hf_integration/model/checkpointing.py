@@ -20,10 +20,10 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.checkpoints import Checkpoint
 
 from .. import dropout
+from ..compat import CHECKPOINT
 from ..memory.tiled_modules import TILING
 
 PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
-FUNCTION = "_gradient_checkpointing_func"
 
 
 def layers_of(model: nn.Module) -> tuple[Any, ...]:
@@ -77,14 +77,14 @@ def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParalle
     if torch.compiler.is_compiling():
         return  # the compiler decides what to keep
     for layer in layers:
-        function = vars(layer).get(FUNCTION)
+        function = vars(layer).get(CHECKPOINT)
         if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
-            setattr(layer, FUNCTION, sp.checkpointing(AsInForward(function, base)))
+            setattr(layer, CHECKPOINT, sp.checkpointing(AsInForward(function, base)))
 
 
 def forget(model: nn.Module) -> None:
     """Undo `keep_attention`: restore the checkpoint functions of a model's layers."""
     for layer in layers_of(model):
-        function = vars(layer).get(FUNCTION)
+        function = vars(layer).get(CHECKPOINT)
         if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):
-            setattr(layer, FUNCTION, function.checkpoint.checkpoint)
+            setattr(layer, CHECKPOINT, function.checkpoint.checkpoint)

@@ -11,123 +11,38 @@ would be another number than the unsplit model's, with other gradients. So it is
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.whole import WholeTensor
 
-from ..families import FAMILIES, as_in_training, is_causal_lm, unwrapped
+from ..families import FAMILIES, is_causal_lm, unwrapped
 from ..memory.tiled_loss import token_losses
-from ..memory.tiled_modules import add_up_losses, evaluated
-
-ITEMS = 3.0  # the divisor in the trial of a loss
+from ..memory.tiled_modules import add_up_losses
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
     """Raise ConfigError on every rank unless a transformers causal language model's loss_function is right."""
-    if _has_loss(model):
+    if has_loss(model):
         assert_ranks_agree(
             sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize")
         )
 
 
-def check_engine(engine: Any, sp: SequenceParallel) -> None:
-    """Raise ConfigError on every rank unless an engine's model calls sp.attention and computes the loss that is needed.
-
-    Checks causal language models of transformers only, by one forward of the shortest sequence. Modes and random state
-    stay as they were.
-    """
-    if not _has_loss(engine.module):
-        return
-    batch = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error, trial_of_rank = None, None
-    before = sum(sp.comm.received.values())
-    try:
-        with evaluating(engine):
-            output = engine(**batch, num_items_in_batch=ITEMS)
-            losses, dtype = [output.loss], output.loss.dtype
-            if training_arguments := as_in_training(unwrapped(engine.module)):
-                losses.append(engine(**batch, **training_arguments, num_items_in_batch=ITEMS).loss)
-                dtype = output.logits.dtype  # in which the fused loss computes logits of its own
-        if not isinstance(logits := output.logits, Tensor) or logits.shape[:2] != batch["shift_labels"].shape:
-            raise _error("no logits to compare its loss with", "initialize")
-        expected = token_losses(logits, batch["shift_labels"]) / ITEMS
-        trial_of_rank = max((TriedLoss.of(loss, expected, dtype) for loss in losses), key=lambda trial: abs(trial.rest))
-    except SeqParError:
-        raise  # on all ranks
-    except Exception as reason:
-        error = as_seqpar_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
-    error = shard_loss_error(sp.control_world, sp, trial_of_rank, "initialize") or error
-    received = sum(sp.comm.received.values()) - before
-    if (
-        not assert_ranks_agree(sp.control_world, "loss of the model", None, error=error, number=received)
-        and sp.size > 1
-    ):
-        raise ConfigError(
-            "a model that is given with sequence_parallel=sp must call sp.attention; got "
-            f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
-        )
-
-
-def _has_loss(model: nn.Module) -> bool:
+def has_loss(model: nn.Module) -> bool:
+    """Return whether a model is a causal language model of transformers, whose loss is known."""
     model = unwrapped(model)
     return isinstance(model, PreTrainedModel) and is_causal_lm(model)
-
-
-def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's shard of a sequence of the smallest length.
-
-    Its shift_labels could not be made from its labels, so a loss that ignores them gives another number.
-    """
-    ids = torch.arange(sp.multiple)[None] % vocabulary
-    batch = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
-    batch["shift_labels"] = (batch["labels"] * 3 + 1) % vocabulary
-    return {name: x.to(device) for name, x in batch.items() if isinstance(x, Tensor)}
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model, or engine, is in evaluation mode and has no gradients.
-
-    The loss is that of tokens alone, without the term for experts; a tiled loss stays tiled, and has whole logits
-    beside it. Afterwards modes, torch's random state, and ZeRO-3's record of the order of modules are as before.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices), without_balance_loss(model), evaluated(model, "logits"):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        _forget_order(model)
-
-
-def _forget_order(engine: nn.Module) -> None:
-    """Drop ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by.
-
-    The record must be taken in a training forward: selective checkpointing would otherwise see other operations when it
-    recomputes.
-    """
-    optimizer = getattr(engine, "optimizer", None)
-    offload: Any = getattr(optimizer, "parameter_offload", optimizer)
-    if hasattr(offload, "get_param_coordinator"):
-        coordinator = offload.get_param_coordinator()
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
@@ -156,17 +71,16 @@ class TriedLoss(NamedTuple):
     rounding: float  # the difference that rounding may cause
 
     @classmethod
-    def of(cls, loss: Tensor, expected: float, dtype: torch.dtype | None = None, tokens: int = 1) -> TriedLoss:
+    def of(cls, loss: Tensor, expected: float, tokens: int = 1) -> TriedLoss:
         """Make the trial of a loss. Token losses are summed in fp32.
 
         Args:
             loss: The loss that the forward returned.
             expected: The sum of its token losses over num_items_in_batch.
-            dtype: The least exact dtype of the arithmetic; None: the loss's.
             tokens: The number of token losses that were summed.
         """
         value = float(loss.detach())
-        eps = max(torch.finfo(x).eps for x in (torch.float32, loss.dtype, dtype or loss.dtype))
+        eps = max(torch.finfo(torch.float32).eps, torch.finfo(loss.dtype).eps)
         return cls(value, expected, min(1e-2, eps * max(8, tokens**0.5)) * max(abs(value), abs(expected)))
 
     @property
@@ -180,20 +94,19 @@ class TriedLoss(NamedTuple):
         return _error(got.format(*(f"{x:.7g}" for x in self[:2])), option_of)
 
 
-def shard_loss_error(
-    group: dist.ProcessGroup | None, sp: SequenceParallel, tried: TriedLoss | None, option_of: str
-) -> ConfigError | None:
-    """Return the error for the loss of sharded forwards; None where it is right. Collective over the group.
+def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigError | None:
+    """Return the error for the loss of sharded forwards; None where it is right. Collective over the sequence's ranks.
 
     The rest of a rank's loss beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
     losses are averaged over ranks, where it then counts once.
     """
-    all_tried = [trial for _, trial in all_gather_objects(group, ("loss of the model", tried))]
+    all_tried = [trial for _, trial in all_gather_objects(sp.groups.control, ("loss of the model", tried))]
     if tried is None or not tried.rest:
         return None
     rests = [trial.rest if trial else math.nan for trial in all_tried]
-    alike = sp.size > 1 and max(rests) - min(rests) <= max(trial.rounding for trial in all_tried if trial)
-    return None if alike else tried.error(option_of)
+    rounding = max(trial.rounding for trial in all_tried if trial)
+    alike = sp.size > 1 and all(map(math.isfinite, rests)) and max(rests) - min(rests) <= rounding
+    return None if alike else tried.error("initialize")
 
 
 def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: float) -> TriedLoss | None:
@@ -296,20 +209,6 @@ def balance(
     total = sp.sum_over_ranks(torch.stack([x.to(sums[0].device) for x in sums]).sum(0))
     counts, probabilities, rows = total[:experts].detach(), total[experts:-1], total[-1].detach()
     return experts * (counts / rows * (probabilities / rows)).sum()
-
-
-@contextlib.contextmanager
-def without_balance_loss(model: Any) -> Iterator[None]:
-    """Context manager in which a model's loss has no term that balances experts."""
-    config: Any = unwrapped(model).config
-    before = getattr(config, "output_router_logits", False)
-    if before:
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if before:
-            config.output_router_logits = True
 
 
 def check_output(model: Any, inputs: dict[str, Any]) -> None:

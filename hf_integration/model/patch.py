@@ -54,7 +54,7 @@ from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_on_shard, tokens_of, warn_of_cache, wrong_inputs
-from .losses import ExpertBalance, check_output, has_experts, shard_loss_error, tried_loss
+from .losses import ExpertBalance, check_output, has_experts, has_loss, shard_loss_error, tried_loss
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
@@ -412,21 +412,56 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
 
 @between_graphs
 def _try_shard_loss(patch: _Patch, module: nn.Module, kwargs: dict[str, Any], output: Any) -> None:
-    """Raise ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses."""
-    sp, items = patch.sp, kwargs.get("num_items_in_batch")
-    if items is None or kwargs.get("labels") is None:
-        return
-    tried = tried_loss(unwrapped(module), kwargs["shift_labels"], float(items), output, 1.0)
-    error = shard_loss_error(sp.groups.control, sp, tried, "initialize")
+    if _tried_on_shard(patch.sp, module, kwargs, output):
+        patch.untried = tuple(head for head in patch.untried if head is not module)
+
+
+def _tried_on_shard(
+    sp: SequenceParallel, module: nn.Module, kwargs: dict[str, Any], output: Any, error: ConfigError | None = None
+) -> bool:
+    """Raise ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses.
+
+    Args:
+        kwargs: The forward's arguments.
+        output: What it returned.
+        error: Another error of this rank.
+
+    Returns:
+        Whether the batch has what the trial needs.
+    """
+    labels, items = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    if labels is None or items is None or kwargs.get("labels") is None:
+        return False
+    tried = tried_loss(unwrapped(module), labels, float(items), output, 1.0)
+    error = shard_loss_error(sp, tried) or error
     assert_ranks_agree(sp.groups.control, "loss of the model", None, error=error)
-    patch.untried = tuple(head for head in patch.untried if head is not module)
+    return True
+
+
+def check_engine(engine: Any, sp: SequenceParallel) -> None:
+    """Check that an engine's model calls sp.attention, and its loss, in its first forward with labels.
+
+    A patched model does so by itself. Only causal language models of transformers are checked.
+    """
+    if _patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
+        return
+    received_before = sum(sp.comm.received.values())
+
+    @between_graphs
+    def check(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        silent = sp.size > 1 and sum(sp.comm.received.values()) == received_before
+        error = ConfigError(
+            "a model that is given with sequence_parallel=sp must call sp.attention; got "
+            f"{type(unwrapped(module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
+        )
+        if _tried_on_shard(sp, module, kwargs, output, error if silent else None):
+            hook.remove()
+
+    hook = engine.module.register_forward_hook(check, with_kwargs=True)
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Skip the check of a patched model's loss in its first sharded forward.
-
-    `initialize` calls this: it has checked the loss itself, or was told not to.
-    """
+    """Skip the check of a patched model's loss in its first sharded forward."""
     if (patch := _patch_of(unwrapped(model))) is not None:
         patch.untried = ()
 

@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from ..compat import ZERO_ID, whole_shape
+
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
 WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
 OFTEN = 64  # the most training forwards between two comparisons
@@ -35,7 +37,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
     """
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    shapes = {name: whole_shape(p) for name, p in parameters.items()}
     values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
     return {
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
@@ -48,7 +50,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
 
 
 def _is_whole(p: nn.Parameter) -> bool:
-    return not hasattr(p, "ds_shape") and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
+    return not hasattr(p, ZERO_ID) and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
 
 
 def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:

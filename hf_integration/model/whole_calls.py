@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.compat import tensor_version
 from ds_seqpar.data.batches import fingerprint, shard_call
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints, trusted
@@ -101,13 +102,13 @@ def _moved(x: Any, device: torch.device) -> Any:
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_inference() or x.device.type != "cpu":
         return x
     moved = x.to(device)
-    setattr(moved, MOVED, (None if moved is x else x, moved._version))
+    setattr(moved, MOVED, (None if moved is x else x, tensor_version(moved)))
     return moved
 
 
 def is_moved_batch(x: Any) -> bool:
     """Return whether a tensor is from `moved_batch`, and was not written to since."""
-    return hasattr(x, MOVED) and getattr(x, MOVED)[1] == x._version
+    return hasattr(x, MOVED) and getattr(x, MOVED)[1] == tensor_version(x)
 
 
 def set_loss_check(model: Any, option_of: str | None) -> None:

@@ -25,9 +25,9 @@ from ds_seqpar.data.batches import lengths_of
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.comm import explaining_failure
 
+from ..compat import INPUT_GRADS, whole_numel, whole_shape
 from ..families import attentions, heads, unwrapped, windows
 from ..memory.weight_slices import INWARD, OUTWARD
-from .job import elements
 
 # pattern of a device's name -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
 PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
@@ -53,7 +53,7 @@ class FlopCounter:
         # where peft trains a copy of a module, it leaves the original in place
         parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
         lowest = min((_place(name) for name, x in parameters if x.requires_grad), default=(math.inf, math.inf))
-        if hasattr(base, "_require_grads_hook"):  # set by transformers' enable_input_require_grads
+        if hasattr(base, INPUT_GRADS):
             lowest = (-math.inf,)
         self.flops_of_token = sum(
             _weights(base, name, x) * (2 + 2 * x.requires_grad + 2 * (_place(name) > lowest)) for name, x in parameters
@@ -95,14 +95,14 @@ def _place(name: str) -> tuple[float, ...]:
 
 def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
     """Return the weights of a matrix that are used for a token; 0 for any other parameter, or one read by index."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves the parameter itself empty
+    shape = whole_shape(parameter)
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
         return 0
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features  # a quantized parameter has fewer elements
     experts: float = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
-    return elements(parameter) * experts
+    return whole_numel(parameter) * experts
 
 
 class SequenceParallelCallback(TrainerCallback):

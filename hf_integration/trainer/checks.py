@@ -22,12 +22,12 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel, engine
-from ds_seqpar.config.deepspeed_checks import check_deepspeed
-from ds_seqpar.config.deepspeed_json import read_deepspeed
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.data.batches import check_batch
 from ds_seqpar.data.loader import Loader
 from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 
+from ..compat import TRL_BASE, collator_of
 from ..model.patch import sees_whole_outputs
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
@@ -60,7 +60,7 @@ UNSUPPORTED = {
     "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
     "distillation": ("DistillationTrainer", "GKDTrainer"),
 }
-SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # the Trainers of trl that may be extended
+SUPPORTED = ("SFTTrainer", "DPOTrainer", TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
 EQUAL_ARGUMENTS = (
@@ -107,7 +107,7 @@ def check_json(args: TrainingArguments) -> None:
     transformers would accept."""
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
-        check_deepspeed(read_deepspeed(config), config)
+        DeepSpeedJson.read(config).check_by_deepspeed()
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
@@ -227,7 +227,7 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // TRIED_EXAMPLES))][:TRIED_EXAMPLES]
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
-    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    collate = collator_of(trainer)(trainer.data_collator)
     for batch in [extremes] if batch_size > 1 else [[example] for example in extremes]:
         try:
             collated = collate(batch)

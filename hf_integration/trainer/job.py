@@ -22,10 +22,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from ds_seqpar.compiler.schedules.base import is_count
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.errors import ConfigError, did_you_mean
-from ds_seqpar.files import JsonField, call_library, read_json
+from ds_seqpar.files import call_library, read_json, shown
 from ds_seqpar.planner.limits import check_model
 
+from ..compat import whole_numel
 from ..families import FAMILIES, windows
 from ..model.checkpointing import layers_of
 from .collator import PackingCollator, Packs
@@ -76,7 +79,7 @@ def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset:
     if packed and seq and not documents:
         documents = (seq,)
     return dataclasses.replace(
-        Job.of(content),
+        Job.of(DeepSpeedJson.read(content)),
         seq=sum(documents) * batch_size or seq,
         documents=documents * batch_size,
         batch=1 if documents else batch_size,
@@ -130,17 +133,18 @@ def numbers_of(place: str) -> Model:
     file = os.path.join(place, "config.json") if os.path.isdir(place) else place
     content = read_json(file, "--model must be the folder of a model, or its config.json; that")
     where = f"the model's configuration {file}"
-    model_type = JsonField(where, content.get("model_type"), "model_type")
-    if model_type.text() not in CONFIG_MAPPING:
-        raise model_type.wrong(f"one that transformers knows{did_you_mean(model_type.value, CONFIG_MAPPING)}")
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        guess = did_you_mean(str(model_type), CONFIG_MAPPING)
+        raise ConfigError(f"{where}: model_type must be one that transformers knows; got {shown(model_type)}{guess}")
     return call_library("transformers", where, content, lambda fields: _sizes_by_transformers(where, fields))
 
 
 def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
     config = AutoConfig.for_model(**content)
     for name in WHOLE_NUMBERS:
-        if (value := getattr(config, name, None)) is not None:
-            JsonField(place, value, name).count()
+        if (value := getattr(config, name, None)) is not None and not is_count(value):
+            raise ConfigError(f"{place}: {name} must be a whole number from 1; got {shown(value)}")
     return config_sizes(config)
 
 
@@ -194,9 +198,4 @@ def model_sizes(model: PreTrainedModel) -> Model:
 
 
 def _elements(module: nn.Module) -> int:
-    return sum(map(elements, module.parameters()))
-
-
-def elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of a parameter; ZeRO-3 leaves it empty and stores the number in `ds_numel`."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    return sum(map(whole_numel, module.parameters()))

@@ -8,7 +8,9 @@ that step.
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import TrainerCallback
@@ -16,17 +18,24 @@ from transformers import TrainerCallback
 from ds_seqpar import SequenceParallel
 from ds_seqpar.runtime.agreement import all_reduce_sum
 
+from ..compat import sigterm_handler_before
+
 
 class PreemptionCallback(TrainerCallback):
     """During training, save a checkpoint and stop after a step in which any rank received SIGTERM."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
-        self.previous_handler: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Context manager in which this handles SIGTERM."""
         self.signalled = False
-        self.previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
+        previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous_handler)
 
     def _on_signal(self, *_: Any) -> None:
         self.signalled = True
@@ -36,16 +45,15 @@ class PreemptionCallback(TrainerCallback):
         if signalled_ranks:
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        signal.signal(signal.SIGTERM, self.previous_handler)
 
-
-def take_over(trainer: Any) -> None:
-    """Replace transformers' callback by PreemptionCallback, if the Trainer has it."""
+def take_over(trainer: Any) -> PreemptionCallback | None:
+    """Replace transformers' callback by PreemptionCallback, and return that, if the Trainer has one."""
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
-        return
+        return None
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
     jit_callback = trainer.pop_callback(JITCheckpointCallback)
-    signal.signal(signal.SIGTERM, jit_callback.jit_manager._original_sigterm_handler)
-    trainer.add_callback(PreemptionCallback(trainer.sp))
+    signal.signal(signal.SIGTERM, sigterm_handler_before(jit_callback))
+    callback = PreemptionCallback(trainer.sp)
+    trainer.add_callback(callback)
+    return callback

@@ -8,6 +8,7 @@ gets one value for each group (`GroupAccelerator`). So the Trainer's counting, l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -17,28 +18,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.config.deepspeed_json import check_settings, left_out, section_of
+from ds_seqpar.compat import tree_map
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import Part, all_reduce_sum, assert_ranks_agree
+from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
 
+from .. import compat
 from ..accelerators import GroupAccelerator
 from ..families import unwrapped
 from ..loaders import Stream, examples_of, stream_of
-from ..memory.tiled_modules import evaluated
+from ..memory.tiled_modules import evaluating_loss
 from ..model import whole_calls
 from ..model.patch import patch_attention, unpatch_attention
 from . import accelerate_config, checks, preemption, resume, rng_state
@@ -87,6 +89,7 @@ class SequenceParallelMixin(Behind):
 
     @printed_once
     def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
+        compat.check_trainer(Trainer)
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
@@ -101,7 +104,7 @@ class SequenceParallelMixin(Behind):
         self._throughput = SequenceParallelCallback(self.sp)
         # after the callback that decides whether a step is logged, before those that report logs
         self.callback_handler.callbacks[1:1] = [rng_state.SharedDraws(self.sp), self._throughput]
-        preemption.take_over(self)
+        self._preemption = preemption.take_over(self)
 
     # ---- the model
 
@@ -113,12 +116,11 @@ class SequenceParallelMixin(Behind):
             super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
-        check_settings(plugin.deepspeed_config)
-        self._section = accelerate_config.joined(
-            section_of(plugin.deepspeed_config), parallelism, self.accelerator.num_processes
-        )
+        json = DeepSpeedJson.read(plugin.deepspeed_config)
+        json.check_settings()
+        self._section = accelerate_config.joined(json.section, parallelism, self.accelerator.num_processes)
         SequenceParallelConfig.from_dict(self._section)
-        for key in left_out(plugin.deepspeed_config):  # accelerate would replace every "auto" in our section
+        for key in json.left_out:  # accelerate would replace every "auto" in our section
             plugin.deepspeed_config.pop(key, None)
         self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -182,16 +184,16 @@ class SequenceParallelMixin(Behind):
         except Exception as reason:
             error = as_seqpar_error("loading data failed", reason)
         assert_ranks_agree(
-            self.sp.control_world, name, {"batches": len(batches)}, error=error, after=self.sp.groups.control
+            self.sp.control_world, name, {"batches": len(batches)}, error=error, peers=self.sp.groups.control
         )
-        peers = Part(self.sp.data_rank, self.sp.groups.control)
         assert_ranks_agree(
-            self.sp.control_world, "whole batches", fingerprints, alike=peers, advice=mismatch_hints.of_batches
-        )
+            self.sp.control_world, "whole batches", fingerprints, peers=self.sp.groups.control, among_peers=True,
+            advice=mismatch_hints.of_batches,
+        )  # fmt: skip
         return batches
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
+        return compat.train_batch_size(self) * args.gradient_accumulation_steps * self.sp.data_size
 
     def num_examples(self, dataloader: DataLoader) -> int:
         stream = stream_of(getattr(dataloader, "dataset", None))
@@ -209,7 +211,8 @@ class SequenceParallelMixin(Behind):
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
         folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
-        return super().train(folder, *args, **kwargs)
+        with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
+            return super().train(folder, *args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
         assert_ranks_agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
@@ -223,7 +226,7 @@ class SequenceParallelMixin(Behind):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the loss since the last log, which the Trainer would add to `train_loss` separately on each rank
-        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        self._tr_loss = self.accelerator.gather(compat.loss_since_log(self)).mean()
         return super()._finalize_training(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -236,7 +239,7 @@ class SequenceParallelMixin(Behind):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:  # a folder that is being overwritten must not count as a checkpoint until complete
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder = Path(compat.output_folder(self)(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
@@ -287,7 +290,7 @@ class SequenceParallelMixin(Behind):
         """
         result, error = (None, None, None), None
         try:
-            with evaluated(model, "loss" if loss_only and not custom_loss else None):
+            with evaluating_loss(model) if loss_only and not custom_loss else contextlib.nullcontext():
                 batch_on_device = whole_calls.moved_batch(batch, self.args.device)
                 result = self._class_prediction_step(model, batch_on_device, loss_only, *args)
         except (SeqParError, RuntimeError):

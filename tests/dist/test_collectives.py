@@ -39,7 +39,7 @@ def parts(sp):
 
 
 def collected_alone(sp, rank):
-    return sp.record().gather() if rank == WRONG else sp.gather(torch.ones(8), 0)
+    return sp.mean_loss(torch.ones(())) if rank == WRONG else sp.gather(torch.ones(8), 0)
 
 
 def resumed_alone(sp, rank):
@@ -85,7 +85,7 @@ WRONG_INPUTS = {
         only_one("mean_loss", "got dict"),
     ),
     "a loader that one rank resumes": (resumed_alone, differ("same loader", "number 0", "number 1")),
-    "another call": (collected_alone, differ("calls", "records to gather", "tensor to gather")),
+    "another call": (collected_alone, differ("calls", "losses", "tensor to gather")),
     "a device that is none": (
         lambda sp, rank: sp.shard_batch(BATCH, device="nope" if rank == WRONG else None),
         only_one("making the micro-batches of a step failed"),
@@ -189,7 +189,6 @@ def test_groups_that_were_destroyed_get_a_sentence(again, tmp_path):
             "sum_over_ranks": lambda sp=sp: sp.sum_over_ranks(torch.ones(3)),
             "mean_loss": lambda sp=sp: sp.mean_loss(torch.ones(())),
             "shard_batches": lambda sp=sp: sp.shard_batch(BATCH),
-            "record.gather": lambda sp=sp: sp.record().gather(),
         }
         for name, call in calls.items():
             words = name, "needs the process groups", "destroyed with torch.distributed"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ds_seqpar
-from ds_seqpar.config.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
 from hf_integration.trainer.job import config_sizes
@@ -83,10 +83,10 @@ def measured(world, section, stage, checkpointing, away):
         with Within(*tensors()) as seen:
             step()
         peaks.append(seen.peak)
-    numbered = config_sizes(model.config)
+    numbered, json = config_sizes(model.config), DeepSpeedJson.read({"zero_optimization": zero})
     said = footprint(
         TrainingStep(
-            model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=Zero.of(zero),
+            model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=json.zero,
             checkpointing=checkpointing,
         )
     )  # fmt: skip

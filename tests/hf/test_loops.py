@@ -88,8 +88,10 @@ def starcoder(**changes):
 def never_called():
     sp = make((8, 2), **MODES["u2r2"])
     config = settings(MODES["u2r2"], "2", 1, 1)
+    engine, *_ = ds_seqpar.initialize(model=starcoder(), config=config, sequence_parallel=sp)
+    ids = torch.arange(32)[None]
     return (
-        refusal(ds_seqpar.initialize, model=starcoder(), config=config, sequence_parallel=sp),
+        refusal(engine, **sp.shard_batch({"input_ids": ids, "labels": ids})),
         refusal(ds_seqpar.initialize, model=starcoder(), config=config),
     )
 

@@ -269,13 +269,14 @@ ENGINES = {"a z-loss": "3", "AdaLoRA": "2"}  # model -> the ZeRO stage; peft's p
 
 
 def by_engine():
-    """By model: what initialize says of it; (loss, gradients) of a step on its whole batch."""
+    """By model: what is said of its loss on a sharded batch; (loss, gradients) of a step on its whole batch."""
     found, told = {}, {}
     for name, stage in ENGINES.items():
         model, batch = LOCAL[name][0](), LOCAL[name][1]()
         config = settings(MODES["r2"], stage, 1, ROWS)
-        told[name] = refusal(ds_seqpar.initialize, model=LOCAL[name][0]().float(), config=config)
-        engine, *_ = ds_seqpar.initialize(model=model.float(), config=config, check_loss=False)
+        tried, *_ = ds_seqpar.initialize(model=LOCAL[name][0]().float(), config=config)
+        told[name] = refusal(tried, **tried.sequence_parallel.shard_batch(batch))
+        engine, *_ = ds_seqpar.initialize(model=model.float(), config=config)
         found[name] = step(engine, [batch])
     return told, found
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import signal
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_integration import unpatch_attention
 from tests.hf.llama import llama, weights
@@ -191,3 +192,22 @@ def test_adapters_checkpointing_bf16_accumulation_evaluation_and_saving_together
     held_out = mean_of_steps(read, documents(12, seed=9), 4)
     assert held_out == pytest.approx(run["eval_loss"][-1], rel=4e-3)
     assert held_out < run["eval_loss"][0]
+
+
+class Ends(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        self.handler = signal.getsignal(signal.SIGTERM)
+        raise KeyError("ended")
+
+
+def handlers_around_a_failure(folder):
+    """Whether training handles SIGTERM, and whether the handler after a training that raises is that of before."""
+    before, ends = signal.getsignal(signal.SIGTERM), Ends()
+    trainer = make(folder, 1, {"size": 1}, enable_jit_checkpoint=True, parts={"callbacks": [ends]})
+    with pytest.raises(KeyError, match="ended"):
+        trainer.train()
+    return ends.handler != before, signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_training_that_raises_gives_the_handler_of_sigterm_back(tmp_path):
+    assert on_ranks(1, handlers_around_a_failure, tmp_path) == [(True, True)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from ds_seqpar.runtime import agreement, devices, groups, ops
+from ds_seqpar.runtime import agreement, custom_ops, devices, groups
 
 IMPORTED = ("torch._inductor", "transformers.models.llama.modeling_llama", "hf_integration")
 
@@ -42,7 +42,7 @@ def use_groups():
             warm_up(*args)
 
     groups._warm_up = warm_up_fakes
-    ops._runs_as_op = lambda: False  # a fake mode watches, which a real device has not
+    custom_ops.runs_as_op = lambda: False  # a fake mode watches, which a real device has not
 
 
 def really(function):

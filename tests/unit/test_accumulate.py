@@ -6,7 +6,7 @@ import torch
 
 from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.tiles.launches import KernelSupport, launches
+from ds_seqpar.compiler.tiles.launches import launches
 from ds_seqpar.compiler.tiles.tiles import Tile, tiles
 from ds_seqpar.config.settings import LAYOUTS as COMMON
 from ds_seqpar.runtime.kernels import reference
@@ -222,20 +222,3 @@ def test_a_band_is_few_calls_however_long_it_is():
         cut = launches([Tile(0, rows, 0, rows + width - 1, "band", width)], kernel.support)
         forward(kernel, q, k, v, cut, SCALE, _makers(q, k)[0])
         assert kernel.calls == count, (rows, width)
-
-
-def test_a_kernel_that_accumulates_by_itself_is_given_all_tiles_at_once():
-    class Native(Reference):
-        support = KernelSupport(tiles=True)
-
-        def forward_tiles(self, q, k, v, tiles, scale, into):
-            forward(Reference(), q, k, v, launches(tiles, Reference.support), scale, into)
-            self.given = [*tiles]
-
-        def backward_tiles(self, do, q, k, v, out, lse, tiles, scale, dq, dkv):
-            backward(Reference(), do, q, k, v, out, lse, launches(tiles, Reference.support), scale, dq, dkv)
-            self.given += tiles
-
-    kernel, (rows, columns, found) = Native(), TILES["two bands"]
-    _check(kernel, _inputs(rows, columns), found, 1e-12)
-    assert kernel.given == found + found

@@ -57,17 +57,16 @@ def _assert_even(plan, tokens):
 
 SHAPES = [
     *((a, b, r) for a, b, r in itertools.product((1, 2, 3, 4), repeat=3) if a * b * r <= 16),
-    *((8, 4, 1), (4, 8, 1), (1, 4, 8), (2, 16, 1), (5, 3, 2), (3, 3, 3), (5, 1, 5), (7, 5, 1)),
-    *((8, 8, 1), (4, 4, 4), (2, 2, 16), (4, 1, 16), (16, 4, 1), (1, 8, 8), (3, 7, 3), (64, 1, 1), (1, 64, 1)),
+    *((8, 4, 1), (4, 8, 1), (1, 4, 8), (5, 3, 2), (3, 3, 3), (5, 1, 5), (7, 5, 1), (32, 1, 1), (1, 32, 1)),
 ]
 
 
 # pytorch#189902: a load balancer that does not balance, which no test of correctness can see
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_zigzag_gives_every_rank_of_every_ring_equal_work_in_every_step(direction):
-    for size in (*range(1, 17), 24, 32, 64):
+    for size in (*range(1, 17), 32):
         _assert_even(build("ring", ring(size), direction), 4)
-    for size, window in ((4, 2), (6, 3), (8, 2), (9, 3), (12, 4), (15, 5), (16, 4), (32, 8), (64, 8)):
+    for size, window in ((4, 2), (6, 3), (8, 2), (9, 3), (12, 4), (15, 5), (16, 4)):
         _assert_even(build("double_ring", double_ring(size, window), direction), 4)
 
 
@@ -145,7 +144,7 @@ def test_distflash_halves_the_time_of_a_contiguous_ring():
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("layout", ["balanced", "zigzag", "striped"])
 def test_a_step_of_a_ring_is_one_kernel_call(layout, square):
-    plans = [build("ring", ring(size), "forward") for size in (*range(1, 17), 32)]
+    plans = [build("ring", ring(size), "forward") for size in (*range(1, 10), 16)]
     plans += [build("double_ring", double_ring(size, window), "forward") for size, window in ((8, 4), (16, 4), (12, 3))]
     for plan, tokens in itertools.product(plans, (2, 6)):
         blocks = _blocks(layout, plan.size, tokens)

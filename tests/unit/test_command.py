@@ -79,7 +79,7 @@ def test_show_prints_what_ranks_would_do_in_both_directions(capsys, settings):
     forward, backward = _plans(**settings)
     assert _tables(out) == [forward.table(), backward.table()]
     first, *_ = forward.table().splitlines()
-    assert first == f"{forward.name} forward, {forward.size} ranks"
+    assert first == forward.head
     ratios = _ratios(out)
     assert len(ratios) == 2
     assert all(1 <= ratio <= 2.01 for ratio in ratios)

@@ -12,7 +12,7 @@ from tests import oracle
 from tests.cuda_models import models
 
 SEQ, DIM, HEADS = 144, 64, (4, 2)  # of 64, whose scale is exact: of others dense fp32 is worse in backward
-OFFSETS = (100, 1_000, 10_000)
+OFFSETS = (100, 10_000)
 TIMES = 4  # the error of torch's dense fp32, at most
 WINDOW, PACK = Mask(window=50), Mask(documents=(0, 31, 100), window=40)
 CASES = {

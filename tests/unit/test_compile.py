@@ -1,20 +1,19 @@
 """What a program hangs on: which blocks meet, and no length; tiles of any length from those of a short one."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 
-from ds_seqpar.compiler import compile as compiling
-from ds_seqpar.compiler.compile import SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, block_mask_of
+from ds_seqpar.compiler.compile import CACHE_SIZE, BoundProgram, Compiler, Recipe
+from ds_seqpar.compiler.memory import peak
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.program.ulysses import Heads
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.plan import BlockMask
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask, visibility
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
-from ds_seqpar.compiler.tiles.tiles import tiles
-from ds_seqpar.config.settings import LAYOUTS as COMMON
 from tests.unit.plans import DIRECTIONS, SINGLE, topologies
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="float32")
@@ -53,50 +52,35 @@ def test_a_program_hangs_on_what_travels_and_how():
     assert compiler.inner_program("backward", CAUSAL, shards, other) is wide
 
 
-@pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("layout", COMMON)
-def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
-    for size in (1, 2, 3, 4, 6):
-        runs = size * (2 if layout in ("zigzag", "balanced") else 1)
-        keys = [(block,) for block in range(size)] + [tuple(range(size)), tuple(range(0, size, 2))]
-        for run in (SAMPLE_LENGTH + 1, SAMPLE_LENGTH + 2, 7, 16, 61, 1000):
-            shards = EvenShards(layout, runs * run, size)
-            for mask in ORDER:
-                linear = compiling._LinearTiles(mask, layout, size, square)
-                for q, kv in itertools.product(keys, repeat=2):
-                    found = linear.tiles(q, kv, run)
-                    if layout == "striped" and run > 61:
-                        continue  # many pieces, and the formula is one for all
-                    assert found == tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square), (size, run, q, kv)
-
-
 def test_tiles_grow_without_looking_at_tokens():
     """Those of a million tokens are found by arithmetic, and a bound keeps them."""
     shards = EvenShards("zigzag", 1 << 20, 8)
     program = Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).inner_program("forward", CAUSAL, shards, SHAPE)
-    bound = BoundProgram(program, (SHAPE,), shards, CAUSAL, PLAIN_KERNEL, None, Heads.of(SHAPE.q_heads, SHAPE.kv_heads))
+    bound = BoundProgram(program, (SHAPE,), shards, CAUSAL, PLAIN_KERNEL, Heads.of(SHAPE.q_heads, SHAPE.kv_heads))
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
     tokens = (1 << 20) // 8
     assert sum(tile.pairs for tile in found) == tokens // 2 * (tokens // 2 + 1) + (tokens // 2) ** 2
 
 
-@pytest.mark.parametrize("layout", COMMON)
-def test_the_pattern_of_a_stand_in_is_the_true_one(layout):
-    for size in (1, 2, 3, 4, 8):
-        runs = size * (2 if layout in ("zigzag", "balanced") else 1)
-        for run, mask in itertools.product((1, 2, 3, 5, 64), ORDER):
-            shards = EvenShards(layout, runs * run, size)
-            assert compiling._stand_in(mask, shards).seq <= max(2 * runs, shards.seq if run < 3 else 0)
-            compiler = Compiler(_recipe("ring", topologies("ring", size)[0]), 0)
-            blocks = [shards.runs("q", (block,)) for block in range(size)]
-            true = BlockMask(visibility(blocks, blocks, mask))
-            assert compiler.block_mask(mask, shards) == block_mask_of(mask, shards) == true, (size, run)
+def test_packs_do_not_push_out_the_program_of_every_step():
+    compiler = Compiler(_recipe("ring", topologies("ring", 4)[0]), 0)
+    shards = EvenShards("zigzag", 2 * (CACHE_SIZE + 8), 4)
+    static = compiler.bound_inner("forward", CAUSAL, shards, SHAPE)
+    for start in range(1, CACHE_SIZE + 8):
+        compiler.bound_inner("forward", Mask(documents=(0, start)), shards, SHAPE)
+        assert compiler.bound_inner("forward", CAUSAL, shards, SHAPE) is static
 
 
-def test_a_mask_that_knows_distances_has_no_stand_in():
-    shards = EvenShards("zigzag", 96, 4)
-    for mask in (Mask(window=5), Mask(documents=(0, 7))):
-        assert compiling._stand_in(mask, shards) is shards
-    uneven = UnevenShards([shards.runs("q", (block,)) for block in range(4)])
-    assert compiling._stand_in(CAUSAL, uneven) is uneven
+def test_a_bound_program_dies_with_its_last_reference():
+    """Without the garbage collector: training may run with it off."""
+    compiler = Compiler(_recipe("ring", topologies("ring", 2)[0]), 0)
+    bound = compiler.bound_inner("forward", CAUSAL, EvenShards("zigzag", 48, 2), SHAPE)
+    gc.disable()
+    try:
+        assert peak.__wrapped__(bound) > 0  # which calls all that it caches
+        last = weakref.ref(bound)
+        del compiler, bound
+        assert last() is None
+    finally:
+        gc.enable()

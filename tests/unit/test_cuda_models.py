@@ -21,7 +21,7 @@ def _models():
         yield
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), cases([model() for model in MODELS]))
+@pytest.mark.parametrize(("kernel", "dtype"), cases([model() for model in MODELS], (torch.float64, torch.bfloat16)))
 class TestModels(KernelSuite):
     device = "cpu"
 

@@ -1,7 +1,5 @@
 """Tiles cut into launches that a kernel supports: the same pairs, each once, in few launches."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -97,13 +95,6 @@ def test_tiles_that_share_rows_or_columns_are_launches_of_their_own():
     below = [Tile(at, at + 4, 0, 4, "full") for at in (0, 4, 8)]
     assert launches(beside, PLAIN_KERNEL) == tuple(beside)
     assert launches(below, PLAIN_KERNEL) == tuple(below)
-
-
-def test_a_kernel_of_all_tiles_is_given_them_as_they_are():
-    runs = (Run(0, 1, 64),)
-    for window, documents in itertools.product((None, 5), ((), (0, 16, 32, 48))):
-        found = tiles(runs, runs, Mask(window=window, documents=documents))
-        assert launches(found, KernelSupport(tiles=True)) == found
 
 
 WINDOWS = KernelSupport(square=True, windows=2, segments=True)

@@ -49,7 +49,7 @@ def walk(kernel, mask=CAUSAL, shards=None, size=4, ulysses=1, seq=SEQ, batch=1, 
     return launches["forward"], launches["backward"]
 
 
-ALIKE = ("double_ring", "wallfacer")  # of the same instructions as a ring and a mesh
+ALIKE = ("double_ring", "wallfacer", "attention2d")  # of the same instructions as a ring and a mesh
 
 
 def _with_one_kernel(names, rest=()):

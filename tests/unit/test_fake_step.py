@@ -1,4 +1,5 @@
-"""Whole training steps on a device that is not there: no layer moves a tensor off it, on it, or looks at a value."""
+"""Whole training steps, DeepSpeed's under ZeRO-3 too, on a device that is not there: no layer moves a tensor off it, on
+it, or looks at a value."""
 
 import contextlib
 import io
@@ -8,12 +9,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import SeqParError
 from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
-from tests.gpu import STEPS
+from tests.gpu import STEPS, TILES
 from tests.stand_in import on_stand_in
 from tests.words import missing
 
@@ -56,15 +57,19 @@ def step(size, section, keeps, packed, family="llama"):
     return [watch.calls[op.default] for op in (aten._flash_attention_forward, aten._flash_attention_backward)]
 
 
-def steps():
-    """By name, of whole sequences; and of packed rows, whose documents end where this rank's parts do."""
-    found = {name: step(4, *given, packed=False) for name, given in STEPS.items()}
-    found["experts"] = step(4, *STEPS["checkpoints"], packed=False, family="qwen3_moe")
-    return found, [step(4, *STEPS[name], packed=True) for name in ("plain", "all")]
+def all_at_once():
+    """Of whole sequences; and of packed rows, whose documents end where this rank's parts do."""
+    return [step(4, *STEPS["all"], packed=packed) for packed in (False, True)]
+
+
+def by_kind():
+    names = "reentrant checkpoints", "checkpoints without attention"
+    found = [step(2, *STEPS[name], packed=False) for name in names]
+    return [*found, step(2, *STEPS["checkpoints"], packed=False, family="qwen3_moe")]
 
 
 def alone():
-    return [step(1, *STEPS["all"], packed=packed) for packed in (False, True)]
+    return step(1, *STEPS["all"], packed=True)
 
 
 def chosen():
@@ -120,24 +125,6 @@ def measured():
             return found, str(error)
 
 
-def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
-    """A zigzag ring of two places around two Ulysses ranks is two calls: a causal one, and one with the other's
-    block."""
-    on_four, on_one = on_stand_in((4, 4, steps), (1, 1, alone))
-    for found, packed in on_four:
-        assert found.pop("head_chunks") == found.pop("all") == [4, 4]
-        assert found.pop("checkpoints without attention") == [4, 2]
-        assert list(found.values()) == [[2, 2]] * 6
-        assert packed == [[1, 1], [2, 2]]
-    assert on_one == [[[2, 2], [2, 2]]]
-
-
-def test_a_measurement_on_this_gpu_chooses_the_kernel():
-    for found, refused in on_stand_in((2, 2, measured))[0]:
-        assert found == ["cudnn", "cuda_flash"]
-        assert missing(refused, "bfloat16 64 causal", "rank 0: ", "('cudnn', 'cuda_flash'); rank 1") == []
-
-
 def told_of_another_gpu():
     """What is on stderr where a machine's file has an order of kernels for another device alone; for this one."""
     from ds_seqpar.planner.machine import presets
@@ -155,21 +142,84 @@ def told_of_another_gpu():
     return told
 
 
-def test_rank_0_says_that_no_order_of_kernels_is_for_its_device():
-    ((line,), none), others = on_stand_in((2, 2, told_of_another_gpu))[0]
-    assert missing(line, "machine.json", "NVIDIA Other", "NVIDIA Stand-in", "built-in order") == []
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+}
+KERNEL = aten._flash_attention_forward, aten._flash_attention_backward
+
+
+def engine_steps(section, keeps):
+    """Kernel calls of a step of whole sequences, and of a packed one."""
+    import ds_seqpar
+    from ds_seqpar.data.batches import _on_device
+    from ds_seqpar.runtime.devices import set_device
+    from tests.hf.families import model_of
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        with set_device():
+            model = model_of("llama", window=SEQ, num_hidden_layers=1).train()
+        torch.set_default_dtype(torch.float32)
+        model.gradient_checkpointing_enable(keeps)
+        given = {**CONFIG, "sequence_parallel": {"ulysses": 1, "schedule": "ring", **section}}
+        parameters = list(model.parameters())
+        engine, *_ = ds_seqpar.initialize(model=model, model_parameters=parameters, config=given, check_loss=False)
+        model.base_model._sequence_parallel_patch.agreement.compared = True  # values, in the first forward alone
+        found = []
+        for packed in (False, True):
+            with unset_fake_temporarily():
+                batch = engine.sequence_parallel.shard_batch(batch_of(packed))
+            batch = _on_device(batch, engine.sequence_parallel.device)
+            with OneDevice() as watch:
+                engine.backward(engine(**batch).loss)
+            engine.step()
+            found.append([watch.calls[op.default] for op in KERNEL])
+    return found, str(engine.device), str(engine.sequence_parallel.device)
+
+
+def zero3():
+    from tests.stand_in.engine import for_deepspeed
+
+    for_deepspeed()
+    return engine_steps({**TILES, "offload_checkpoints": True}, {"use_reentrant": False})
+
+
+def test_on_devices_that_are_not_there():
+    """In one process, as importing everything is what takes long."""
+    on_four, on_two, on_one, of_engines, measurements, sentences, *devices = on_stand_in(
+        (4, 4, all_at_once), (2, 2, by_kind), (1, 1, alone), (2, 2, zero3), (2, 2, measured),
+        (2, 2, told_of_another_gpu),
+        (0, 2, chosen), (1, 1, chosen), (8, 8, chosen), (1, 2, chosen_where_each_sees_its_own), (2, 3, chosen),
+    )  # fmt: skip
+    check_steps(on_four, on_two, on_one, of_engines)
+    for found, refused in measurements:  # a measurement on this GPU chooses the kernel
+        assert found == ["cudnn", "cuda_flash"]
+        assert missing(refused, "bfloat16 64 causal", "('cudnn', 'cuda_flash'); rank 1") == []
+    ((line,), none), others = sentences  # rank 0 says that no order of kernels is for its device
+    assert missing(line, "NVIDIA Other", "NVIDIA Stand-in") == []
     assert none == []
     assert others == [[], []]
+    check_devices(*devices)
 
 
-def test_every_rank_takes_its_own_device():
-    none, one, two, eight, own, few = on_stand_in(
-        (0, 2, chosen), (1, 1, chosen), (2, 2, chosen), (8, 8, chosen),
-        (1, 2, chosen_where_each_sees_its_own), (2, 3, chosen),
-    )  # fmt: skip
+def check_steps(on_four, on_two, on_one, of_engines):
+    """A zigzag ring of two places is two calls: a causal one, and one with the other's block; with head chunks each.
+    Under ZeRO-3 a pack ends with the block."""
+    assert on_four == [[[4, 4], [2, 2]]] * 4
+    assert on_two == [[[2, 2], [4, 2], [2, 2]]] * 2
+    assert on_one == [[2, 2]]
+    for rank, found in enumerate(of_engines):
+        assert found == ([[2, 2], [1, 1]], f"cuda:{rank}", f"cuda:{rank}")
+
+
+def check_devices(none, one, eight, own, few):
+    """Every rank takes its own."""
     assert none == [("cpu", None, {"None"}, True, 4, False)] * 2
     assert one == [("cuda:0", 0, set(), False, 4, False)]  # a rank alone needs no group
     assert own == [("cuda:0", 0, {"cuda:0"}, False, 4, False)] * 2  # which is its number 0, whatever the machine's
-    assert two == [(f"cuda:{rank}", rank, {f"cuda:{rank}"}, False, 2, True) for rank in range(2)]
     assert eight == [(f"cuda:{rank}", rank, {f"cuda:{rank}"}, False, 4, True) for rank in range(8)]
     assert all("LOCAL_RANK 2 and 2 devices" in said for said in few)

@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_seqpar.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.runtime import comm, groups, ops
+from ds_seqpar.runtime import attention, comm, groups
 from ds_seqpar.runtime.kernels import Scores
 from ds_seqpar.runtime.offload import store_of
-from ds_seqpar.runtime.runtime import Runtime
+from ds_seqpar.runtime.runtime import CallSettings, Runtime
 from tests.fake_cuda import no_device
 from tests.stand_in.streams import Stream, Streams, TooEarly
 from tests.unit.plans import SHAPES
@@ -48,17 +49,17 @@ def walk(rank, size=4, ulysses=1, **settings):
     runtime = Runtime(config, config.topology(size), made.cp_rank, comm.TorchComm(made), ulysses_rank)
     tokens = 2 * multiple(config.layout, size, ulysses) // size
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
-    for keep in range(3 if ulysses > 1 else 1):
-        settings = ops._Settings(runtime, CAUSAL, None, Scores(1.0, 0.0), head_chunks, keep, False)
-        out, *rest = ops._forward(settings, q, k, v, None)
-        saved = [*rest, *([] if keep > 1 else [out]), *([] if keep else [q, k, v])]
-        ops._backward(settings, do, None, None, saved, 4)
+    for saves in SavedForBackward if ulysses > 1 else [SavedForBackward.NOTHING]:
+        settings = CallSettings(CAUSAL, None, Scores(1.0, 0.0), head_chunks, saves)
+        out, *rest = runtime.forward(q, k, v, None, settings)
+        saved = [*rest, *([] if saves.out else [out]), *([] if saves.qkv else [q, k, v])]
+        attention.backward(do, None, None, saved, 4, runtime, settings)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_attention_sends(name, streams):
     settings = {"ulysses": 2} if name == "ring" else SHAPES[name]
-    for rank in range(settings.get("size", 4)):
+    for rank in (0, settings.get("size", 4) - 1):
         walk(rank, schedule=name, **settings)
     assert sum(count for stream, count in streams.done.items() if stream is not streams.current) > 4
 

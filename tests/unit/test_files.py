@@ -6,9 +6,9 @@ import json
 import pytest
 
 from ds_seqpar.__main__ import main
-from ds_seqpar.config.deepspeed_checks import check_deepspeed
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.files import LARGEST, LARGEST_FILE, JsonField, parse_json, read_json
+from ds_seqpar.files import LARGEST, LARGEST_FILE, parse_json, read_json
 from ds_seqpar.planner.machine import presets
 from tests.unit.commands import LLAMA
 
@@ -45,18 +45,6 @@ def test_numbers_of_64_bits_are_whole():
     assert parse_json(f"[{LARGEST}, -{LARGEST}, 1e300]", "it", "here") == [LARGEST, -LARGEST, 1e300]
     with pytest.raises(ConfigError, match=str(LARGEST + 1)):
         parse_json(str(LARGEST + 1), "it", "here")
-
-
-def test_values_have_a_type_and_a_range():
-    given = JsonField("machine x", {"a": {"b": 10**400}}).object(["a"])["a"].object()["b"]
-    for wrong in (given.number, given.flag, given.text, given.object, lambda: given.count(most=5)):
-        with pytest.raises(ConfigError, match=r"machine x: a\.b must be .*; got 1000"):
-            wrong()
-    assert JsonField("x", 2, "a").number(least=2, most=2) == 2.0
-    assert JsonField("x", 2, "a").count(least=2, most=2) == 2
-    for nothing in (True, float("nan"), float("inf"), "2", None):
-        with pytest.raises(ConfigError, match="a number from 0; got"):
-            JsonField("x", nothing, "a").number(least=0)
 
 
 # a file, what is exchanged in it, and what the sentence of the command names
@@ -189,5 +177,5 @@ def test_one_token_on_four_ranks_has_a_slope(command):
 
 def test_initialize_and_the_trainer_refuse_what_deepspeed_does():
     with pytest.raises(ConfigError, match=r'run\.json.*"zero_optimization\.stage": 9'):
-        check_deepspeed({**ZERO, "zero_optimization": {"stage": 9}}, "run.json")
-    check_deepspeed({**ZERO, "sequence_parallel": {"size": 2}})
+        DeepSpeedJson.read({**ZERO, "zero_optimization": {"stage": 9}}, "run.json").check_by_deepspeed()
+    DeepSpeedJson.read({**ZERO, "sequence_parallel": {"size": 2}}).check_by_deepspeed()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ds_seqpar import auto
-from ds_seqpar.config.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson, Zero
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.auto import Job, line_of, request_of, resolve_with_plan
@@ -133,9 +133,11 @@ def test_sizes_keep_the_sequences_of_a_step(job, sizes):
 def test_a_json_says_what_is_trained():
     section = {"stage": 3, "overlap_comm": False}
     content = {"train_batch_size": 8, "gradient_accumulation_steps": "auto", "zero_optimization": section}
-    assert Job.of(content) == Job(sequences=8, dtype="float32", zero=Zero(stage=3, overlap_comm=False))
+    assert Job.of(DeepSpeedJson.read(content)) == Job(
+        sequences=8, dtype="float32", zero=Zero(stage=3, overlap_comm=False)
+    )
     more = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
-    assert Job.of(more) == Job(batch=2, steps=4, dtype="bfloat16")
+    assert Job.of(DeepSpeedJson.read(more)) == Job(batch=2, steps=4, dtype="bfloat16")
 
 
 def test_a_machine_is_supposed_by_the_name_of_the_device():

@@ -2,14 +2,16 @@
 
 import itertools
 import re
+import weakref
 
 import pytest
 
 from ds_seqpar.compiler.sharding.layout import LAYOUTS, join, multiple
-from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
 from ds_seqpar.config.settings import LAYOUTS as COMMON
+from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.errors import InputError
-from tests.oracle import positions
+from tests.oracle import positions, positions_by_ulysses_rank
 
 RANKS = range(1, 17)
 
@@ -75,3 +77,20 @@ def test_any_number_of_tokens_is_dealt_evenly(layout, ranks):
         assert sorted(p for runs in held for run in runs for p in run.positions) == list(range(tokens))
         shares = [sum(run.length for run in runs) for runs in held]
         assert max(shares) - min(shares) <= 1
+
+
+def test_positions_held_are_those_of_the_runs():
+    """Of each side of uneven shards, of several blocks a rank, and of a rank without tokens."""
+    runs = [[(0, 1, 5), (9, 1, 2)], [(5, 1, 4), (11, 3, 2)], [(12, 3, 1), (13, 3, 1)], [(15, 1, 2)], [], []]
+    packed = UnevenShards([sorted(map(tuple, block)) for block in runs], [[(0, 2, 4)], [(1, 2, 4)]] + [[]] * 4)
+    blocks = UnevenShards([[(0, 1, 2)], [(6, 1, 2)], [(2, 1, 2)], [(4, 1, 2)], [(8, 1, 1)], []], blocks_per_rank=2)
+    for shards in (packed, blocks, EvenShards("striped", 24, 4)):
+        for (cp_rank, ulysses), side in itertools.product(itertools.product(range(3), (1, 2, 3)), ("q", "kv")):
+            expected = positions_by_ulysses_rank(shards, side, cp_rank, ulysses)
+            found = [positions_held(shards, ulysses, cp_rank * ulysses + rank, side) for rank in range(ulysses)]
+            assert [x.tolist() for x in found] == expected
+
+
+def test_positions_of_past_sequences_are_freed():
+    held = [weakref.ref(positions_held(EvenShards("contiguous", seq, 1), 1, 0)) for seq in range(1, 40)]
+    assert sum(x() is not None for x in held) < 8

@@ -50,7 +50,7 @@ def test_a_rank_that_computes_nothing_has_a_program_and_a_figure():
     shards = UnevenShards([[(0, 1, 4)], [(4, 1, 4)]], [[(0, 1, 4)], []])
     shape = Shape(batch=1, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", comm_dtype="float32")
     bound = Compiler(recipe, 1).bound_inner("forward", Mask(documents=(0, 4)), shards, shape)
-    assert "finish out(1) [0]" in listing(bound)
+    assert "finish: out(1) [0]" in listing(bound)
     assert memory.peak(bound) == 64 + 16 + 128 + 16
 
 

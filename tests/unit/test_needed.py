@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards

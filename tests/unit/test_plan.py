@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.analysis.validate import last_uses, validate
 from ds_seqpar.compiler.compile import Compiler, Recipe, block_mask_of
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.errors import ConfigError
@@ -174,11 +174,29 @@ def test_a_ring_sends_never_more_than_the_full_one_and_only_towards_ranks_that_n
 # ---- operands are freed after their last use
 
 
+def _last_uses(steps, rank):
+    """For each step, the operands that `rank` does not use after it (its own blocks too)."""
+    touched = [set() for _ in steps]
+    for index, step in enumerate(steps):
+        for move in step.moves:
+            at = index if move.src == rank else min(index + move.within, len(steps)) - 1
+            touched[at].add(move.unit)
+        for compute in step.computes:
+            touched[index] |= {("q", compute.q), ("kv", compute.kv)}
+        for gather in step.gathers:
+            touched[index] |= {(gather.kind, gather.key_of(rank)), (gather.kind, gather.blocks)}
+    seen, frees = set(), []
+    for units in reversed(touched):
+        frees.append(units - seen)
+        seen |= units
+    return frees[::-1]
+
+
 def _peak(plan, rank):
     """The most operands that `rank` holds at once, arrivals included; asserts that what it uses is there."""
     steps = plan.ranks[rank]
     held, peak, due = {("q", (rank,)), ("kv", (rank,))}, 0, {}
-    for index, (step, frees) in enumerate(zip(steps, last_uses(steps, rank), strict=True)):
+    for index, (step, frees) in enumerate(zip(steps, _last_uses(steps, rank), strict=True)):
         held |= {(gather.kind, gather.blocks) for gather in step.gathers}
         used = {(gather.kind, gather.key_of(rank)) for gather in step.gathers}
         used |= {unit for compute in step.computes for unit in (("q", compute.q), ("kv", compute.kv))}

@@ -23,7 +23,7 @@ PLAIN = dataclasses.replace(
     inside=Wire(latency=0.0, rate=1e9),
     between=Wire(latency=0.0, rate=1.25e8),
     attention={"bfloat16": {way: {"full": TABLE, "causal": TABLE} for way in ("forward", "backward")}},
-    memory_rate=1e30,
+    memory_rate=1e24,
     instruction=0.0,
 )
 WAYS = ("forward", "backward")
@@ -57,7 +57,7 @@ def test_a_ring_hides_what_its_links_carry_in_time():
 
 def test_latency_is_there_once_a_hop_and_host_time_once_an_instruction():
     call = _call(4, ulysses=1)
-    bare = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=1.0, rate=1e30))
+    bare = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=1.0, rate=1e24))
     assert _seconds(bare, call) == pytest.approx(3 + _product(call) / 4)
     alone = _call(1, ulysses=1)
     slow = dataclasses.replace(PLAIN, instruction=1.0, ahead=False)
@@ -72,7 +72,7 @@ def test_latency_is_there_once_a_hop_and_host_time_once_an_instruction():
     ({"ulysses": 4}, 2 * 3 * 1024 * 4 * 64 * 2),  # q, k, v and out: three quarters of each, sent and received
 ])  # fmt: skip
 def test_bytes_take_their_rank_from_its_work_where_processors_carry_them(settings, bytes_at_a_rank):
-    fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e30))
+    fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e24))
     call = _call(4, **settings)
     slow = dataclasses.replace(fast, stolen=1e-6)
     taken = _seconds(slow, call) - _seconds(fast, call)
@@ -83,7 +83,7 @@ def test_a_node_shares_its_uplink():
     """Two rings of two ranks, one of each in both nodes: side by side on ports of their own, behind one another on one
     that they share."""
     call = _call(4, ulysses=2)
-    own = _seconds(dataclasses.replace(PLAIN, uplink=1e30), call)
+    own = _seconds(dataclasses.replace(PLAIN, uplink=1e24), call)
     shared = _seconds(dataclasses.replace(PLAIN, uplink=1.25e8), call)
     kv = 2048 * 2 * 2 * 64 * 2
     assert shared - own == pytest.approx(kv / 1.25e8)
@@ -116,7 +116,7 @@ def test_more_sequences_are_followed_where_they_share_a_node():
 
 def test_what_a_mask_hides_costs_nothing():
     whole, causal = _call(4, ulysses=1), _call(4, ulysses=1, mask=CAUSAL)
-    fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e30))
+    fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e24))
     ratio = _seconds(fast, causal) / _seconds(fast, whole)
     assert ratio == pytest.approx(0.5, rel=1e-3)
     window = dataclasses.replace(_call(4, ulysses=1, layout="contiguous"), mask=Mask(window=64))

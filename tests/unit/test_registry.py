@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 
 import ds_seqpar
-from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler import schedules
 from ds_seqpar.compiler.schedules import SCHEDULES, ring
 from ds_seqpar.compiler.schedules.actions import Collective
 from ds_seqpar.compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, count
 from ds_seqpar.compiler.schedules.plan import Plan
+from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
@@ -134,7 +134,7 @@ def test_what_it_cannot_compute_is_refused(schedule, numbers):
 def test_schedules_are_found_by_themselves():
     files = {path.stem for path in Path(schedules.__file__).parent.iterdir()}  # of one or a family, or folders
     homes = {its.build.__module__.split(".")[3] for its in SCHEDULES.values()}
-    assert homes == files - {"__init__", "__pycache__", "actions", "base", "plan"}
+    assert homes == files - {"__init__", "__pycache__", "actions", "base", "plan", "text", "validate"}
     assert len(SCHEDULES) == 7
     assert all(schedules.schedule(name) is its and its.name == name for name, its in SCHEDULES.items())
     assert schedules.schedule("auto") is SCHEDULES[schedules.DEFAULT]

@@ -71,13 +71,13 @@ def test_rings_receive_what_the_table_says_whatever_their_windows(direction, tra
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_mesh_receives_what_the_table_says(direction, travels):
     met = 0
-    for size in range(1, 25):
+    for size in (*range(1, 13), 16, 18):
         for topology in topologies("mesh", size):
             wanted = _mesh_formula(*(topology.size(axis) for axis in "xyz"), direction, travels)
             # each rank the same: the greatest and the mean are this
             assert build("mesh", topology, direction, travels).received(UNITS[direction]) == [wanted] * size, topology
             met += 1
-    assert met > 100
+    assert met > 60
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -229,7 +229,7 @@ def test_auto_weighs_what_partial_results_travel_in():
 SIZES = {direction: _bytes(direction, 8, 4, "bfloat16") for direction in DIRECTIONS}
 
 
-@pytest.mark.parametrize("numbers", few_then_rest((2, 3, 4, 6), (8, 9, 12)))
+@pytest.mark.parametrize("numbers", few_then_rest((3, 4, 6), (8, 9, 12)))
 @pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, travels, numbers):
     for size in numbers:

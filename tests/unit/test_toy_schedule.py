@@ -115,9 +115,9 @@ def test_the_command_line_shows_it(capsys):
     assert tables[0].startswith("carousel forward, 6 ranks\n")
 
 
-@pytest.mark.parametrize("layout", ["striped", "zigzag", "backwards"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("travels", ["kv", "q", "auto"])
+@pytest.mark.parametrize(("layout", "overlap", "travels"), [
+    ("striped", False, "kv"), ("zigzag", True, "q"), ("backwards", False, "auto"),
+])  # fmt: skip
 def test_it_equals_dense_attention(layout, overlap, travels):
     sides = {"rotate_forward": travels, "rotate_backward": travels}
     for size, ulysses, seats, causal in ((4, 1, 2, True), (6, 1, 3, False), (8, 2, "auto", True), (3, 1, 1, True)):

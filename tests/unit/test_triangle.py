@@ -7,15 +7,14 @@ import random
 from collections import Counter
 
 import pytest
-import torch
 
-from ds_seqpar.analysis.validate import validate
-from ds_seqpar.compiler.compile import SAMPLE_LENGTH, Compiler, Recipe, block_mask_of
+from ds_seqpar.compiler.compile import Compiler, Recipe, block_mask_of
 from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.triangle import STRIPS
 from ds_seqpar.compiler.schedules.triangle.tiling import tiling
+from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.compiler.sharding.balance import shards_of
 from ds_seqpar.compiler.sharding.layout import LAYOUTS, multiple
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
@@ -23,8 +22,8 @@ from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.testing import attention
-from tests.grids import cover, each_then_rest, grouped
-from tests.oracle import dense, errors, positions, spreads, tensors
+from tests.grids import each_then_rest
+from tests.oracle import positions, tensors
 from tests.unit.plans import DIRECTIONS, build, built, joint, shaped, topology
 from tests.unit.test_schedule_bytes import UNITS
 
@@ -276,87 +275,11 @@ def test_what_a_mask_leaves_out_is_neither_computed_nor_sent(shape, direction):
         validate(overlapped(plan, meet, units), meet.pairs())
 
 
-# ---- tensors
+# ---- on ranks
 
 
-def _found(config, inputs, **how):
-    found = attention(config, *inputs, **how)
-    return found.out, found.dq, found.dk, found.dv
-
-
-def _config(shape, ulysses=1, **options):
-    size = _ranks(*shape) * ulysses
-    return SequenceParallelConfig(size=size, ulysses=ulysses, schedule="triangle", strips=shape[1], **options)
-
-
-@functools.lru_cache(maxsize=8)
-def _problem(seq, heads):
-    inputs = tensors(1, seq, heads, 8)
-    return inputs, dense(*inputs)
-
-
-def _assert_near(found, wanted, case):
-    """To 1e-10 of the greatest number or of 1: a token that sees itself alone has gradients of 0."""
-    for a, b in zip(found, wanted, strict=True):
-        assert (a - b).abs().max() <= 1e-10 * max(1, b.abs().max()), case  # which a NaN is not
-
-
-GRID = {"ulysses": (1, 2), "heads": ((4, 4), (4, 2), (4, 1)), "overlap": (False, True)}
-LONG = [
-    pytest.param(cover(shape=(shape,), **GRID), id=str(shape), marks=pytest.mark.whole)
-    for shape in ((5, 1), (4, 2), *LARGER)
-]
-
-
-@pytest.mark.parametrize("cases", [*grouped(("shape",), shape=((2, 1), (3, 1), (4, 1), (3, 2), (3, 4)), **GRID), *LONG])
-def test_it_equals_dense_attention(cases):
-    compilers = {}
-    for case in cases:
-        config = _config(case["shape"], case["ulysses"], overlap=case["overlap"])
-        times = 2 if case["shape"][1] == 1 else 1
-        seq = times * multiple(STRIPS[case["shape"][1]], config.size, config.ulysses)
-        inputs, wanted = _problem(seq, case["heads"])
-        assert max(errors(_found(config, inputs, compilers=compilers), wanted)) <= 1e-10, case
-
-
-def test_tiles_of_long_chunks_grow_with_them():
-    for side, length in ((3, SAMPLE_LENGTH + 1), (4, 2 * SAMPLE_LENGTH + 3)):
-        inputs = tensors(2, 2 * _ranks(side, 1) * length, (4, 2), 8)
-        assert max(errors(_found(_config((side, 1)), inputs), dense(*inputs))) <= 1e-10
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
-@pytest.mark.parametrize("shape", each_then_rest([(4, 1), (3, 2)], [(6, 1)]), ids=str)
-def test_partial_results_that_travel_in_bf16_cost_their_rounding_only(shape, heads, overlap):
-    inputs = tensors(1, 8 * _ranks(*shape), heads, 32, torch.bfloat16)
-    wanted = dense(*inputs)
-    wide, narrow = (
-        spreads(_found(_config(shape, overlap=overlap, comm_dtype=travel), inputs), wanted)
-        for travel in ("fp32", "bf16")
-    )
-    assert max(wide) < 0.01
-    # each partial result is rounded once a hop, to 8 bits
-    hops = shape[1] * (shape[0] - 1)
-    assert all(b <= a + hops * 2**-9 for a, b in zip(wide, narrow, strict=True))
-
-
-@pytest.mark.parametrize("shape", [(3, 1), (4, 1), (3, 2), (4, 2)], ids=str)
-def test_with_masks_it_equals_dense_attention(shape):
-    inputs = tensors(1, 8 * _ranks(*shape), (4, 2), 8)
-    for number, mask in enumerate(_masks(shape), start=shape[0]):
-        _assert_near(
-            _found(_config(shape, overlap=number % 2 == 0), inputs, mask=mask), dense(*inputs, mask=mask), mask
-        )
-
-
-def test_sequences_of_any_length_are_exact():
-    for shape, seq in itertools.product([(3, 1), (4, 1), (3, 2), (3, 4)], (1, 5, 29, 50)):
-        for ulysses in (1, 2) if shape[1] == 1 else (1,):
-            inputs = tensors(1, seq, (4, 2), 8)
-            shards = shards_of(STRIPS[shape[1]], (seq,), _ranks(*shape))
-            found = _found(_config(shape, ulysses), inputs, shards=shards)
-            _assert_near(found, dense(*inputs), (shape, seq, ulysses))
+def _config(shape):
+    return SequenceParallelConfig(size=_ranks(*shape), ulysses=1, schedule="triangle", strips=shape[1])
 
 
 def test_what_virtual_ranks_receive_is_the_closed_form():
@@ -425,63 +348,29 @@ def _attended(shape=(3, 1), seq=12, **how):
 
 HALVES = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], blocks_per_rank=2)
 REFUSED = [
-    *((lambda size=size: _resolved(size), rf"triangle.*CP ranks.*got {size}\b") for size in (2, 4, 5, 7, 8, 9)),
-    (lambda: _resolved(7, (4, 4), ulysses="auto"), r"triangle.*CP ranks.*got 7\b"),
-    (lambda: _resolved(13), r"triangle.*got 13.*12 or 15"),
-    (lambda: _resolved(6, strips=4), r"strips.*\[1, 2\].*6 CP ranks.*got 4"),
-    (lambda: tiling(1008, 8), r"8 strips.*got 1008"),
-    (lambda: _resolved(6, schedule="auto", strips=2), r'strips.*"triangle".*"ring"'),
-    (lambda: _resolved(3, strips=1, layout="zigzag"), r'layout.*"pairs".*"triangle".*got "zigzag"'),
-    (lambda: _resolved(3, schedule="auto", layout="pairs"), r'layout.*got "pairs".*"triangle"'),
-    (lambda: _resolved(6, strips=2, layout="pairs"), r'layout.*"pairs2".*got "pairs"(?!.*schedule)'),
+    *((lambda size=size: _resolved(size), rf"got {size}\b") for size in (2, 4, 9)),
+    (lambda: _resolved(7, (4, 4), ulysses="auto"), r"got 7\b"),
+    (lambda: _resolved(13), r"got 13.*12 or 15"),
+    (lambda: _resolved(6, strips=4), r"strips.*got 4"),
+    (lambda: tiling(1008, 8), "got 1008"),
+    (lambda: _resolved(6, schedule="auto", strips=2), 'strips.*"triangle"'),
+    (lambda: _resolved(3, strips=1, layout="zigzag"), 'got "zigzag"'),
+    (lambda: _resolved(3, schedule="auto", layout="pairs"), 'got "pairs"'),
+    (lambda: _resolved(6, strips=2, layout="pairs"), r'got "pairs"(?!.*schedule)'),
     (lambda: build("triangle", shaped("triangle", 3), "forward", "q"), "got travelling q"),
-    (lambda: _attended((4, 1), 24, mask=Mask(causal=False)), r"triangle.*causal.*queries of chunk"),
-    (lambda: _attended((3, 2), 24, mask=Mask(causal=False)), r"triangle.*causal.*queries of chunk"),
-    (lambda: _attended((4, 1), 24, mask=Mask(causal=False, documents=(0, 11))), r"triangle.*causal.*queries of chunk"),
-    (
-        lambda: _attended(shards=UnevenShards([[(4 * n, 1, 4)] for n in range(3)])),
-        r"2 blocks.*got 1\b.*blocks_per_rank=2",
-    ),
+    (lambda: _attended((4, 1), 24, mask=Mask(causal=False)), "queries of chunk"),
+    (lambda: _attended((3, 2), 24, mask=Mask(causal=False, documents=(0, 11))), "queries of chunk"),
+    (lambda: _attended(shards=UnevenShards([[(4 * n, 1, 4)] for n in range(3)])), r"got 1\b.*blocks_per_rank=2"),
     (
         lambda: attention(SequenceParallelConfig(size=3, ulysses=1), *tensors(1, 12, (4, 2), 8), shards=HALVES),
-        r"1 block\b.*got 2\b.*blocks_per_rank=1",
+        r"got 2\b.*blocks_per_rank=1",
     ),
-    (
-        lambda: UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], blocks_per_rank=2),
-        r"blocks.*got 3, blocks_per_rank 2",
-    ),
-    (lambda: UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], blocks_per_rank=2), r"runs of q.*in order"),
+    (lambda: UnevenShards([[(n, 1, 1)] for n in range(3)], blocks_per_rank=2), "blocks_per_rank 2"),
+    (lambda: UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], blocks_per_rank=2), "in order"),
 ]
 
 
 @pytest.mark.parametrize(("call", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
-    with pytest.raises((ConfigError, InputError), match=said) as caught:
+def test_what_does_not_fit_is_refused(call, said):
+    with pytest.raises((ConfigError, InputError), match=said):
         call()
-    assert "\n" not in str(caught.value)
-
-
-def _work(own, q, kv):
-    """Products of chunks that a rank can do, a chunk with itself counting half, of what it owns and receives."""
-    return sum((m > n) + (m == n) / 2 for m in {*own, *q} for n in {*own, *kv})
-
-
-def test_no_rank_can_do_its_share_with_fewer_chunks_than_the_triangles():
-    """All choices of the two chunks that a rank owns and of those that it receives, for T = 3; and for T = 4 of those
-    that see most: where chunks are as good as they can be, queries are the last and keys the first."""
-    chunks = range(6)
-    for own in itertools.combinations(chunks, 2):
-        for received in range(2):
-            for a in range(received + 1):
-                for q in itertools.combinations(chunks, a):
-                    for kv in itertools.combinations(chunks, received - a):
-                        assert _work(own, q, kv) < 3 * 2
-    most = {side: max((a + 2) * (2 * side - 5 - a + 2) - 2 for a in range(2 * side - 4)) for side in range(3, 25)}
-    assert all(most[side] < side * (side - 1) for side in most)
-    chunks = range(4 * 3)
-    best = max(
-        _work(own, chunks[len(chunks) - a :], chunks[: 3 - a])
-        for a in range(4)
-        for own in itertools.combinations(chunks, 2)
-    )
-    assert 0 < best <= most[4]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler.schedules.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
+from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.errors import PlanError
 from tests.grids import each_then_rest, examples
 from tests.unit.plans import (
@@ -42,12 +42,12 @@ _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 
 
 def _rejection(plan, pairs):
-    """The validator's sentence; it always names rank and step, and carries the table."""
+    """The validator's sentence; it always names rank and step, and carries the table around the step."""
     with pytest.raises(PlanError) as caught:
         validate(plan, pairs)
     sentence, _, table = str(caught.value).partition("\n")
-    assert re.match(r"rank -?\d+, step \d+: \S", sentence), sentence
-    assert table == plan.table()
+    rank, step = re.match(r"rank (-?\d+), step (\d+): \S", sentence).groups()
+    assert table == plan.around(int(step), int(rank))
     return sentence
 
 

@@ -8,11 +8,11 @@ from collections import deque
 import pytest
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import Collective, Compute, Move, Step
 from ds_seqpar.compiler.schedules.plan import Plan
+from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
@@ -94,7 +94,7 @@ def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
     q, k, v, _ = tensors(1, 4, (2, 1), 4)
     rank = runtime.Runtime(config, config.topology(2), 0, virtual._VirtualComm(0, virtual.Mailbox(deque)))
     with pytest.raises(RuntimeError, match="no such instruction") as caught:
-        runtime.run(rank.forward(q, k, v, None, CAUSAL, rank.shards(4), Scores(1.0)))
+        rank.forward_walk(q, k, v, None, runtime.CallSettings(CAUSAL, rank.shards(4), Scores(1.0)), None).run()
     (note,) = caught.value.__notes__
     assert note.splitlines() == [
         "ring forward, CP rank 0 of 2, step 0, with ranks 1",
@@ -182,11 +182,11 @@ def _check_mutations(replace_schedule, name, seeds):
 
 @pytest.mark.parametrize("name", STARTS)
 def test_a_changed_plan_that_the_validator_accepts_is_exact(replace_schedule, name):
-    accepted = _check_mutations(replace_schedule, name, range(50))
-    assert 4 <= accepted <= 46  # enough of either kind to say something
+    accepted = _check_mutations(replace_schedule, name, range(20))
+    assert 2 <= accepted <= 18  # enough of either kind to say something
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", STARTS)
 def test_many_changed_plans_that_the_validator_accepts_are_exact(replace_schedule, name):
-    assert _check_mutations(replace_schedule, name, range(50, 400)) >= 25
+    assert _check_mutations(replace_schedule, name, range(20, 200)) >= 12

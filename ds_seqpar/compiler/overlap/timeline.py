@@ -1,4 +1,4 @@
-"""What ranks do when, simulated or measured: events, their durations, and the trace that Perfetto shows."""
+"""What simulated ranks do when: events, their durations, and the trace that Perfetto shows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...files import write_text
-from ..sharding.layout import Key
 
 # kind of event -> the track of a rank that shows it
 TRACKS = {
-    "walk": "compute",
-    "agree": "compute",
     "product": "compute",
     "merge": "compute",
     "copy": "compute",
@@ -23,7 +20,6 @@ TRACKS = {
     "wait": "compute",
     "exchange": "receive",
     "move": "receive",
-    "send": "send",
 }
 
 
@@ -31,12 +27,8 @@ TRACKS = {
 class Event:
     """What `rank` does from `start` to `end`, in seconds.
 
-    A simulation has these kinds: "product", "wait", "move" (a message or a shard of a collective arrives), "exchange"
-    (tensors of other Ulysses ranks arrive). The fields after `label` keep their defaults.
-
-    A record has further kinds: "send" (a message is sent), "post" (messages and collectives are started), "merge"
-    (partial results are merged), "copy" (operands and results are copied), "agree" (ranks compare their inputs) and
-    "walk" (a whole program, which encloses others). A message lasts from its post until a wait has seen its end.
+    A kind is "product", "merge", "copy", "post" (messages and collectives are started), "wait", "move" (a message or a
+    shard of a collective arrives) or "exchange" (tensors of other Ulysses ranks arrive).
     """
 
     rank: int  # SP rank
@@ -44,17 +36,6 @@ class Event:
     start: float
     end: float
     label: str
-    _: dataclasses.KW_ONLY
-    call: int = -1  # the number of the walk, in order, from 0
-    direction: str = ""  # of the program
-    step: int = -1  # of the program
-    # `what` and `blocks` are the unit that is computed or sent, as ("kv", ((0,),)); for a product `what` is "" and
-    # `blocks` are those of q and of kv
-    what: str = ""
-    blocks: tuple[Key, ...] = ()
-    peer: int = -1  # the CP rank at the other end of a message
-    bytes: int = 0  # received or sent
-    waited: float | None = None  # when the wait began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +133,9 @@ def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
 def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
     """Return timelines as {"traceEvents": [...], "displayTimeUnit": "ms"}.
 
-    A rank of a timeline is a process ("pid", named by an event "M"). Its tracks are "compute", "receive" and "send",
-    with a "receive 2" where messages overlap. An Event is a complete event ("X"): "ts" and "dur" in microseconds from
-    the timeline's start; "cat", its kind; "args", its other fields that are set.
+    A rank of a timeline is a process ("pid", named by an event "M"). Its tracks are "compute" and "receive", with a
+    "receive 2" where messages overlap. An Event is a complete event ("X"): "ts" and "dur" in microseconds from the
+    timeline's start, and its kind as "cat".
     """
     events: list[dict[str, object]] = []
     for title, timeline in timelines.items():
@@ -168,10 +149,9 @@ def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
     """Return the trace events of a rank."""
     events, tid = [], 0
-    for track in ("compute", "receive", "send"):
-        shown = timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track))
-        # compute events follow or enclose one another; messages overlap, which a single track cannot show
-        placed = [(0, event) for event in shown] if track == "compute" else lanes(shown)
+    for track in ("compute", "receive"):
+        # what a rank does follows one another; messages overlap, which a single track cannot show
+        placed = lanes(timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track)))
         count = 1 + max((lane for lane, _ in placed), default=-1)
         for lane in range(count):
             events.append(_named("thread_name", pid, tid + lane, track if not lane else f"{track} {lane + 1}"))
@@ -185,9 +165,5 @@ def _named(field: str, pid: int, tid: int, name: str) -> dict[str, object]:
 
 
 def _complete(event: Event, pid: int, tid: int, zero: float) -> dict[str, object]:
-    values = [(field, getattr(event, field.name)) for field in dataclasses.fields(Event)[5:]]
-    known = {field.name: value for field, value in values if value != field.default}
-    if event.waited is not None:
-        known["waited"] = (event.waited - zero) * 1e6
     times = {"ts": (event.start - zero) * 1e6, "dur": (event.end - event.start) * 1e6}
-    return {"ph": "X", "name": event.label, "cat": event.kind, "pid": pid, "tid": tid, **times, "args": known}
+    return {"ph": "X", "name": event.label, "cat": event.kind, "pid": pid, "tid": tid, **times}

@@ -1,11 +1,13 @@
 """The registry of schedules.
 
 Every file and folder here defines one `Schedule` or a family of them, and is found automatically; `register` adds
-others. A `Schedule` contains everything that is specific to it, its own layouts too; no other module contains its name.
+others, and `text` reads files. A `Schedule` contains everything that is specific to it, its own layouts too; no other
+module contains its name.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Iterable
@@ -14,6 +16,7 @@ from types import ModuleType
 from ...errors import SECTION, ConfigError, check_choice
 from ...renamed import SETTINGS as OLD_SETTINGS
 from ..sharding import layout
+from . import text
 from .base import Schedule, Setting
 
 DEFAULT = "ring"  # the schedule of "auto"
@@ -54,13 +57,21 @@ def remove(name: str) -> None:
 
 
 def schedule(name: str) -> Schedule:
-    """Return the schedule of this name, or of "auto".
+    """Return the schedule of this name, of "auto", or of a file, "file:PATH", which a process reads once.
 
     Raises:
         ConfigError: No schedule has this name; the message has the nearest one.
+        PlanError: The file has no plans of exact attention.
     """
-    check_choice(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
+    if isinstance(name, str) and name.startswith(text.FILE):
+        return _from_file(name)
+    check_choice(f"{SECTION}.schedule", name, ("auto", f"{text.FILE}PATH", *SCHEDULES))
     return SCHEDULES[DEFAULT if name == "auto" else name]
+
+
+@functools.cache
+def _from_file(name: str) -> Schedule:
+    return text.read(name, SCHEDULES.values())
 
 
 def settings() -> dict[str, tuple[Setting, Schedule]]:

@@ -119,12 +119,12 @@ class Step:
         yield from itertools.chain.from_iterable(groups)
 
     def words(self, rank: int) -> str:
-        """Return the step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
+        """Return the step as text, which `text.parse` reads; "-" where the rank does nothing."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)
         for move in (*self.moves, *self.results):
             arrow = f">{move.dst}" if move.src == rank else f"<{move.src}"
-            labels.append(f"{move.kind}{name_of(move.key)}{arrow}")
+            labels.append(f"{move.kind}{name_of(move.key)}{arrow}" + f"+{move.within}" * (move.within != 1))
         labels += [f"{reduce.kind}{name_of(reduce.blocks)}%" for reduce in self.reduces]
         return " ".join(labels) or "-"
 

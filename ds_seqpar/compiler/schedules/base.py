@@ -89,6 +89,7 @@ class Schedule:
         moving_sides: The sides that it can move; "auto" takes the one that sends fewer bytes.
         can_compute: (q block, kv block) -> whether it can compute that product at all.
         collective_axes: The axes along which it gathers and reduces, which need process groups.
+        digest: Of a file's plans: what ranks compare beside the name.
         ring_axes: The axes of transfers between neighbors. Rank orders put these or `collective_axes` into a node.
     """
 
@@ -108,6 +109,7 @@ class Schedule:
     can_compute: Callable[[int, int], bool] = lambda q, kv: True
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
+    digest: str = ""
 
     def at(self, ranks: int, options: ScheduleOptions) -> Schedule:
         """Return the schedule with the fields that it has with this shape."""

@@ -1,14 +1,17 @@
-"""A plan: the steps of every CP rank, for tests, diagrams and passes that need all ranks."""
+"""A plan: the steps of every CP rank, for files, tests, diagrams and passes that need all ranks."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from .actions import Steps
 
+AROUND = 2  # steps that an error shows before and after the wrong one
+MOST_COLUMNS = 9  # of the step's number and 8 ranks
 StepsOf = Callable[[int], Steps]  # rank -> its steps
 
 
@@ -98,12 +101,25 @@ class Plan:
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """Return the plan as text, with a row for each step and a column for each rank; see `Step.words`."""
+        """Return the plan as text, with a row for each step and a column for each rank; `text.parse` reads it."""
+        return "\n".join([self.head, *columns(self.rows())])
+
+    @property
+    def head(self) -> str:
+        blocks = f", {self.blocks_per_rank} blocks each" if self.blocks_per_rank > 1 else ""
+        return f"{self.name} {self.direction}, {self.size} ranks{blocks}"
+
+    def rows(self) -> list[list[str]]:
+        """Return the cells of the table; see `Step.words`."""
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
         for index in range(max(map(len, self.ranks))):
             row = (steps[index : index + 1] for steps in self.ranks)  # ranks of an invalid plan may differ in steps
             rows.append([str(index), *("".join(step.words(rank) for step in cell) for rank, cell in enumerate(row))])
-        return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
+        return rows
+
+    def around(self, step: int, rank: int) -> str:
+        """Return the table around a step, which is marked; see `marked`."""
+        return "\n".join([self.head, *marked(self.rows(), step + 1, rank)])
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -127,7 +143,17 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
     return sum(units[kind] * blocks for kind, blocks in total.items())
 
 
+def marked(rows: list[list[str]], at: int, rank: int) -> list[str]:
+    """Return the lines of a plan's table around row `at`, which is marked. Of many ranks, only this one is shown."""
+    first = max(1, at - AROUND)
+    shown = [rows[0], *rows[first : at + AROUND + 1]]
+    if len(rows[0]) > MOST_COLUMNS:
+        shown = [[row[0], *row[rank + 1 : rank + 2]] for row in shown]
+    lines = columns(shown)
+    return [line + "  <-- here" * (number == at - first + 1) for number, line in enumerate(lines)]
+
+
 def columns(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table with its columns aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(map(len, cells)) for cells in itertools.zip_longest(*rows, fillvalue="")]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

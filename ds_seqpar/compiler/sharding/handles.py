@@ -1,16 +1,13 @@
-"""Handles: a custom op takes no objects, so it takes numbers, which are mapped back to the objects here."""
+"""Integer handles for Python objects: torch custom ops accept only tensors and scalars."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 from ...errors import ConfigError
 
-MOST_ALIVE = 256  # more than the objects that attention is called with between a forward and its backward
-_alive: OrderedDict[int, Any] = OrderedDict()
 _OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -20,18 +17,6 @@ def handle_of(obj: Any) -> int:
     handle = next(_numbers)
     _OBJECTS[handle] = obj
     return handle
-
-
-def keep_alive(*handles: int) -> None:
-    """Keep references to the last `MOST_ALIVE` objects that were given.
-
-    A compiled graph has only handles until its backward.
-    """
-    for handle in handles:
-        _alive[handle] = object_of(handle)
-        _alive.move_to_end(handle)
-    while len(_alive) > MOST_ALIVE:
-        _alive.popitem(last=False)
 
 
 def objects_of(*handles: int) -> list[Any]:

@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .layout import divisors
-
 
 class HeadChunk(NamedTuple):
     """Heads whose attention is computed together."""
@@ -45,7 +43,7 @@ def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
 def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
     """Return the numbers of equal head chunks that send no more bytes than one does, ascending."""
     limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
-    return [n for n in divisors(kv_heads) if n == 1 or (n <= limit and kv_heads // n % ulysses_size == 0)]
+    return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
 
 
 def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysses_rank: int) -> tuple[slice, slice]:

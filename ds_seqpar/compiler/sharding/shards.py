@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,17 +121,6 @@ def _blocks(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in blocks)
 
 
-def positions_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[list[int]]:
-    """Return the global positions of the tokens of each Ulysses rank of a CP rank.
-
-    They are the CP rank's tokens in order, in shares that differ by one token at most. So after the all-to-all the CP
-    rank holds its runs again.
-    """
-    positions = [p for run in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)) for p in run.positions]
-    cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
-    return [positions[a:b] for a, b in itertools.pairwise(cuts)]
-
-
 def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
     """Return the number of tokens that a CP rank holds."""
     return shards.tokens(side, owned(cp_rank, shards.blocks_per_rank))
@@ -175,33 +163,19 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
                 f"a run of {side} is (start, step, length), whole numbers from 0 on and a step from 1 on; got "
                 f"{tuple(run)}"
             )
-    runs = sorted(run for block in blocks for run in block)
-    if all(run.step == 1 for run in runs):  # no need to look at every token
-        ends = [0, *(run.start + run.length for run in runs)]
-        covered = all(run.start == end for run, end in zip(runs, ends[:-1], strict=True))
-    elif len(steps := {run.step for run in runs if run.length > 1}) == 1:
-        covered = _cover_by_step([run for run in runs if run.length], *steps)
-    else:
-        positions = sorted(p for run in runs for p in run.positions)
-        covered = positions == list(range(len(positions)))
+    runs = [run for block in blocks for run in block if run.length]
+    total = length(tuple(runs))
+    covered = all(run.last < total for run in runs)
+    if covered:
+        held = bytearray(total)  # 1 for each position that some run holds
+        for run in runs:
+            held[run.start : run.last + 1 : run.step] = b"\1" * run.length
+        covered = 0 not in held
     if not covered or any(list(block) != sorted(block) for block in blocks):
         raise InputError(
             f"the runs of {side} must hold every position from 0 on once, each rank's in order; got others, "
             "give each rank (start, step, length) of what it holds"
         )
-
-
-def _cover_by_step(runs: Sequence[Run], step: int) -> bool:
-    """Return whether ascending runs of one step hold every position from 0 on once.
-
-    Each remainder of the step is checked by itself.
-    """
-    total, ends = length(tuple(runs)), dict[int, int]()  # remainder -> the position at which its next run must start
-    for run in runs:
-        if ends.setdefault(run.start % step, run.start % step) != run.start:
-            return False
-        ends[run.start % step] += step * run.length
-    return all(ends.get(remainder, remainder) >= total for remainder in range(min(step, total)))
 
 
 @functools.lru_cache(maxsize=4096)

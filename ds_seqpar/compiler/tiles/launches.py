@@ -27,8 +27,6 @@ class KernelSupport(NamedTuple):
     # rows that a block of a band may have, because the kernel creates a mask of rows by columns for it; 0: any number,
     # without a mask
     rows: int = 0
-    # all tiles of a product at once, of every kind; the kernel adds to the accumulators itself
-    tiles: bool = False
     # 0: none; 1: a window that ends with a causal edge; 2: a window with any two edges. Such launches have `Segments`
     windows: int = 0
     segments: bool = False  # many blocks of different sizes in one launch; False: one launch for each
@@ -39,8 +37,6 @@ PLAIN_KERNEL = KernelSupport()
 
 def launches(tiles: Sequence[Tile], support: KernelSupport) -> tuple[Tile, ...]:
     """Return launches that make the same pairs visible as the tiles."""
-    if support.tiles:
-        return tuple(tiles)
     if support.windows:
         from .varlen import joined  # only needed by kernels for GPUs
 

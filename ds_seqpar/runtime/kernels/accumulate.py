@@ -10,7 +10,7 @@ value is 0. It is merged into (out, lse) once, after all partial results, and ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -257,26 +257,6 @@ def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
     return x.unflatten(0, (-1, rows.groups)) if rows.groups > 1 else x
 
 
-class Accumulating(Kernel, Protocol):
-    """A kernel that takes all tiles of a product, and adds to accumulators itself (`KernelSupport.tiles`).
-
-    Its methods are called in place of the functions `forward` and `backward` below, with their arguments.
-    """
-
-    def forward_tiles(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Accumulator
-    ) -> None: ...
-
-    def backward_tiles(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        tiles: Sequence[Tile], scale: float, dq: Accumulator, dkv: Accumulator,
-    ) -> None: ...  # fmt: skip
-
-
-def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
-    return kernel.support.tiles
-
-
 def _keywords(launch: Tile) -> dict[str, Any]:
     """Return the arguments that only kernels for bands, or for windows, take."""
     return (
@@ -298,9 +278,6 @@ def forward(
         scale: The factor of q . k.
         into: The accumulator, a `Softmax`.
     """
-    if _accumulates(kernel):
-        kernel.forward_tiles(q, k, v, launches, scale, into)
-        return
     for launch in launches:
         into.expect(_sides(launch)[0])
         into.add(_attend(kernel, q, k, v, launch, scale), _sides(launch)[0], q.shape[1])
@@ -333,9 +310,6 @@ def backward(
         dq: A `Sum` of (dq,).
         dkv: A `Sum` of (dk, dv).
     """
-    if _accumulates(kernel):
-        kernel.backward_tiles(do, q, k, v, out, lse, launches, scale, dq, dkv)
-        return
     for launch in launches:
         _add_gradients(kernel, (do, q, k, v, out, lse), launch, scale, dq, dkv)
 

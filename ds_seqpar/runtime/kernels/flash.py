@@ -11,7 +11,6 @@ a model of each operator, and with the models the kernels are exact.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -22,6 +21,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from ... import compat
 from ...compiler.tiles.launches import KernelSupport
 from ...compiler.tiles.tiles import Segments
 from .reference import BlockSpec, Reference, is_deterministic
@@ -44,7 +44,7 @@ class CpuFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, width: int = 0
     ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = compat.cpu_forward(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=_band(q, k, width), scale=scale
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
@@ -54,9 +54,7 @@ class CpuFlash:
         width: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         operands = (x.transpose(1, 2) for x in (do, q, k, v, out, lse))
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *operands, 0.0, causal, attn_mask=_band(q, k, width), scale=scale
-        )
+        grads = compat.cpu_backward(*operands, 0.0, causal, attn_mask=_band(q, k, width), scale=scale)
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
 
@@ -207,16 +205,14 @@ class CudaFlash(CudaKernel):
     name = "cuda_flash"
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *call.lengths, 0.0, call.causal, False, **self.keywords(call)
-        )
+        out, lse, *_ = compat.flash_forward(q, k, v, *call.lengths, 0.0, call.causal, False, **self.keywords(call))
         return out, lse
 
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         random_state = _random_state(q), _random_state(q)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = compat.flash_backward(
             do, q, k, v, out, lse, *call.lengths, 0.0, call.causal, *random_state, **self.keywords(call)
         )
         return dq, dk, dv
@@ -242,7 +238,7 @@ class CudaEfficient(CudaKernel):
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (_repeat_heads(x, q) for x in (k, v))
-        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+        out, lse, *_ = compat.efficient_forward(
             q, k, v, None, None, None, None, None, 0.0, self.mask(call), True, **self.keywords(call)
         )
         return out, lse[..., : q.shape[1]]  # the operator pads rows to a multiple of 32
@@ -252,7 +248,7 @@ class CudaEfficient(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, (k, v) = k.shape[2], (_repeat_heads(x, q) for x in (k, v))
         lse = torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=torch.inf)
-        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+        dq, dk, dv, _ = compat.efficient_backward(
             do, q, k, v, None, out, None, None, call.rows, call.columns, lse, 0.0, _random_state(q), _random_state(q),
             self.mask(call), False, **self.keywords(call),
         )  # fmt: skip
@@ -307,7 +303,7 @@ class Cudnn(CudaKernel):
         return super().backward(do, q, k, v, out, lse, causal, scale, segments)
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = compat.cudnn_forward(
             *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, call.causal, False, scale=call.scale
         )
         self.lse_is_4d = lse.dim() == 4
@@ -318,7 +314,7 @@ class Cudnn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # older versions want do and out of the same strides
         operands = (x.transpose(1, 2) for x in (do.contiguous(), q, k, v, out.contiguous()))
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads = compat.cudnn_backward(
             *operands, lse.unsqueeze(-1) if self.lse_is_4d else lse, _random_state(q), _random_state(q),
             None, None, None, call.rows, call.columns, 0.0, call.causal, scale=call.scale,
         )  # fmt: skip
@@ -362,10 +358,8 @@ class FlashAttn(CudaKernel):
 
     def function(self, direction: str, call: OperatorCall) -> tuple[Any, tuple]:
         """Return the package's function for one block or for several, and the lengths that it takes."""
-        package = importlib.import_module("flash_attn.flash_attn_interface")
-        if call.first_rows is None:
-            return getattr(package, f"_flash_attn_{direction}"), ()
-        return getattr(package, f"_flash_attn_varlen_{direction}"), call.lengths
+        several = call.first_rows is not None
+        return compat.flash_attn_function(direction, several), call.lengths if several else ()
 
     def keywords(self, call: OperatorCall) -> dict[str, Any]:
         return {

@@ -67,8 +67,7 @@ class Kernel(Protocol):
 
             - bands (`band`): both methods take one more argument, `width: int = 0`. Where it is not 0, row i sees
               columns i to i + width - 1, as far as they exist;
-            - windows (`windows`): both methods take one more argument, `segments: Segments | None = None`;
-            - all tiles of a product at once (`tiles`): the kernel is `Accumulating`.
+            - windows (`windows`): both methods take one more argument, `segments: Segments | None = None`.
         tolerance: For each dtype, the greatest max|a-b|/max|b| against fp64 that the conformance tests allow.
         ran_on: The devices on which the conformance suite has passed.
     """

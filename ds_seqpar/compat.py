@@ -1,0 +1,228 @@
+"""Every name of torch, DeepSpeed and other packages that ds_seqpar uses though they do not document it.
+
+A new release may drop or change any of these. Each line says what breaks then, as the beginning of a sentence: where a
+name is missing, its first use raises ConfigError with that sentence, on every rank. `tests/unit/test_compat.py` looks
+for all of them in the installed releases, and for private names that are used anywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError
+
+# package -> the releases that have all of its names here
+SEEN = {
+    "torch": "2.12.0 and 2.13.0",
+    "deepspeed": "0.19.8",
+    "transformers": "5.18.0 and 5.23.0",
+    "accelerate": "1.15.0",
+    "peft": "0.21.2",
+    "trl": "1.16.0",
+    "datasets": "5.2.0",
+    "flash_attn": "2.7 (read, not run)",
+}
+
+
+def private(name: str, breaks: str) -> Any:
+    """Return an object of another package.
+
+    Args:
+        name: "module:attributes".
+        breaks: What does not work without it.
+
+    Returns:
+        The object. Where it is missing, a function that raises ConfigError.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return functools.partial(_raise_missing, name, breaks)
+
+
+def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
+    """Return a function that reads an attribute of an object. It raises ConfigError where the object has none.
+
+    Args:
+        name: "module:class.attribute", or "module:attribute".
+        breaks: What does not work without it.
+    """
+    last = re.split("[.:]", name)[-1]
+
+    def read(owner: Any) -> Any:
+        try:
+            return getattr(owner, last)
+        except AttributeError:
+            raise missing(name, breaks) from None
+
+    return read
+
+
+def mark(name: str) -> str:
+    """Return the name of an attribute that is set here for another package to read, or the other way round.
+
+    Its absence means something, so nothing raises where a release has another name for it.
+
+    Args:
+        name: "module:attribute", of the module that reads or sets it.
+    """
+    return name.rpartition(":")[2]
+
+
+def missing(name: str, breaks: str) -> ConfigError:
+    """Return the error for a name that the installed release does not have."""
+    package = name.partition(":")[0].partition(".")[0]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = "of no known version"
+    return ConfigError(
+        f"{breaks} needs {name.replace(':', '.')}, as in {package} {SEEN[package]}; got {package} {version}, which has "
+        "none, install one of those"
+    )
+
+
+def _raise_missing(name: str, breaks: str, *_: object, **__: object) -> NoReturn:
+    raise missing(name, breaks)
+
+
+# ---- torch: autograd
+
+_BACKWARD = "the order of backward, which ranks agree on,"
+graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 outside of backward
+autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
+will_be_executed = private("torch:_C._will_engine_execute_node", _BACKWARD)
+sequence_number = private("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
+without_dispatch_modes = private("torch:_C._DisableTorchDispatch", "a comparison of ranks inside a checkpoint")
+dispatch_modes = private("torch:_C._len_torch_dispatch_stack", "attention inside a selective checkpoint")
+in_torch_func = private("torch:_C._are_functorch_transforms_active", "the refusal of torch.func's transforms")
+without_torch_func = private(
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "the refusal of torch.func's transforms"
+)
+_forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refusal of forward-mode derivatives")
+forward_level = functools.partial(_forward_level, torch.autograd.forward_ad)  # below 0 outside of `dual_level`
+_profiling = attribute("torch.autograd.profiler:_is_profiler_enabled", "telling whether a profiler is on")
+is_profiling = functools.partial(_profiling, torch.autograd.profiler)
+
+
+def is_autograd_thread(thread: threading.Thread) -> bool:
+    """Return whether the current thread is one of autograd's, which Python has not started."""
+    return isinstance(thread, threading._DummyThread) and graph_task() >= 0
+
+
+# ---- torch: tensors
+
+tensor_version = attribute("torch:Tensor._version", "telling that a batch was written to")
+make_wrapper = private("torch:Tensor._make_wrapper_subclass", "a whole output of a model")
+without_torch_function = private("torch:_C.DisableTorchFunctionSubclass", "a whole output of a model")
+schema = attribute("torch._ops:OpOverload._schema", "a whole output of a model")
+tensor_data = private("torch:_C.TensorBase.data", "a whole output of a model")  # the descriptor
+tree_leaves = private("torch.utils._pytree:tree_leaves", "a whole output of a model")
+tree_map = private("torch.utils._pytree:tree_map", "a whole output of a model")
+compiled_module = attribute("torch._dynamo.eval_frame:OptimizedModule._orig_mod", "a model in torch.compile")
+
+# ---- torch, flash-attn: kernels
+
+_CPU, _FLASH, _EFFICIENT, _CUDNN = (
+    f'"kernel": "{name}"' for name in ("cpu_flash", "cuda_flash", "cuda_efficient", "cudnn")
+)
+cpu_forward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", _CPU)
+cpu_backward = private("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _CPU)
+flash_forward = private("torch:ops.aten._flash_attention_forward", _FLASH)
+flash_backward = private("torch:ops.aten._flash_attention_backward", _FLASH)
+efficient_forward = private("torch:ops.aten._efficient_attention_forward", _EFFICIENT)
+efficient_backward = private("torch:ops.aten._efficient_attention_backward", _EFFICIENT)
+cudnn_forward = private("torch:ops.aten._scaled_dot_product_cudnn_attention", _CUDNN)
+cudnn_backward = private("torch:ops.aten._scaled_dot_product_cudnn_attention_backward", _CUDNN)
+
+
+def flash_attn_function(direction: str, several: bool) -> Callable[..., Any]:
+    """Return flash-attn's function for one direction, "forward" or "backward", for one block or for several."""
+    name = f"_flash_attn_{'varlen_' if several else ''}{direction}"
+    return private(f"flash_attn.flash_attn_interface:{name}", '"kernel": "flash_attn"')
+
+
+# ---- torch: process groups
+
+_GROUPS = "sequence parallelism's process groups"
+default_group = private("torch.distributed.distributed_c10d:_get_default_group", _GROUPS)
+default_store = private("torch.distributed.distributed_c10d:_get_default_store", _GROUPS)
+_world = private("torch.distributed.distributed_c10d:_world", _GROUPS)
+_known_groups = attribute("torch.distributed.distributed_c10d:_World.pg_map", _GROUPS)
+_ranks_of_groups = attribute("torch.distributed.distributed_c10d:_World.pg_group_ranks", _GROUPS)
+backend_of = private("torch.distributed:ProcessGroup._get_backend", _GROUPS)  # (group, device)
+device_types = attribute("torch.distributed:ProcessGroup._device_types", _GROUPS)
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Return whether a group was not destroyed."""
+    return group in _known_groups(_world)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout that a group was made with; torch's default for a backend that does not say."""
+    backend = backend_of(group, device_types(group)[0])
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    try:
+        return backend.options._timeout  # gloo, NCCL and XCCL have it
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
+
+
+def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) -> dist.ProcessGroup:
+    """Make a group by the function that `new_group` calls, on its ranks alone.
+
+    Args:
+        ranks: The global ranks in the group.
+        rank: This rank's global number.
+        backend: The name of a backend.
+        **settings: group_name, timeout, device_id and group_desc.
+    """
+    name = "torch.distributed.distributed_c10d:_new_process_group_helper"
+    local_rank = ranks.index(rank)
+    arguments = len(ranks), local_rank, list(ranks), dist.Backend(backend), default_store()
+    helper = private(name, _GROUPS)
+    try:
+        inspect.signature(helper).bind(*arguments, **settings)
+    except TypeError:  # a function with other arguments
+        raise missing(name, _GROUPS) from None
+    group, _ = helper(*arguments, **settings)
+    _ranks_of_groups(_world)[group] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
+    return group
+
+
+# ---- torch, DeepSpeed: the op that is compiled on CPUs
+
+
+def shm_op() -> Any:
+    """Return DeepSpeed's all-reduce in shared memory, which this compiles at first; None where there is none."""
+    return private("deepspeed.comm.torch:build_shm_op", "all-reduces of ranks on one machine without GPUs")()
+
+
+def build_folder(op: str) -> str:
+    """Return the folder in which torch compiles an op."""
+    name = "torch.utils.cpp_extension:_get_build_directory"
+    return private(name, "waiting for another process to compile DeepSpeed's op")(op, verbose=False)
+
+
+# ---- DeepSpeed: its engine's figures
+
+_FIGURES = "a train_batch_size that counts sequences"
+engine_config = attribute("deepspeed.runtime.engine:DeepSpeedEngine._config", _FIGURES)
+engine_timer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.tput_timer", _FIGURES)
+profiled_engine = attribute("deepspeed.profiling.flops_profiler.profiler:FlopsProfiler.ds_engine", _FIGURES)
+
+# ---- datasets
+
+SPLIT = mark("datasets.iterable_dataset:_distributed")  # what split_dataset_by_node has set; else examples repeat

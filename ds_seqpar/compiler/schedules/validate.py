@@ -1,0 +1,185 @@
+"""Check a plan without a process or a tensor: plans from files, and in tests and `show` those that schedules build."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import NoReturn
+
+from ...errors import PlanError
+from ..sharding.layout import Key, owned
+from .actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
+from .plan import Plan
+
+Products = set[tuple[int, int]]  # (q block, kv block)
+
+
+def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
+    """Check a plan.
+
+    - Every needed (q block, kv block) product is computed, and none twice.
+    - Every operand is present when it is used, and is not brought twice.
+    - Every send is received in the same step, and members of a collective agree on its order.
+    - Every accumulator ends merged on its owner and nowhere else.
+
+    Raises:
+        PlanError: if the plan violates one of these.
+    """
+    validator = _Validator(plan, set(needed))
+    for rank, steps in enumerate(plan.ranks):
+        if len(steps) != len(plan.ranks[0]):
+            validator.fail(rank, f"it has {len(steps)} steps, rank 0 has {len(plan.ranks[0])}")
+    for check in (validator.check_actions, validator.check_matched, validator.walk):
+        for validator.step, steps in enumerate(zip(*plan.ranks, strict=True)):
+            check(steps)
+    validator.check_results()
+
+
+class _Validator:
+    """Walks all ranks step by step."""
+
+    def __init__(self, plan: Plan, needed: Products) -> None:
+        self.plan, self.needed, self.kinds = plan, needed, ACCUMULATORS[plan.direction]
+        self.step = 0
+        self.operands: list[set[Unit]] = [
+            {(kind, (block,)) for kind in OPERANDS for block in self.owned(rank)} for rank in range(plan.size)
+        ]
+        self.results: list[dict[Unit, Products]] = [defaultdict(set) for _ in range(plan.size)]
+        # step -> operands that are due at its end, and results that are due in it
+        self.arriving: dict[int, list[Move]] = defaultdict(list)
+        self.merging: dict[int, list[tuple[Move, Products]]] = defaultdict(list)
+        self.done: Products = set()
+
+    def owned(self, rank: int) -> Key:
+        return owned(rank, self.plan.blocks_per_rank)
+
+    def fail(self, rank: int, message: str) -> NoReturn:
+        raise PlanError(f"rank {rank}, step {self.step}: {message}\n{self.plan.around(self.step, rank)}")
+
+    def check_present(self, units: Collection[Unit], unit: Unit, rank: int, action: str) -> None:
+        if unit not in units:
+            self.fail(rank, f"{action} {unit_name(unit)}, which is not there")
+
+    def check_actions(self, steps: tuple[Step, ...]) -> None:
+        for rank, step in enumerate(steps):
+            for action in step.actions:
+                if rank not in action.ranks:
+                    self.fail(rank, f"{action} is not its own")
+                if not all(0 <= peer < self.plan.size for peer in action.ranks):
+                    self.fail(rank, f"{action} names a rank that does not exist")
+                if len(set(action.ranks)) != len(action.ranks):
+                    self.fail(rank, f"{action} names a rank twice")
+                if isinstance(action, Move) and action.within < 1:
+                    self.fail(rank, f"{action} is due within {action.within} steps, before it was sent")
+
+    def check_matched(self, steps: tuple[Step, ...]) -> None:
+        """Check that actions of several ranks are in the steps of all of them, in the same order.
+
+        The order must be the same for each pair of ranks in each direction, and for each group. Then posts in program
+        order meet, and no message reaches the wrong buffer.
+        """
+        for field in ("gathers", "moves", "results", "reduces"):
+            orders: list[dict[Key, list[Action]]] = [defaultdict(list) for _ in steps]
+            for rank, step in enumerate(steps):
+                for action in getattr(step, field):
+                    orders[rank][action.ranks].append(action)
+            for rank, order in enumerate(orders):
+                for ranks, actions in order.items():
+                    for peer, others in ((peer, orders[peer].get(ranks, [])) for peer in ranks):
+                        for action in actions:
+                            if action not in others:
+                                self.fail(rank, f"{action} has no counterpart on rank {peer}")
+                        if actions != others:
+                            texts = (", ".join(map(str, group)) for group in (actions, others))
+                            self.fail(rank, f"{next(texts)} does not stand in the order of rank {peer}: {next(texts)}")
+
+    def walk(self, steps: tuple[Step, ...]) -> None:
+        for act in (self.gather, self.send_operands, self.compute):
+            for rank, step in enumerate(steps):
+                act(rank, step)
+        self.merge(self.step)
+        for rank, step in enumerate(steps):
+            self.send_results(rank, step)
+        for rank, step in enumerate(steps):
+            self.reduce(rank, step)
+        for move in self.arriving.pop(self.step, []):
+            self.arrive(move.dst, move.unit, move)
+
+    def gather(self, rank: int, step: Step) -> None:
+        for gather in step.gathers:
+            for member in gather.ranks:
+                self.check_present(
+                    self.operands[member], (gather.kind, gather.key_of(member)), member, f"{gather} needs"
+                )
+            self.arrive(rank, gather.unit, gather)
+
+    def arrive(self, rank: int, unit: Unit, action: Action) -> None:
+        """Add an operand that an action brings."""
+        if unit in self.operands[rank]:
+            self.fail(rank, f"{action} brings what is there already")
+        self.operands[rank].add(unit)
+
+    def send_operands(self, rank: int, step: Step) -> None:
+        for move in step.moves:
+            if move.kind not in OPERANDS:
+                self.fail(rank, f"{move} moves no operand")
+            if move.src == rank:
+                self.check_present(self.operands[rank], move.unit, rank, f"{move} sends")
+                due = self.step + move.within - 1
+                if due >= len(self.plan.ranks[0]):
+                    self.fail(rank, f"{move} is due within {move.within} steps, outside the plan")
+                self.arriving[due].append(move)
+
+    def compute(self, rank: int, step: Step) -> None:
+        for compute in step.computes:
+            for unit in (("q", compute.q), ("kv", compute.kv)):
+                self.check_present(self.operands[rank], unit, rank, f"{compute} needs")
+            products = set(itertools.product(compute.q, compute.kv))
+            if twice := products & self.done:
+                self.fail(rank, f"{compute} computes {_text(twice)} a second time")
+            self.done |= products
+            for kind in self.kinds:
+                self.results[rank][kind, compute.kv if kind == "dkv" else compute.q] |= products
+
+    def merge(self, due: int) -> None:
+        for move, products in self.merging.pop(due, []):
+            self.results[move.dst][move.unit] |= products
+
+    def send_results(self, rank: int, step: Step) -> None:
+        for move in step.results:
+            if move.kind not in self.kinds:
+                self.fail(rank, f"{move} moves no {self.plan.direction} result")
+            if move.src == rank:
+                self.check_present(self.results[rank], move.unit, rank, f"{move} sends")
+                self.merging[self.step + move.within].append((move, self.results[rank].pop(move.unit)))
+
+    def reduce(self, rank: int, step: Step) -> None:
+        for reduce in (reduce for reduce in step.reduces if rank == reduce.ranks[0]):
+            products: Products = set()
+            for member in reduce.ranks:
+                self.check_present(self.results[member], reduce.unit, member, f"{reduce} needs")
+                products |= self.results[member].pop(reduce.unit)
+            for member in reduce.ranks:
+                key = reduce.key_of(member)
+                self.results[member][reduce.kind, key] |= {p for p in products if p[reduce.kind == "dkv"] in key}
+
+    def check_results(self) -> None:
+        """Fail unless every needed product is done and is in the results on its owners, and nowhere else."""
+        for due in sorted(self.merging):
+            self.merge(due)
+        if missing := self.needed - self.done:
+            self.fail(min(missing)[0] // self.plan.blocks_per_rank, f"the product {_text(missing)} is missing")
+        expected: dict[Unit, Products] = defaultdict(set)
+        for product, kind in itertools.product(self.done, self.kinds):
+            expected[kind, (product[kind == "dkv"],)].add(product)
+        for rank in range(self.plan.size):
+            for unit in itertools.product(self.kinds, ((block,) for block in self.owned(rank))):
+                if absent := expected[unit] - self.results[rank].pop(unit, set()):
+                    self.fail(rank, f"{unit_name(unit)} is not home: products {_text(absent)} are not in it")
+            for kind, key in self.results[rank]:
+                self.fail(rank, f"{kind}{name_of(key)} is left over and never sent home")
+
+
+def _text(products: Products) -> str:
+    return ", ".join(f"q({q})*kv({kv})" for q, kv in sorted(products)[:4]) + ", ..." * (len(products) > 4)

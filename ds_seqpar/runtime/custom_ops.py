@@ -1,0 +1,143 @@
+"""Attention as torch.library ops, for compilers and dispatch modes, which must see it as one op, and so its backward.
+
+torch.compile takes these ops as they are. A selective checkpoint can save the result of `ds_seqpar::attention` and
+recompute the rest (DistFlashAttn, section 3.3). Ops take only tensors and numbers, so other objects are passed to them
+by handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
+from ..compiler.sharding.handles import object_of, objects_of
+from ..compiler.sharding.shards import Shards, tokens_of
+from . import attention as eager
+from .attention import Attention, Context
+from .buffers import sum_dtype
+from .input_checks import AdmittedCall, handle_of_shards, shards_of
+from .kernels import Scores
+from .runtime import CallSettings, Runtime
+from .work import has_common
+
+
+def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
+    """Compute `attention.attention` as one op. In a checkpointed function, whose second run replays results, the op is
+    inside of the autograd function."""
+    if call.checkpointed:
+        results = Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, _forward)
+    else:
+        results = _forward(call.runtime, *call.tensors, call.sinks, call.settings, call.agreement)
+    return eager.returned(call, results)
+
+
+def runs_as_op() -> bool:
+    """Return whether attention must run as one op: for a compiler, or for a dispatch mode such as that of a selective
+    checkpoint."""
+    return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
+
+
+def _forward(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings,
+    agreement: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Compute `Runtime.forward` as an op, with the settings as numbers."""
+    mask, shards, scores, head_chunks, saves, lse = settings
+    handles, sizes = (runtime.handle, mask.handle, handle_of_shards(shards)), _sizes(runtime, q, k, shards)
+    return attention_op(q, k, v, sinks, *handles, *scores, head_chunks, int(saves), lse, sizes, agreement)
+
+
+def _settings(
+    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, lse: bool
+) -> CallSettings:
+    """Return the settings that `_forward` gave as numbers."""
+    scores = Scores(scale, softcap)
+    return CallSettings(object_of(mask), shards_of(shards), scores, head_chunks, SavedForBackward(saves), lse)
+
+
+def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
+    """Return the numbers from which the op's fake computes the shapes of its results: [ulysses_size, ulysses_rank, the
+    CP rank's tokens of q, its tokens of k/v, 1 where q, k and v are sent in one message else 0]."""
+    if shards is None:
+        return [*runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size, 1]
+    tokens = [tokens_of(shards, side, runtime.rank) for side in ("q", "kv")]
+    return [*runtime.ulysses, *tokens, int(tokens[0] == tokens[1])]
+
+
+@torch.library.custom_op("ds_seqpar::attention", mutates_args=())
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
+    softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], agreement: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Compute attention's forward.
+
+    Args:
+        sizes: The result of `_sizes`. It is an argument because a compiler's cache is shared by several ranks.
+        agreement: A tensor that must have been computed before anything is sent.
+
+    Returns:
+        The results of `Runtime.forward`.
+    """
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, lse)
+    results = object_of(handle).forward(q, k, v, sinks, settings)
+    # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
+    results[1].untyped_storage().settings = settings
+    return results
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
+    softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], agreement: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    ulysses_size, ulysses_rank, *tokens, in_one_message = sizes
+    heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
+    batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
+    widths = [[span.stop - span.start for span in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
+    results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
+    for q_width, kv_width in widths if saves else ():
+        if in_one_message:
+            results.append(q.new_empty(tokens[0], batch, q_width + 2 * kv_width, dim))
+        else:
+            results += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
+    if saves == SavedForBackward.QKV_AND_OUT:
+        results += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
+    results += [q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] * lse
+    return results + [k.new_empty(k.shape[2:])] * has_common(q.dtype)
+
+
+def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
+    q, k, v, sinks, *ctx.numbers, lse, _, _ = inputs
+    ctx.alive, ctx.k_shape = objects_of(*ctx.numbers[:3]), list(k.shape)
+    eager.save(ctx, (q, k, v), sinks, output, SavedForBackward(ctx.numbers[-1]), lse)
+
+
+def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
+    gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.k_shape, *ctx.numbers))
+    return *gradients, *[None] * 10
+
+
+attention_op.register_autograd(_gradients, setup_context=_save)
+
+
+@torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
+def attention_backward_op(
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int,
+) -> list[Tensor]:  # fmt: skip
+    """Compute `attention.backward`."""
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, lse=False)
+    return eager.backward(do, sinks, common, saved, k_shape[2], object_of(handle), settings)
+
+
+@attention_backward_op.register_fake
+def _(
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    *settings: object,
+) -> list[Tensor]:  # fmt: skip
+    grads = [do.new_empty(do.shape), do.new_empty(k_shape), do.new_empty(k_shape)]
+    return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]

@@ -1,0 +1,48 @@
+"""The label of each instruction in a profiler's trace, by the plan's own names."""
+
+from __future__ import annotations
+
+from ..compiler.compile import BoundProgram
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import Transfer, label_of, name_of_kind
+from ..compiler.schedules.actions import name_of, unit_name
+
+
+def labels_of(bound: BoundProgram) -> list[str]:
+    """Return the label of each instruction: its step, what it does, with which ranks, and how many bytes it moves.
+
+    Bytes are those that this rank sends or receives in a message, and those that it receives in a collective. Messages
+    are between CP ranks: "kv(3):3>0 4096 B" is what rank 3 sends rank 0.
+    """
+    labels, started = [], dict[int, str]()  # by ticket
+    for instruction in bound.program.code:
+        if isinstance(instruction, op.Started):
+            started[instruction.ticket] = _transfers(bound, instruction)
+            text = f"{name_of_kind(type(instruction))} {started[instruction.ticket]}"
+        elif isinstance(instruction, op.Wait):
+            text = f"wait {started[instruction.ticket]}"
+        else:
+            text = label_of(instruction)
+        labels.append(f"step {instruction.step} {text}")
+    return labels
+
+
+def _transfers(bound: BoundProgram, instruction: op.Started) -> str:
+    if isinstance(instruction, op.Post):
+        rank, (sends, receives) = bound.program.rank, (instruction.sends, instruction.receives)
+        messages = [_message(bound, t, rank, t.peer) for t in sends]
+        return ", ".join(messages + [_message(bound, t, t.peer, rank) for t in receives])
+    if isinstance(instruction, op.ExchangeStart):
+        sizes = bound.exchange_sizes(instruction.exchange)
+        received = sizes.arriving(bound.heads.ulysses.rank) * sizes.itemsize
+        return f"{instruction.label} of Ulysses ranks {name_of(instruction.ranks)} {received} B"
+    collective = instruction.collective
+    # members send equally many bytes
+    slot = instruction.sent if isinstance(instruction, op.GatherStart) else instruction.received
+    size = bound.unit_bytes(slot, collective.kind, collective.key_of(bound.program.rank))
+    return f"{instruction.label} of ranks {name_of(collective.ranks)} {(len(collective.ranks) - 1) * size} B"
+
+
+def _message(bound: BoundProgram, transfer: Transfer, source: int, destination: int) -> str:
+    size = bound.unit_bytes(transfer.slot, *transfer.unit)
+    return f"{unit_name(transfer.unit)}:{source}>{destination} {size} B"

@@ -1,0 +1,179 @@
+"""Every name of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses though they do not
+document it; as `ds_seqpar.compat`, which has torch's others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.nn.modules import module as of_all
+from torch.utils.data import DataLoader
+
+from ds_seqpar.compat import attribute, mark, missing
+
+# ---- transformers: models
+
+attention_name = attribute(
+    "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
+)
+# set on layers by gradient_checkpointing_enable; attention would run again in backward, with other dropout
+CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
+# set by enable_input_require_grads; model flops would be counted too low
+INPUT_GRADS = mark("transformers.modeling_utils:_require_grads_hook")
+# the name of the hook that adds NEFTune's noise, which would then depend on the number of ranks
+NEFTUNE = mark("transformers.integrations.neftune:neftune_post_forward_hook")
+# the function of "eager" attention, in the file of each model; local forwards would raise KeyError
+EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
+
+# ---- transformers and trl: the Trainer
+
+train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
+loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss`")
+output_folder = attribute("transformers.trainer:Trainer._get_output_dir", "telling half-written checkpoints apart")
+collator_of = attribute(
+    "transformers.trainer:Trainer._get_collator_with_removed_columns", "the trial of a data set's examples"
+)
+TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers, which would be refused
+# private methods that `SequenceParallelMixin` extends -> what breaks where the Trainer calls them no more
+EXTENDED = {
+    "_prepare_for_training": "Liger's kernels in a patched model",
+    "_finalize_training": "`train_loss`",
+    "_load_rng_state": "the random state of a resumed run",
+    "_save_checkpoint": "telling half-written checkpoints apart",
+}
+EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}  # which would run unpatched models
+
+
+def check_trainer(trainer_class: type) -> None:
+    """Raise ConfigError for a transformers' Trainer without a method that `SequenceParallelMixin` extends."""
+    for name, breaks in EXTENDED.items():
+        if not hasattr(trainer_class, name):
+            raise missing(f"transformers.trainer:Trainer.{name}", breaks)
+
+
+_jit_manager = attribute(
+    "transformers.trainer_jit_checkpoint:JITCheckpointCallback.jit_manager", "enable_jit_checkpoint=True"
+)
+_handler_before = attribute(
+    "transformers.trainer_jit_checkpoint:CheckpointManager._original_sigterm_handler", "enable_jit_checkpoint=True"
+)
+
+
+def sigterm_handler_before(jit_callback: Any) -> Any:
+    """Return the handler of SIGTERM that transformers' callback has replaced."""
+    return _handler_before(_jit_manager(jit_callback))
+
+
+# ---- accelerate
+
+_GROUPS = "an Accelerator that counts groups of ranks"
+schedulers = attribute("accelerate.accelerator:Accelerator._schedulers", _GROUPS)
+models = attribute("accelerate.accelerator:Accelerator._models", _GROUPS)
+loaders = attribute("accelerate.accelerator:Accelerator._dataloaders", _GROUPS)
+# set on a loader that is not to be prepared again: each rank of a sequence would get other batches
+PREPARED = mark("accelerate.accelerator:_is_accelerate_prepared")
+
+
+@contextlib.contextmanager
+def counting_processes(number: int) -> Iterator[None]:
+    """Context manager in which accelerate takes this for the number of processes, as its schedulers do in a step."""
+    state = PartialState()
+    processes, state.num_processes = state.num_processes, number
+    try:
+        yield
+    finally:
+        state.num_processes = processes
+        AcceleratorState()  # copies it from PartialState
+
+
+def watch_member(name: str, check: Callable[[Accelerator, str, tuple], None]) -> None:
+    """Call a check before each use of a method or property of any Accelerator.
+
+    Args:
+        name: Of the member.
+        check: Called with the Accelerator, the name of the calling module and the arguments.
+    """
+    member = vars(Accelerator)[name]
+    function: Any = member.fget if isinstance(member, property) else member
+
+    @functools.wraps(function)
+    def watched(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        check(self, sys._getframe(1).f_globals.get("__name__", ""), args)
+        return function(self, *args, **kwargs)
+
+    setattr(Accelerator, name, property(watched) if isinstance(member, property) else watched)
+
+
+# ---- DeepSpeed
+
+ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines have it; their figures would count ranks
+
+# set on the parameters and modules that ZeRO-3 has; a model would count as one that it does not have
+ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
+# set on a module whose parameters ZeRO-3 is to treat as one; it would reduce the gradients of each tile alone
+LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, of which ZeRO-3 leaves nothing in the tensor itself."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Return the number of elements of a parameter, as `whole_shape`."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+# ---- peft
+
+
+def is_plain_lora(module: Any) -> bool:
+    """Return whether this is peft's linear layer with plain LoRA: without dropout, magnitudes (DoRA) or biases."""
+    if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or getattr(module, "lora_variant", None):
+        return False
+    plain = [*module.lora_A.values(), *module.lora_B.values()]
+    drops = [layer for layer in module.lora_dropout.values() if module.training and getattr(layer, "p", 0.0) > 0]
+    return not drops and all(type(layer) is nn.Linear and layer.bias is None for layer in plain)
+
+
+# ---- torch
+
+forward_hooks = attribute("torch.nn.modules.module:Module._forward_hooks", "noise by token")
+forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks", "attention in head chunks")
+# kinds of hooks that get a module's inputs or outputs
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_around(module: nn.Module) -> Iterator[Callable]:
+    """Yield all hooks that get a module's inputs or outputs, or their gradients."""
+    for name in _HOOKS:
+        yield from getattr(module, name).values()
+        yield from getattr(of_all, f"_global{name}").values()
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
+    """Context manager in which tensors have no hooks.
+
+    `torch.autograd.grad` would run them for each tile, but they must run once, for the sum.
+    """
+    before = [(tensor, tensor._backward_hooks) for tensor in tensors]
+    for tensor, _ in before:
+        tensor._backward_hooks = None
+    try:
+        yield
+    finally:
+        for tensor, hooks in before:
+            tensor._backward_hooks = hooks
+
+
+def set_dataset(loader: DataLoader, dataset: Any) -> None:
+    """Replace the data set of a loader, which a DataLoader refuses."""
+    vars(loader)["dataset"] = dataset

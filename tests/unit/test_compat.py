@@ -1,0 +1,117 @@
+"""What other packages do not document is used in the compat modules alone, and the installed releases have it."""
+
+import ast
+import importlib.util
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+from trl import DPOTrainer
+
+from ds_seqpar.compat import SEEN, attribute, private
+from ds_seqpar.errors import ConfigError
+from hf_integration.compat import EXTENDED, EXTENDED_OF_TRL, check_trainer
+from tests.unit.test_imports import MODULES, ROOT, imported, tree_of
+
+COMPAT = ("ds_seqpar.compat", "hf_integration.compat")
+# internals without an underscore
+INTERNAL = {
+    *("distributed_c10d", "pg_map", "wrapped_pg", "TensorBase", "DisableTorchFunctionSubclass", "build_shm_op"),
+    *("ds_id", "ds_shape", "ds_numel", "tput_timer", "global_samples", "get_param_coordinator", "jit_manager"),
+}
+PUBLIC = {"_replace", "_asdict", "_fields", "_getframe"}  # of named tuples and of Python
+
+
+def is_private(name):
+    return name in INTERNAL or (name.startswith("_") and not name.startswith("__") and name not in PUBLIC)
+
+
+def entries(name):
+    """(function, name) of each call in a compat module that looks something up."""
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("private", "attribute", "mark"):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant):
+                    yield node.func.id, argument.value
+
+
+def source(module):
+    """The text of a module, which is not imported; "" for a package and for C."""
+    package, *path = module.split(".")
+    file = Path(importlib.util.find_spec(package).submodule_search_locations[0], *path).with_suffix(".py")
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def is_there(kind, name):
+    module, _, path = name.partition(":")
+    *owner, last = path.split(".")
+    if kind == "private":
+        return pkgutil.resolve_name(name) is not None
+    if text := source(module):
+        return all(re.search(rf"class {part}\b", text) for part in owner) and bool(re.search(rf"\b{last}\b", text))
+    return hasattr(pkgutil.resolve_name(name.rpartition(".")[0]), last)
+
+
+def test_the_installed_releases_have_every_name():
+    found = [entry for name in COMPAT for entry in entries(name)]
+    assert len(found) > 40
+    assert [name for kind, name in found if not is_there(kind, name)] == []
+
+
+def test_what_is_missing_is_named_at_its_first_use():
+    gone, unread = private("torch:_C._gone", "a thing"), attribute("torch.nn.modules.module:Module._gone", "a thing")
+    for use in (gone, lambda: unread(nn.Linear(1, 1))):
+        with pytest.raises(ConfigError, match=re.escape(torch.__version__)):
+            use()
+
+
+def test_the_trainers_have_what_ours_extends():
+    check_trainer(Trainer)
+    assert all(hasattr(DPOTrainer, name) for name in EXTENDED_OF_TRL)
+    with pytest.raises(ConfigError, match="_prepare_for_training"):
+        check_trainer(object)
+
+
+def test_the_newest_releases_that_were_seen_are_those_installed_here():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+    assert [name for name, seen in SEEN.items() if name in pins and pins[name] not in seen] == []
+
+
+def defined(name):
+    """Private names that a module of ours defines, or sets on its own objects."""
+    found = set()
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
+    return found
+
+
+def private_uses(name):
+    """Yield (line, name) of what a module uses of other packages' private names."""
+    ours = defined(name).union(*(defined(other) for other in imported(name) if other in MODULES))
+    for node in ast.walk(tree_of(name)):
+        used = []
+        if isinstance(node, ast.Attribute):
+            used = [node.attr]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            used = [part for alias in node.names for part in alias.name.split(".")]
+            used += (getattr(node, "module", None) or "").split(".")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            used = [x.value for x in node.args[1:2] if isinstance(x, ast.Constant)]
+        extends = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+        known = {*EXTENDED, *EXTENDED_OF_TRL} if extends else ours
+        for word in used:
+            if is_private(word) and word not in known and not word.startswith("_sequence_parallel"):
+                yield node.lineno, word
+
+
+def test_private_names_are_used_nowhere_else():
+    assert {name: found for name in MODULES if name not in COMPAT and (found := list(private_uses(name)))} == {}
