@@ -31,8 +31,10 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"offload_checkpoints": True, "recompute_attention": True},
 )
 COMMON = ("comm_dtype", "kernel", *MEMORY_SETTINGS)  # settings that all candidates share
-# memory settings that do not change how a call of attention runs
-NO_MATTER = {"loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, "recompute_attention": False}
+# memory settings that do not change how a call of attention runs, nor what it keeps
+SAME_CALL: dict[str, Any] = {
+    "loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, "recompute_attention": False
+}  # fmt: skip
 NO_ATTENTION = Figures(forward=0, saved=0, backward=0, inputs=True)  # a lower bound: attention needs its inputs alone
 
 
@@ -97,7 +99,7 @@ class Predictor:
         self, candidate: Candidate, step: TrainingStep, spared: Mapping[str, Any], memory: Footprint
     ) -> Prediction:
         request, call = self.request, call_of(step)
-        key = dataclasses.replace(step.config, **NO_MATTER), call.kept
+        key = dataclasses.replace(step.config, **SAME_CALL), call.kept
         if key not in self.prices:
             self.prices[key] = price_of(request.machine, call, "forward"), price_of(request.machine, call, "backward")
         prices = self.prices[key]

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..compiler.compile import Recipe, block_mask_of, side_of
-from ..compiler.overlap.simulate import CollectiveTimes, Start, TransferTime, simulate
+from ..compiler.overlap.simulate import CollectiveTimes, Link, Start, TransferTime, simulate
 from ..compiler.overlap.timeline import Timeline
 from ..compiler.program import instructions as op
 from ..compiler.program.lower import lower
@@ -67,7 +67,7 @@ def price_of(machine: Machine, call: AttentionCall, direction: str) -> Price:
     programs = {rank: call.program(direction, rank) for rank in (every if simulated else followed)}
     costs = MachineCosts(machine, call, direction, programs.values())
     walks = walk_alone(costs, [programs[rank] for rank in followed])
-    busy: dict[LinkEnd, float] = defaultdict(float)
+    busy: dict[Link, float] = defaultdict(float)
     for link, seconds in itertools.chain.from_iterable(walk.busy.items() for walk in walks):
         busy[link] += seconds
     links = max(busy.values(), default=0.0)
@@ -232,7 +232,7 @@ def call_of(step: TrainingStep) -> AttentionCall:
 
 def walk_alone(costs: MachineCosts, programs: Sequence[op.Program]) -> list[_RankWalk]:
     """Follow ranks that share the uplinks of their nodes. The one whose time is earliest is advanced."""
-    free: dict[LinkEnd, float] = defaultdict(float)
+    free: dict[Link, float] = defaultdict(float)
     walks = [_RankWalk(costs, program, free) for program in programs]
     running = [(0.0, index, iter(program.code)) for index, program in enumerate(programs)]
     while running:
@@ -253,11 +253,11 @@ class _RankWalk:
         busy: Seconds for which it occupies its ends of links.
     """
 
-    def __init__(self, costs: MachineCosts, program: op.Program, free: dict[LinkEnd, float]) -> None:
+    def __init__(self, costs: MachineCosts, program: op.Program, free: dict[Link, float]) -> None:
         self.costs, self.rank = costs, program.rank
         self.now = self.compute = self.collectives = self.inside = self.between = 0.0
         self.messages = 0
-        self.busy: dict[LinkEnd, float] = defaultdict(float)
+        self.busy: dict[Link, float] = defaultdict(float)
         self.free = free  # time from which a link can be used again
         self.due: dict[int, tuple[float, bool]] = {}  # ticket -> (time of arrival, whether it is a collective's)
 
@@ -294,7 +294,7 @@ class _RankWalk:
     def received(self) -> float:
         return self.inside + self.between
 
-    def occupy(self, links: Iterable[tuple[LinkEnd, float]]) -> float:
+    def occupy(self, links: Iterable[tuple[Link, float]]) -> float:
         """Occupy links once all are free, and return the start."""
         links = list(links)
         start = max([self.now, *(self.free[link] for link, _ in links)])
