@@ -125,7 +125,8 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, d
     machine = detected
     if config.machine != "auto":
         machine = dataclasses.replace(Machine.load(config.machine), per_node=detected.per_node)
-    documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.MAX_DOCUMENTS else ()
+    few = len(job.documents) <= limits.MAX_DOCUMENTS and seq <= limits.MAX_PACKED_TOKENS
+    documents = job.documents if few and sum(job.documents) == seq else ()
     share = 2 * world  # zigzag's chunks
     seq = seq if documents else -(-seq // share) * share
     sizes = job.sizes(world) if config.size == "auto" else ()
