@@ -1,11 +1,12 @@
-"""`hf_integration` by another name: `from ds_seqpar.hf import SequenceParallelTrainer`. It has the same names, and is
-loaded by the one module that knows it."""
+"""hf_integration by its name of version 0.1; the name goes in 0.3."""
 
 from typing import Any
 
+from . import renamed
 from .models import PACKAGES, imported
 
 _library = imported(PACKAGES["PreTrainedModel"])
+renamed.warn("module", "ds_seqpar.hf", repr(_library.__name__))
 __all__ = [*_library.__all__]
 
 

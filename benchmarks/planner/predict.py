@@ -29,12 +29,9 @@ from ds_seqpar.compiler.sharding import heads
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.planner.attention_call import AttentionCall
-from ds_seqpar.planner.call_costs import call_seconds
-from ds_seqpar.planner.lower_bound import lower_bound
 from ds_seqpar.planner.machine import Machine, machine_of
-from ds_seqpar.planner.search import DIRECTIONS
-from ds_seqpar.planner.steptime import attention_link_seconds, call_of, step_time
+from ds_seqpar.planner.price import DIRECTIONS, AttentionCall, call_of, price_of
+from ds_seqpar.planner.steptime import attention_link_seconds, step_time
 from ds_seqpar.runtime.comm import distances
 from tests.launch import PRELOAD, Ranks
 
@@ -88,21 +85,17 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
         kept=config.kept(config.head_chunks, False, False),
     )  # fmt: skip
     wire = machine.between if args.nodes > 1 else machine.inside
-    return len(distances(args.world)) * wire.latency + sum(call_seconds(machine, call, way) for way in DIRECTIONS)
+    return len(distances(args.world)) * wire.latency + sum(price_of(machine, call, way).seconds for way in DIRECTIONS)
 
 
 def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of a training step."""
     step = step_of(model, training.kind_of(spec, args)[1], args.seq, args.world)
-    head_chunks = step.config.head_chunks
-    one = call_of(step)
-    forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
+    prices = [price_of(machine, call_of(step), way) for way in DIRECTIONS]
     wire = machine.between if step.config.size > machine.per_node else machine.inside
-    forward += len(distances(step.config.size)) * wire.latency
-    links = [
-        head_chunks * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS
-    ]
-    return step_time(step, machine, forward, backward, attention_links=(links[0], links[1])).seconds
+    forward, backward = prices[0].seconds + len(distances(step.config.size)) * wire.latency, prices[1].seconds
+    links = [attention_link_seconds(machine, step.world, price) for price in prices]
+    return step_time(step, machine, forward, backward, (links[0], links[1])).seconds
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -16,7 +16,6 @@ from ..planner import limits
 from ..planner.auto import Job
 from ..planner.machine import Machine
 from ..planner.request import Model
-from .numbers import numbers_of
 
 # the DeepSpeed JSON without --config; predictions do not depend on the learning rate, which the printed JSON needs
 DEFAULTS: dict[str, Any] = {
@@ -82,9 +81,7 @@ class Inputs:
         config = SequenceParallelConfig.from_dict(DeepSpeedJson.read(content).section)
         named = args.machine if args.machine is not None else machine if config.machine == "auto" else config.machine
         loaded = None if named is None else Machine.load(named)
-        per_node = (
-            None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node, limits.MAX_RANKS)
-        )
+        per_node = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node)
         if loaded is not None and per_node is not None:
             loaded = dataclasses.replace(loaded, per_node=per_node)
         seq = seq or (None if config.seq_len == "auto" else config.seq_len)
@@ -94,13 +91,11 @@ class Inputs:
                 "memory and plan need --seq-len N, and plan takes --documents FILE with the lengths of those of a "
                 "sequence too; got none of them"
             )
+        from ..models import numbers_of  # imports torch, which takes seconds
+
         model, counted = numbers_of(args.model), copy.deepcopy(content)
         filled = fill_in(counted, model.hidden)
         job = Job.of(DeepSpeedJson.read(counted, args.config))
-        sizes = {"train_micro_batch_size_per_gpu": job.batch, "gradient_accumulation_steps": job.steps,
-                 "train_batch_size": job.sequences}  # fmt: skip
-        for name, size in sizes.items():
-            limits.check(name, size or 1, limits.MAX_COUNT)
         job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing)
         return cls(
             content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=loaded,
@@ -120,30 +115,34 @@ def _world(args: argparse.Namespace, per_node: int | None) -> int:
             f"--ranks or --nodes says the ranks of a job; got both, {args.ranks:.60} and {args.nodes:.60}"
         )
     if args.ranks is not None:
-        return count("--ranks", args.ranks, limits.MAX_RANKS)
-    if per_node is None:
+        world = count("--ranks", args.ranks)
+    elif per_node is not None:
+        world = per_node * (1 if args.nodes is None else count("--nodes", args.nodes))
+    else:
         raise ConfigError("memory needs --ranks P, or --nodes N and a node's ranks, by --gpus-per-node or --machine")
-    world = per_node * (1 if args.nodes is None else count("--nodes", args.nodes))
     limits.check("the ranks of a job, nodes x ranks a node,", world, limits.MAX_RANKS)
     return world
 
 
-def count(name: str, text: str, most: int = limits.MAX_COUNT) -> int:
-    """Return the number in an option. Raise ConfigError unless it is a whole number from 1 to `most`."""
-    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
-        raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
-    limits.check(name, int(text), most)
-    return int(text)
+def count(name: str, text: str, units: bool = False) -> int:
+    """Return the number in an option; with `units` it may end in K or M.
+
+    Raises:
+        ConfigError: If it is not a whole number from 1.
+    """
+    unit = UNITS.get(text[-1:].upper(), 1) if units else 1
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or len(digits) > DIGITS or int(digits) < 1:
+        form = UNITS_HELP if units else f"of at most {DIGITS} digits"
+        raise ConfigError(f"{name} must be a whole number from 1, {form}; got {text!r:.60}")
+    return int(digits) * unit
 
 
 def tokens(name: str, text: str) -> int:
     """Return the number of tokens in an option, such as 131072 or 128K. Raise ConfigError as `count` does."""
-    unit = UNITS.get(text[-1:].upper(), 1)
-    number, most = text[:-1] if unit > 1 else text, limits.MAX_TOKENS
-    if not number.isdecimal() or len(number) > DIGITS or int(number) < 1:
-        raise ConfigError(f"{name} must be a whole number from 1, {UNITS_HELP}; got {text!r:.60}")
-    limits.check(name, int(number) * unit, most)
-    return int(number) * unit
+    number = count(name, text, units=True)
+    limits.check(name, number, limits.MAX_TOKENS)
+    return number
 
 
 def gibibytes(name: str, text: str) -> int:

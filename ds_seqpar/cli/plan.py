@@ -14,15 +14,17 @@ from ..errors import ConfigError, ranks_in_words
 from ..files import read_text
 from ..planner.footprint import FOOTPRINT_ITEMS, HOST_ITEMS
 from ..planner.machine import DEFAULT, presets
-from ..planner.plan import ALIKE, SIMULATED, PlanResult, plan, received_over_least
+from ..planner.plan import ALIKE, PlanResult, plan, received_over_least, timelines
+from ..planner.predict import Prediction, settings_in_words
+from ..planner.price import DIRECTIONS
 from ..planner.request import Request
-from ..planner.search import Prediction, settings_in_words, timelines
 from ..planner.steptime import STEP_ITEMS
 from .assumed import HALVES, Answer
 from .options import DIGITS, GIB, UNITS_HELP, Inputs, add_options, count, tokens
 
 SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
 DRAWN = 32  # most groups of equal ranks in a picture
+SIMULATED = 15_000  # instructions up to which a time line is simulated
 COLUMNS = ["s a sequence", "tokens/s", "MFU", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]
 REASONS = 16  # most lines of "why not others" in the table
 
@@ -59,27 +61,13 @@ def request_of(args: argparse.Namespace) -> tuple[Inputs, Request]:
     fit."""
     documents = _documents(args.documents) if args.documents is not None else ()
     inputs = Inputs.of(args, sum(documents) or None, DEFAULT)
-    job, machine = inputs.job, inputs.machine
-    assert machine is not None  # the default one
+    window = None if args.window is None else tokens("--window", args.window)
+    job = dataclasses.replace(inputs.job, documents=documents, window=window)
     if args.sequences is not None:
         job = dataclasses.replace(job, sequences=count("--sequences", args.sequences), steps=None)
-    request = Request(
-        model=inputs.model,
-        machine=machine,
-        world=inputs.world,
-        seq=inputs.seq,
-        documents=documents,
-        window=None if args.window is None else tokens("--window", args.window),
-        batch=job.batch or 1,
-        dtype=job.dtype,
-        zero=job.zero,
-        checkpointing=job.checkpointing,
-        given=inputs.section(),
-        sequences=job.sequences,
-        sizes=job.sizes(inputs.world) if inputs.config.size == "auto" and job.sequences is not None else (),
-        memory=inputs.memory,
-    )
-    return inputs, request
+    sizes = job.sizes(inputs.world) if inputs.config.size == "auto" and job.sequences is not None else ()
+    assert inputs.machine is not None  # the default one
+    return inputs, job.request(inputs.machine, inputs.world, inputs.section(), sizes, inputs.memory)
 
 
 def _documents(file: str) -> tuple[int, ...]:
@@ -169,45 +157,33 @@ def _mfu_words(request: Request) -> str:
 
 
 def _row(result: PlanResult, prediction: Prediction) -> list[str]:
-    layers = result.request.model.layers
-    over = received_over_least(result, prediction)
-    mfu = _mfu(result.request, prediction)
-    text = (
-        f"{prediction.candidate}{_notes(prediction)}"
-        f"{'' if prediction.simulated else '; not simulated: it takes at least this'}"
-    )
-    attention = (
-        prediction.time.seconds_by_item[name] / layers * 1e3 for name in ("attention forward", "attention backward")
-    )
-    return [
-        f"{prediction.seconds:.3f}", f"{result.request.seq / prediction.seconds:,.0f}",
-        "-" if mfu is None else f"{mfu:.1%}",
-        *(f"{ms:.2f}" for ms in attention), f"{prediction.memory.peak.total / GIB:.1f}",
-        f"{over:.2f}" if over is not None else "-", text,
-    ]  # fmt: skip
-
-
-def _notes(prediction: Prediction) -> str:
+    over, mfu = received_over_least(result, prediction), _mfu(result.request, prediction)
+    seconds, layers = prediction.time.seconds_by_item, result.request.model.layers
     notes = [
         f"{direction} q"
-        for direction, side in zip(("forward", "backward"), prediction.travels, strict=True)
+        for direction, side in zip(DIRECTIONS, prediction.travels, strict=True)
         if side == "q"
+    ]  # fmt: skip
+    notes += ["overlap"] * prediction.config.overlap + settings_in_words(prediction.spared)
+    return [
+        f"{prediction.seconds:.3f}",
+        f"{result.request.seq / prediction.seconds:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        *(f"{seconds[f'attention {direction}'] / layers * 1e3:.2f}" for direction in DIRECTIONS),
+        f"{prediction.memory.peak.total / GIB:.1f}",
+        "-" if over is None else f"{over:.2f}",
+        f"{prediction.candidate}" + (f" ({', '.join(notes)})" if notes else ""),
     ]
-    notes += ["overlap"] * prediction.config.overlap
-    notes += settings_in_words(prediction.spared)
-    return f" ({', '.join(notes)})" if notes else ""
 
 
 def _link_lines(best: Prediction, layers: int) -> list[str]:
-    head_chunks = best.config.head_chunks
     lines = ["attention of one layer, on the busiest rank:"]
-    for direction, bound in (("forward", best.forward), ("backward", best.backward)):
+    for direction, price in zip(DIRECTIONS, (best.forward, best.backward), strict=True):
         seconds = best.time.seconds_by_item[f"attention {direction}"]
-        share = bound.compute * head_chunks * layers / seconds if seconds else 1.0
-        near, far = (f"{head_chunks * size / GIB:.3f} GiB" for size in (bound.inside, bound.between))
+        share = min(1.0, price.compute * layers / seconds) if seconds else 1.0
         lines.append(
-            f"  {direction:<9} receives {near} from its node and {far} from others, in "
-            f"{head_chunks * bound.messages} messages; computes {min(1.0, share):.0%} of the time"
+            f"  {direction:<9} receives {price.inside / GIB:.3f} GiB from its node and {price.between / GIB:.3f} GiB "
+            f"from others, in {price.messages} messages; computes {share:.0%} of the time"
         )
     return lines
 
@@ -235,7 +211,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     """Return the result for --json, in seconds and bytes."""
     return {
         "section": result.section,
-        "simulated": result.simulated,
+        "simulated": result.best.simulated,
         "legal": result.legal,
         "ranked": [_numbers(result, prediction) for prediction in result.ranked],
         "rejected": [{"who": configurations, "why": why} for configurations, why in result.rejected],
@@ -243,24 +219,22 @@ def as_json(result: PlanResult) -> dict[str, Any]:
 
 
 def _numbers(result: PlanResult, prediction: Prediction) -> dict[str, Any]:
-    bounds = {"forward": prediction.forward, "backward": prediction.backward}
+    time, memory = prediction.time, prediction.memory
+    prices = {"forward": prediction.forward, "backward": prediction.backward}
     return {
         "section": prediction.config.section(),
         "seconds_a_sequence": prediction.seconds,
         "tokens_per_second": result.request.seq / prediction.seconds,
         "mfu": _mfu(result.request, prediction),
-        "step": {
-            "seconds": prediction.time.seconds,
-            "sequences": prediction.time.sequences,
-            "parts": dict(prediction.time.seconds_by_item),
-        },
+        "step": {"seconds": time.seconds, "sequences": time.sequences, "parts": dict(time.seconds_by_item)},
         "simulated": prediction.simulated,
         "memory": {
-            "total": prediction.memory.peak.total,
-            "parts": dict(prediction.memory.peak.bytes_by_item),
-            "host": prediction.memory.host.total,
+            "total": memory.peak.total, "parts": dict(memory.peak.bytes_by_item), "host": memory.host.total,
         },
         "travels": prediction.travels,
         "bytes_over_floor": received_over_least(result, prediction),
-        "attention": {direction: dataclasses.asdict(bound) for direction, bound in bounds.items()},
-    }
+        "attention": {
+            direction: {**dataclasses.asdict(price), "overlapped": price.overlapped}
+            for direction, price in prices.items()
+        },
+    }  # fmt: skip

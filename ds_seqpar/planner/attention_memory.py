@@ -7,16 +7,21 @@ import dataclasses
 import functools
 import math
 
-from ..compiler.memory import Figures, fewest_head_chunks
+from ..compiler.compile import BoundProgram, Compiler
+from ..compiler.memory import Figures, fewest_head_chunks, figures
 from ..compiler.program.shape import ITEMSIZE, shape_of
+from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ..compiler.schedules import schedule
-from ..compiler.sharding.layout import multiple
+from ..compiler.sharding.heads import busiest_ulysses_rank
+from ..compiler.sharding.layout import Topology, multiple
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards
+from ..compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 from ..config.settings import SequenceParallelConfig
-from .attention_call import call_figures
 from .request import TrainingStep
 
+# cached, since memory settings, head chunks included, do not change the programs of CP ranks
+compiler_of = functools.lru_cache(maxsize=256)(Compiler)
 TURNS = 16  # length of a ring from which on two more ranks never change the memory of attention on each
 
 
@@ -109,11 +114,59 @@ def _attention(
     """Return the memory of attention on the first, the middle or the last CP rank, whichever needs most, for `tokens`
     tokens per rank. Cached, because candidates that differ only in their links or rank order need the same."""
     cp_size = config.size // config.ulysses
-    figures = [
+    of_ranks = [
         call_figures(
-            config, world=config.size, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
+            config, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
             kept=not config.recompute_attention if checkpointing else None,
         )
         for rank in sorted({0, cp_size // 2, cp_size - 1})
     ]  # fmt: skip
-    return max(figures, key=lambda figures_of_rank: (figures_of_rank.backward, figures_of_rank.forward))
+    return max(of_ranks, key=lambda figures_of_rank: (figures_of_rank.backward, figures_of_rank.forward))
+
+
+def call_figures(
+    config: SequenceParallelConfig,
+    *,
+    tokens: int,
+    mask: Mask,
+    heads: tuple[int, int, int],
+    dtype: str = "bfloat16",
+    batch: int = 1,
+    rank: int = 0,
+    ulysses_rank: int | None = None,
+    support: KernelSupport = PLAIN_KERNEL,
+    early: int = 0,
+    kept: bool | None = None,
+) -> Figures:
+    """Return the memory of a layer's attention on one rank.
+
+    Args:
+        config: The configuration, without any "auto".
+        tokens: Tokens per rank.
+        mask: The mask of the whole sequence.
+        heads: (query heads, key/value heads, head_dim) of the model.
+        dtype: dtype of q, k and v.
+        batch: Sequences that a group of ranks trains at once.
+        rank: The CP rank.
+        ulysses_rank: The Ulysses rank; None: one with the most heads.
+        support: What the kernel supports.
+        early: As `Comm.early`, which is 0 except over gloo.
+        kept: Whether the checkpoint around attention keeps its results; None: there is no checkpoint.
+    """
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # the placement of ranks changes no program
+    shards = EvenShards(config.layout, tokens * config.size, recipe.size)
+    q_heads, kv_heads, _ = heads
+    local = shape_of(config.comm_dtype, dtype, batch, heads)
+    count = config.head_chunks
+    if count == "auto":
+        count = fewest_head_chunks(recipe, config.ulysses, local, mask, shards)
+    if ulysses_rank is None:
+        ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
+    saved_for_backward = config.kept(count, kept is not None, bool(kept))
+    compiler, ulysses_group = compiler_of(recipe, rank, early), UlyssesGroup(config.ulysses, ulysses_rank)
+
+    def bound(direction: str) -> BoundProgram:
+        kept_for_backward = saved_for_backward if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
+        return compiler.bound_call(direction, mask, shards, local, ulysses_group, support, count, kept_for_backward)
+
+    return figures(bound("forward"), bound("backward"), saved_for_backward)

@@ -4,7 +4,7 @@ replaces the settings, and `line_of` describes the choice to the user. Does not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..compiler.sharding.layout import divisors
@@ -15,8 +15,8 @@ from . import limits
 from .footprint import rank_bytes
 from .machine import Machine
 from .plan import PlanResult, find_plan, plan
+from .predict import Prediction, most_saving_settings, predict, settings_in_words
 from .request import Model, Request
-from .search import Prediction, most_saving_settings, predict, settings_in_words
 
 GIB = 2**30
 
@@ -56,6 +56,19 @@ class Job:
             for size, count in trained.items()
             if (self.sequences == count if exact else self.sequences % count == 0)
         ) or (world,)
+
+    def request(
+        self, machine: Machine, world: int, given: Mapping[str, Any], sizes: tuple[int, ...], memory: int | None = None
+    ) -> Request:
+        """Return the planner's input for this job, whose model and length are known. For the arguments see
+        `Request`."""
+        assert self.model is not None
+        assert self.seq is not None
+        return Request(
+            model=self.model, machine=machine, world=world, seq=self.seq, documents=self.documents, window=self.window,
+            batch=self.batch or 1, dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, given=given,
+            sequences=self.sequences, sizes=sizes, memory=memory,
+        )  # fmt: skip
 
 
 class Planned(NamedTuple):
@@ -103,15 +116,11 @@ def resolve_with_plan(
 def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> Request:
     """Return the planner's input for a job. A length that zigzag cannot share equally is rounded up, as padding
     would."""
-    assert job.model is not None
     documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.MAX_DOCUMENTS else ()
     share = 2 * world  # zigzag's chunks
-    return Request(
-        model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,
-        documents=documents, window=job.window, batch=job.batch or 1, dtype=job.dtype, zero=job.zero,
-        checkpointing=job.checkpointing, given=fixed_settings(config), sequences=job.sequences,
-        sizes=job.sizes(world) if config.size == "auto" else (),
-    )  # fmt: skip
+    seq = seq if documents else -(-seq // share) * share
+    sizes = job.sizes(world) if config.size == "auto" else ()
+    return dataclasses.replace(job, seq=seq, documents=documents).request(machine, world, fixed_settings(config), sizes)
 
 
 def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:
@@ -130,16 +139,15 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
     if result.ranked:
         return result
     saving = {name: value for name, value in most_saving_settings(request, 1).items() if name != "head_chunks"}
-    without_limit = dataclasses.replace(request, ignores_memory=True)
-    result = plan(dataclasses.replace(without_limit, given={**request.given, **saving}))
+    without_limit = dataclasses.replace(request, ignores_memory=True, given={**request.given, **saving})
+    result = plan(without_limit)
     ranked = result.ranked
     if "head_chunks" not in request.given:
         saving |= most_saving_settings(request, result.best.config.ulysses)
-        chunked_by_heads = predict(
-            dataclasses.replace(without_limit, given={**request.given, **saving}), result.best.candidate
-        )
-        ranked = (chunked_by_heads, *ranked[1:]) if isinstance(chunked_by_heads, Prediction) else ranked
-    return dataclasses.replace(result, request=without_limit, ranked=ranked)
+        without_limit = dataclasses.replace(without_limit, given={**request.given, **saving})
+        chunked = predict(without_limit, result.best.candidate)
+        ranked = (chunked, *ranked[1:]) if isinstance(chunked, Prediction) else ranked
+    return dataclasses.replace(result, request=dataclasses.replace(request, ignores_memory=True), ranked=ranked)
 
 
 def line_of(result: PlanResult) -> str:

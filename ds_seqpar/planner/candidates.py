@@ -34,10 +34,6 @@ class Candidate:
         return self.size // self.ulysses
 
     @property
-    def size_and_ulysses(self) -> tuple[int, int]:
-        return self.size, self.ulysses
-
-    @property
     def settings(self) -> dict[str, Any]:
         named = {"size": self.size, "ulysses": self.ulysses, "schedule": self.schedule.name, "layout": self.layout}
         return {**named, "rank_order": self.rank_order, **self.options}
@@ -71,15 +67,20 @@ class Candidate:
         return self.schedule.build, cp_size, tuple(axis for axis in self.topology.axes if axis[1] > 1), layout
 
     @property
+    def gathers(self) -> bool:
+        """Whether ranks gather and reduce, which overlap replaces by single messages."""
+        return any(self.topology.size(axis) > 1 for axis in self.schedule.collective_axes)
+
+    @property
+    def steps(self) -> int:
+        """About how many steps a rank has: one for each CP rank along axes without collectives, and some for these."""
+        rings = set(self.topology.cp_axes) - set(self.schedule.collective_axes)
+        return self.topology.size(*rings) + self.cp_size // 8 + 2
+
+    @property
     def has_default_layout(self) -> bool:
         """Whether the layout is the schedule's default."""
         return self.layout == self.schedule.default_layout
-
-    @property
-    def ring_ranks(self) -> int:
-        """The number of CP ranks of one ring: those along axes without collectives."""
-        axes = set(self.topology.cp_axes) - set(self.schedule.collective_axes)
-        return self.topology.size(*axes)
 
     def __str__(self) -> str:
         schedule_name = self.schedule.name
@@ -99,11 +100,9 @@ def _word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-ParallelShape = tuple[int, int, Schedule, ScheduleOptions]  # size, ulysses, schedule, the schedule's own settings
-
-
-def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[ParallelShape]:
-    """Yield all shapes that agree with the given settings, of sizes that can be planned, always in the same order."""
+def candidates(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Candidate]:
+    """Yield all configurations that agree with the given settings, of sizes that can be planned, always in the same
+    order."""
     for size, ulysses in ulysses_sizes(world, heads, given):
         for schedule in _schedules(given):
             for options in schedule.shapes(size // ulysses):
@@ -112,39 +111,30 @@ def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iter
                     options[name] == (tuple(value) if isinstance(value, list) else value)
                     for name, value in wanted.items()
                 ):
-                    yield size, ulysses, schedule, options
+                    yield from _of_shape(world, size, ulysses, schedule, options, given)
 
 
 def ulysses_sizes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield all pairs (size, ulysses) that agree with the given settings and are small enough to be planned."""
     for size in _options(given, "size", divisors(world)):
-        for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
-            can_plan = size <= limits.MAX_PLANNED_RANKS and ulysses <= limits.MAX_ULYSSES
-            if can_plan and size % ulysses == 0 and size // ulysses <= limits.MAX_CP_RANKS:
-                yield size, ulysses
+        if size <= limits.MAX_PLANNED_RANKS:
+            for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
+                if size % ulysses == 0 and size // ulysses <= limits.MAX_CP_RANKS:
+                    yield size, ulysses
 
 
-def candidates(
-    world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False
+def _of_shape(
+    world: int, size: int, ulysses: int, schedule: Schedule, options: ScheduleOptions, given: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-    """Yield all shapes in all rank orders and layouts; if `plain`, each shape only in its first rank order and
-    layout."""
-    for shape in shapes(world, heads, given):
-        yield from _candidates_of_shape(world, shape, given, 1 if plain else None)
-
-
-def _candidates_of_shape(
-    world: int, shape: ParallelShape, given: Mapping[str, Any], most: int | None
-) -> Iterator[Candidate]:
-    size, ulysses, schedule, options = shape
+    """Yield a shape in all its rank orders and layouts."""
     axes, schedule = schedule.axes(size // ulysses, options), schedule.at(size // ulysses, options)
     layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
-    for rank_order in _options(given, "rank_order", schedule.rank_orders)[:most]:
+    for rank_order in _options(given, "rank_order", schedule.rank_orders):
         order = axis_order(axes, rank_order, schedule.rank_orders)
         topology = Topology.of(
             axes, ulysses=ulysses, data=world // size, order=order, collective_axes=schedule.collective_axes
         )
-        for layout in _options(given, "layout", layouts)[:most]:
+        for layout in _options(given, "layout", layouts):
             if layout in schedule.layouts:
                 yield Candidate(
                     size=size, ulysses=ulysses, schedule=schedule, options=options, layout=layout,

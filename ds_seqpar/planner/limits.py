@@ -1,4 +1,4 @@
-"""The largest numbers that the commands accept, and why. A larger one is refused before any work.
+"""Limits on what an answer may cost: a command, or the plan of a training run, refuses a larger number before any work.
 
 Within these limits each command needs less than 2 GiB and some ten seconds of one core.
 """
@@ -10,18 +10,9 @@ from collections.abc import Mapping
 
 from ..errors import ConfigError
 
-# ranks of a job: ten times the largest cluster. Work grows with the ranks of a sequence, not with these
-MAX_RANKS = 2**20
-# tokens of a sequence, or of a window: a million times what has been trained on. Work does not grow with them
-MAX_TOKENS = 2**40
-MAX_COUNT = 2**20  # sequences, or anything else that is only multiplied
+MAX_RANKS = 2**20  # of a job: a plan visits their divisors
 MAX_SHARING_RANKS = 2**16  # ranks that share a sequence: a schedule's shape may depend on all of them
-MAX_HEADS = 2**12  # heads of a model: no model has a thousand
-MAX_LAYERS = 1000  # layers of a model: transformers makes it without memory, in milliseconds a layer
-MAX_EXPERTS = 10_000  # experts of all layers together: some families make a module for each
-MAX_WIDTH = 2**24  # hidden size, intermediate size, head_dim or vocabulary: no product of two overflows
-MAX_ULYSSES = 2**8  # Ulysses ranks of a Ulysses group, in `plan`: it compares the nodes of every pair of Ulysses ranks
-MAX_PLANNED_RANKS = 2**14  # ranks that share a sequence, in `plan`: it visits all for each of a hundred candidates
+MAX_PLANNED_RANKS = 2**12  # the same, in `plan`: it visits them for each of a hundred candidates
 # CP ranks (size / ulysses), in `memory` and `plan`: a rank's program has a step for each other CP rank. Of a
 # longer ring `memory` computes a short one in its place, which needs as much memory
 MAX_CP_RANKS = 1024
@@ -29,16 +20,12 @@ MAX_OVERLAP_RANKS = 64  # CP ranks with overlap: ordering their products takes t
 MAX_SHOWN_RANKS = 128  # CP ranks, in `show`: it prints and simulates all ranks in all steps
 MAX_SHOWN_OVERLAP_RANKS = 64  # the same, with overlap
 MAX_DRAWN_RANKS = 64  # CP ranks in a picture: more could not be told apart
-# documents of a sequence: the planner distributes them over ranks for each shape, which takes milliseconds a document
-MAX_DOCUMENTS = 2**12
-# shapes of schedules, over all sizes and Ulysses sizes: if there are more, `plan` tries one layout and one rank order
-# for each
-MAX_SHAPES = 10_000
-MODEL = {  # field of a model's configuration -> its limit
-    "num_hidden_layers": MAX_LAYERS, "num_attention_heads": MAX_HEADS, "num_key_value_heads": MAX_HEADS,
-    "hidden_size": MAX_WIDTH, "intermediate_size": MAX_WIDTH, "moe_intermediate_size": MAX_WIDTH,
-    "head_dim": MAX_WIDTH, "vocab_size": MAX_WIDTH,
-}  # fmt: skip
+MAX_DOCUMENTS = 2**12  # of a sequence: a plan distributes them over ranks, which takes milliseconds a document
+MAX_TOKENS = 2**40  # of a sequence: the search for the longest one ends here
+MAX_HEADS = 2**12
+# sizes of a model's configuration, which transformers makes without memory, in milliseconds a layer or expert
+MODEL = {"num_hidden_layers": 1000, "num_attention_heads": MAX_HEADS}
+MAX_EXPERTS = 10_000  # of all layers together
 MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -62,8 +49,8 @@ def check_followed(
 
 
 def check_model(numbers: Mapping[str, object]) -> None:
-    """Raise ConfigError for a model's configuration with a number above its limit, before the model is made. Values
-    that are not whole numbers are not checked here."""
+    """Raise ConfigError for a model's configuration that would take long to make. Values that are not whole numbers are
+    not checked here."""
     sizes = {name: value for name, value in numbers.items() if isinstance(value, int)}
     for name, most in MODEL.items():
         check(name, sizes.get(name, 0), most)

@@ -110,14 +110,18 @@ class Request:
     ignores_memory: bool = False  # whether configurations may need more memory than there is
 
     def __post_init__(self) -> None:
-        for name, value, most in (
-            ("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS),
-            ("the tokens of a sequence", self.seq, limits.MAX_TOKENS),
-            ("the documents of a sequence", len(self.documents), limits.MAX_DOCUMENTS),
-            ("the sequences of a micro-batch", self.batch, limits.MAX_COUNT),
-        ):
-            limits.check(name, value, most)
-        self._check_given()
+        limits.check("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS)
+        limits.check("the documents of a sequence", len(self.documents), limits.MAX_DOCUMENTS)
+        sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
+        if sizes:
+            name = "the ranks of a sequence that is planned,"
+            limits.check(name, min(sizes), limits.MAX_PLANNED_RANKS, "take a smaller size")
+            ulysses = self.given.get("ulysses", "auto")
+            limits.check_followed(
+                min(size // (max(legal_ulysses(size, self.model.heads)) if ulysses == "auto" else ulysses)
+                    for size in sizes),
+                overlap=False,
+            )  # fmt: skip
         if self.documents and sum(self.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
         self.machine.rated_dtype(self.dtype)
@@ -126,23 +130,6 @@ class Request:
                 f'zero_optimization keeps states on drives ("nvme"), whose time hangs on nvme_rate; got machine '
                 f"{self.machine.name}, which has none, say it in the machine's file or take another machine"
             )
-
-    def _check_given(self) -> None:
-        """Raise ConfigError if the given size, or every size that may be chosen, is too large to be planned."""
-        ulysses = self.given.get("ulysses", "auto")
-        if ulysses != "auto":
-            limits.check("ulysses of a plan", ulysses, limits.MAX_ULYSSES)
-        sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
-        if sizes:
-            limits.check(
-                "the ranks of a sequence that is planned,", min(sizes), limits.MAX_PLANNED_RANKS, "take a smaller size"
-            )
-            limits.check_followed(min(size // self._most_ulysses(size) for size in sizes), overlap=False)
-
-    def _most_ulysses(self, size: int) -> int:
-        if (given := self.given.get("ulysses", "auto")) != "auto":
-            return given
-        return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MAX_ULYSSES)
 
     @property
     def heads(self) -> tuple[int, int]:

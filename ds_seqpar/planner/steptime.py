@@ -4,20 +4,16 @@ bytes, and the host's time from the modules that ZeRO hooks. Does not import tor
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping
 
-from ..compiler.memory import Figures
 from ..compiler.program.shape import ITEMSIZE
-from ..compiler.sharding.balance import shards_of
-from ..compiler.sharding.shards import EvenShards, Shards
-from .attention_call import AttentionCall
-from .attention_memory import projecting_head_chunks
-from .lower_bound import LowerBound
+from ..compiler.sharding.masks import Mask
+from .attention_memory import attention_figures, projecting_head_chunks
+from .footprint import MASTER, states
 from .machine import Machine
+from .price import Price
 from .request import TrainingStep
-from .states import MASTER, states
 
 STEP_ITEMS = {
     "attention forward": "all layers, transfers included",
@@ -60,32 +56,8 @@ class StepTime:
         return sum(self.seconds_by_item.values())
 
 
-def call_of(step: TrainingStep) -> AttentionCall:
-    """Return the attention call of one layer of a step, on the heads of its first head chunk."""
-    m, cp_size, head_chunks = step.model, step.config.size // step.config.ulysses, step.config.head_chunks
-    kv_heads = math.ceil(m.kv_heads / head_chunks)
-    return AttentionCall(
-        config=step.config,
-        world=step.world,
-        mask=step.mask,
-        shards=_shards(step, cp_size),
-        heads=(kv_heads * (m.heads // m.kv_heads), kv_heads, m.head_dim),
-        dtype=step.dtype,
-        batch=step.batch,
-        head_chunks=head_chunks,
-        kept=step.config.kept(head_chunks, step.checkpointing, not step.config.recompute_attention),
-    )
-
-
-def _shards(step: TrainingStep, cp_size: int) -> Shards:
-    if step.mask.documents:
-        ends = (*step.mask.documents, step.seq)
-        return shards_of(step.config.layout, tuple(b - a for a, b in itertools.pairwise(ends)), cp_size)
-    return EvenShards(step.config.layout, step.seq, cp_size)
-
-
 def step_time(
-    step: TrainingStep, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
+    step: TrainingStep, machine: Machine, forward: float, backward: float,
     attention_links: tuple[float, float] = (0.0, 0.0),
 ) -> StepTime:  # fmt: skip
     """Return the time of a step.
@@ -95,7 +67,6 @@ def step_time(
         machine: The machine.
         forward: Seconds of one layer's attention in forward, all head chunks together.
         backward: The same in backward.
-        kept: Attention's memory, for the bytes that checkpoints offload.
         attention_links: `attention_link_seconds` in forward and in backward.
     """
     m, layers, dtype = step.model, step.model.layers, step.dtype
@@ -132,7 +103,7 @@ def step_time(
         "ZeRO": zero_seconds(step, machine, (hiding[0], hiding[1])),
         "copies": zero_copied_bytes(step) / machine.elementwise_rate,
         "optimiser": optimiser_seconds(step, machine),
-        "offload": offload_seconds(step, machine, kept, (hiding[0], hiding[1])),
+        "offload": offload_seconds(step, machine, (hiding[0], hiding[1])),
         "drives": drive_seconds(step, machine),
     }  # fmt: skip
     return StepTime(seconds_by_item, step.world // step.config.size * step.batch)
@@ -147,14 +118,13 @@ def optimiser_seconds(step: TrainingStep, machine: Machine) -> float:
     return OPTIMISER_BYTES * on_device / machine.elementwise_rate + host_bytes / rate
 
 
-def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, hiding: tuple[float, float]) -> float:
+def offload_seconds(step: TrainingStep, machine: Machine, hiding: tuple[float, float]) -> float:
     """Return the seconds of copies between a rank and its host that no computation hides. The link carries both
     directions at once.
 
     Args:
         step: The step.
         machine: The machine.
-        kept: Attention's memory, for the bytes that checkpoints offload.
         hiding: Seconds of a layer (forward, backward) that can hide copies of pinned memory.
     """
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
@@ -162,9 +132,10 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     on_host = local_parameters - states(step.model, zero, step.world, size).elements_on_device
     checkpoint = offloaded_again = 0
     if config.offload_checkpoints and step.checkpointing:
-        checkpoint = rows * step.model.hidden * size + (kept.saved if kept and not config.recompute_attention else 0)
+        saved = attention_figures(dataclasses.replace(step, mask=Mask())).saved
+        checkpoint = rows * step.model.hidden * size + (0 if config.recompute_attention else saved)
         # offloaded when a layer is computed again
-        offloaded_again = kept.saved if kept and projecting_head_chunks(step) > 1 else 0
+        offloaded_again = saved if projecting_head_chunks(step) > 1 else 0
     fetched = local_parameters * size / layers if zero.parameters_away else 0.0
     # stage 3 copies gradients as they are computed, and once more in fp32
     gradients = (
@@ -205,7 +176,7 @@ def _owned_parameters(step: TrainingStep) -> int:
     return step.model.parameters // (step.world if step.zero.stage else 1)
 
 
-def attention_link_seconds(machine: Machine, world: int, attention: LowerBound) -> float:
+def attention_link_seconds(machine: Machine, world: int, attention: Price) -> float:
     """Return the seconds in which a layer's attention uses the links that ZeRO's collectives need. With several nodes
     these are the links between nodes."""
     if world <= machine.per_node:

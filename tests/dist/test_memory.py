@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.planner.attention_call import call_figures
+from ds_seqpar.planner.attention_memory import call_figures
 from ds_seqpar.runtime.checkpoints import replaying
 from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import live
@@ -94,7 +94,7 @@ def _measured(setting, mask, kv_heads, kept=None):
         support = select(sp.config.kernel, BlockSpec("cpu", torch.bfloat16, HEADS, kv_heads, DIM)).support
         place = {"rank": sp.runtime.rank, "ulysses_rank": sp.runtime.ulysses.rank, "early": sp.comm.early}
         its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None, "support": support}
-        said = call_figures(sp.config, world=sp.size, tokens=TOKENS, mask=mask, **its, **place)
+        said = call_figures(sp.config, tokens=TOKENS, mask=mask, **its, **place)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.saved, said.backward), seen.left
 
 

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from ds_seqpar import models
 from ds_seqpar.cli.memory import LIMIT, SHADES
-from ds_seqpar.cli.numbers import PLAIN, numbers_of, plain_model
+from ds_seqpar.models import numbers_of
 from ds_seqpar.planner.footprint import FOOTPRINT_ITEMS
 from tests.unit.commands import LLAMA, assert_refused, run, with_options
 from tests.words import missing
@@ -48,24 +47,6 @@ def test_parameters_are_counted_on_the_model_itself(tmp_path, name):
     assert (found.layer_parameters, found.intermediate, found.tied) == (layer, intermediate, tied)
     assert found.parameters == 2 * layer + (1 if tied else 2) * ENDS + 64
     assert (found.layers, found.heads, found.kv_heads, found.head_dim) == (2, 8, 2, 8)
-
-
-@pytest.mark.parametrize("more", [{}, {"head_dim": 16, "attention_bias": True, "mlp_bias": True}], ids=["", "biases"])
-@pytest.mark.parametrize("family", PLAIN)
-def test_plain_models_are_counted_from_their_config_as_on_the_model_itself(tmp_path, family, more):
-    config = {**LLAMA, "head_dim": 8, **more, "model_type": family}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert plain_model(config) == models.numbers_of(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [{"model_type": "gemma2"}, {"hidden_size": None}, {"hidden_size": 65}, {"vocab_size": "256"},
-     {"num_key_value_heads": 3}, {"attention_bias": 1}, {"quantization_config": {}}],
-    ids=str,
-)  # fmt: skip
-def test_what_is_odd_in_a_config_is_left_to_transformers(odd):
-    assert plain_model({**LLAMA, **odd}) is None
 
 
 def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):

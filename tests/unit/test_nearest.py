@@ -9,8 +9,7 @@ from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner import limits
 from ds_seqpar.planner.machine import Machine
-from ds_seqpar.planner.nearest import nearest_fits, nothing_fits, with_optimiser_on_host
-from ds_seqpar.planner.plan import find_plan, plan
+from ds_seqpar.planner.plan import find_plan, nearest_fits, nothing_fits, plan, with_optimiser_on_host
 from ds_seqpar.planner.request import Model, Request
 from tests.words import missing
 

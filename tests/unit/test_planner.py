@@ -11,8 +11,8 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.candidates import candidates
 from ds_seqpar.planner.machine import Machine, Wire, ZeroCosts
 from ds_seqpar.planner.plan import find_plan, plan, received_over_least
+from ds_seqpar.planner.predict import Prediction, memory_options, predict
 from ds_seqpar.planner.request import Model, Request
-from ds_seqpar.planner.search import Estimator, Prediction, memory_options, predict, with_simulated_time
 from ds_seqpar.planner.steptime import (
     attention_link_seconds,
     collective_seconds,
@@ -78,7 +78,7 @@ def test_one_key_value_head_is_not_replicated(machine):
     asked = _asked(model=_model(32, 1), machine=machine, memory=10**15, given={"size": 8})
     best = plan(asked).best
     (whole, *_) = (f for f in candidates(8, (32, 1), {**asked.given, "rank_order": "auto"}) if f.ulysses == 8)
-    replicated = with_simulated_time(asked, predict(asked, whole))
+    replicated = predict(asked, whole)
     assert best.config.ulysses == 1
     assert best.seconds < replicated.seconds
     for way in ("forward", "backward"):
@@ -111,7 +111,7 @@ def test_slow_links_between_nodes_carry_the_fewest_bytes():
         ROOMY, between=dataclasses.replace(ROOMY.between, rate=3.6e9), uplink=3.6e9,
     )  # fmt: skip
     choice = plan(_asked(machine=slow, world=16, model=_model(32, 8), given={"size": 16}))
-    across = [one.config.head_chunks * (one.forward.between + one.backward.between) for one in choice.ranked]
+    across = [one.forward.between + one.backward.between for one in choice.ranked]
     assert across[0] <= 1.05 * min(across)
     assert choice.best.config.ulysses <= 8  # its exchange stays in the node
     whole = predict(choice.request, next(
@@ -157,12 +157,12 @@ def test_short_sequences_take_fewer_ranks():
 def test_with_a_few_sequences_a_step_ranks_share_them():
     """Two sequences on 16 ranks: with fewer than 8 ranks each, ranks would have nothing to do."""
     assert _best(world=16, seq=262144, sequences=2).config.size >= 8
-    assert _best(world=16, seq=262144).config.size < 8
+    assert _best(seq=262144).config.size < 8
 
 
 def test_windows_are_no_mesh():
     for model in (_model(32, 32), _model(32, 8)):
-        best = _best(model=model, world=16, seq=262144, window=4096, given={"size": 16})
+        best = _best(model=model, seq=131072, window=4096, given={"size": 8})
         assert best.candidate.cp_size == 1 or not best.candidate.schedule.collective_axes
 
 
@@ -173,19 +173,19 @@ def test_a_pack_of_short_documents_does_not_travel():
 
 
 def test_the_answer_is_the_same_each_time_and_is_legal():
-    asked = _asked(machine=MODEST, world=16, seq=131072, model=_model(32, 8))
+    asked = _asked(machine=MODEST, seq=131072, model=_model(32, 8))
     first, second = (find_plan(dataclasses.replace(asked)) for _ in range(2))
     assert first.rejected == second.rejected
     assert [(one.config, one.seconds) for one in first.ranked] == [(one.config, one.seconds) for one in second.ranked]
     for one in first.ranked:
-        assert SequenceParallelConfig(**{**one.config.settings()}).resolve(16, (32, 8)) == one.config
+        assert SequenceParallelConfig(**{**one.config.settings()}).resolve(8, (32, 8)) == one.config
         assert one.memory.peak.total <= MODEST.usable
     assert first.best.seconds <= 1.005 * min(one.seconds for one in first.ranked)
-    section = SequenceParallelConfig.from_dict(first.section).resolve(16, (32, 8))
+    section = SequenceParallelConfig.from_dict(first.section).resolve(8, (32, 8))
     assert dataclasses.replace(section, overlap=first.best.config.overlap) == first.best.config
 
 
-def test_nothing_that_was_left_out_is_faster_by_its_closed_form():
+def test_nothing_that_got_no_price_is_faster():
     """Of all candidates of a small job none beats what was chosen among few."""
     slow = dataclasses.replace(MODEST, per_node=2)
     asked = _asked(machine=slow, world=8, seq=32768, model=_model(16, 4), memory=10**15, given={"size": 8})
@@ -195,17 +195,7 @@ def test_nothing_that_was_left_out_is_faster_by_its_closed_form():
         for candidate in candidates(8, asked.heads, asked.given)
         if candidate.has_default_layout
     ]
-    fastest = sorted(found, key=lambda one: one.seconds)[:5]
-    assert min(with_simulated_time(asked, one).seconds for one in fastest) >= 0.99 * best.seconds
-
-
-def test_estimates_have_the_bound_below_them():
-    asked = _asked(machine=MODEST, world=8, memory=10**15, model=_model(16, 4))
-    estimator = Estimator(asked)
-    for candidate in list(candidates(8, asked.heads, {}))[::60]:
-        estimate, found = estimator(candidate), predict(asked, candidate)
-        assert estimate.least_seconds <= estimate.seconds * (1 + 1e-9)
-        assert estimate.least_seconds <= found.seconds * (1 + 1e-9)
+    assert min(one.seconds for one in found) >= 0.99 * best.seconds
 
 
 def test_bytes_stand_beside_the_floor():
@@ -345,8 +335,8 @@ def test_where_the_optimiser_could_leave_that_is_said():
 def test_processors_keep_nothing_away():
     """Their host's memory is their own."""
     asked = _asked(machine=dataclasses.replace(HOST, memory=5e9), model=_model(16, 4), given={"size": 8})
-    assert not any("offload_checkpoints" in rung for rung in memory_options(asked, 1))
-    assert any("offload_checkpoints" in rung for rung in memory_options(_asked(), 1))
+    assert not any("offload_checkpoints" in settings for settings, _ in memory_options(asked, 1))
+    assert any("offload_checkpoints" in settings for settings, _ in memory_options(_asked(), 1))
 
 
 def test_attention_has_those_links_busy_that_zero_waits_for():
