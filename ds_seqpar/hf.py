@@ -1,4 +1,4 @@
-"""hf_integration by its name of version 0.1; the name goes in 0.3."""
+"""The package hf_integration by its name of version 0.1; the name goes in 0.3."""
 
 from typing import Any
 
