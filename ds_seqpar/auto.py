@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,6 +15,7 @@ from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import as_seqpar_error
 from .runtime import devices
 from .runtime.agreement import all_gather_objects, assert_ranks_agree
+from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .config.deepspeed_json import DeepSpeedJson
@@ -33,33 +33,42 @@ def job_of(json: DeepSpeedJson) -> Job:
     return Job.of(json)
 
 
-def measured_orders(machine: str, device: torch.device) -> Orders:
-    """The orders of kernels that the machine's file has for this kind of device; {} where it has none."""
-    if machine == "auto":
+def named_machine(config: SequenceParallelConfig) -> Machine | None:
+    """Return the machine that a configuration names, or None.
+
+    Raises:
+        ConfigError: There is no such machine, or its file is not valid.
+    """
+    if config.machine == "auto":
+        return None
+    from .planner.machine import Machine
+
+    return Machine.load(config.machine)
+
+
+def measured_orders(machine: Machine | None, device: torch.device) -> Orders:
+    """Return the orders of kernels that a machine has for this kind of device; {} where it has none, which rank 0
+    says of a machine that has some for others."""
+    if machine is None or not machine.kernels:
         return {}
-    from .planner.machine import Machine
-
-    return Machine.load(machine).kernels.get(devices.device_name(device), {})
-
-
-def warn_of_unmeasured_device(machine: str, device: torch.device) -> None:
-    from .planner.machine import Machine
-
-    if measured := Machine.load(machine).kernels:
-        line = f"sequence_parallel: {machine} has the order of kernels of {', '.join(measured)}, none of this device"
-        print(f"{line}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
+    name = devices.device_name(device)
+    if name not in machine.kernels:
+        line = f"sequence_parallel: {machine.name} has the order of kernels of {', '.join(machine.kernels)}, none of "
+        log_once(f"{line}this device, {name}; the built-in order holds")
+    return machine.kernels.get(name, {})
 
 
 def planned_by_all(
     world: dist.ProcessGroup,
     config: SequenceParallelConfig,
-    heads: tuple[int, int] | None,
+    machine: Machine | None,
     job: Job | None,
     call: str,
 ) -> SequenceParallelConfig:
     """Return the configuration that the planner makes. Every rank plans for the hosts of all ranks, then they compare.
 
     Args:
+        machine: The one that the configuration names.
         call: What the user called, for errors.
     """
     from .planner.auto import line_of, resolve_with_plan
@@ -67,22 +76,22 @@ def planned_by_all(
     hosts: list[devices.Host] = [
         host for _, host in all_gather_objects(world, ("SequenceParallel", devices.this_host()))
     ]
-    error, compared, plan = None, {}, None
+    error, compared = None, {}
     try:
-        detect = functools.partial(detected_machine, hosts=hosts)
-        resolved, plan = resolve_with_plan(config, job, heads, len(hosts), detect)
+        detect = functools.partial(detected_machine, hosts=hosts, named=machine)
+        resolved, plan = resolve_with_plan(config, job, len(hosts), detect)
         compared = {f"planned {name}": value for name, value in resolved.settings().items()}
-        if plan:  # each rank has read the length for itself
-            compared |= {"tokens": plan.request.seq}
+        compared |= {"tokens": plan.request.seq}  # each rank has read the length for itself
     except Exception as reason:
         error = as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=call)
-    if plan and dist.get_rank() == 0:
-        print(line_of(plan), file=sys.stderr, flush=True)
+    log_once(line_of(plan))
+    if job and job.documents and not plan.request.documents:
+        log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
 
 
-def detected_machine(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
+def detected_machine(dtype: str, hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:
     """Guess the machine when the config names none. Every rank computes the same guess.
 
     With accelerators it is the preset of rank 0's device, with the least memory of all; without, a machine of the
@@ -91,10 +100,13 @@ def detected_machine(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
     Args:
         dtype: A dtype that the machine must have rates of.
         hosts: The host of each rank, by rank.
+        named: The machine that the config names. It is returned with the ranks per node that there are.
     """
     from .planner.machine import Machine
 
     per_node, device = devices.ranks_per_host(hosts), hosts[0].device
+    if named is not None:
+        return dataclasses.replace(named, per_node=per_node)
     if device:
         machine = Machine.guessed(device, dtype)
         memory = min(host.device_memory for host in hosts) or machine.memory

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from .errors import ConfigError
 
@@ -112,8 +113,16 @@ without_torch_func = private(
 )
 _forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refusal of forward-mode derivatives")
 forward_level = functools.partial(_forward_level, torch.autograd.forward_ad)  # below 0 outside of `dual_level`
-_profiling = attribute("torch.autograd.profiler:_is_profiler_enabled", "telling whether a profiler is on")
-is_profiling = functools.partial(_profiling, torch.autograd.profiler)
+# what torch.compiler.assume_constant_result sets; that imports the compiler
+CONSTANT = mark("torch._dynamo.decorators:_dynamo_marked_constant")
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch is on. Every instruction asks, so this is as short as it can be."""
+    try:
+        return profiler._is_profiler_enabled
+    except AttributeError:
+        raise missing("torch.autograd.profiler:_is_profiler_enabled", "telling whether a profiler is on") from None
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:

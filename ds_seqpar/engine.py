@@ -95,21 +95,23 @@ def initialize(
     check_arguments(model, kwargs)
     json.check_settings()
     json.check_auto()
-    wrong = _refused_by_deepspeed(json)
+    wrong = None
+    try:
+        json.check()
+    except ConfigError as reason:
+        wrong = reason  # all ranks raise it together: their configurations may differ
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, json.section, sequence_parallel, wrong, job=lambda: job_of(json))
+    sp = prepare_model(model, {} if wrong else json.section, sequence_parallel, wrong, job=lambda: job_of(json))
     if (patcher := patcher_of_class(model)) is not None and check_loss:
         patcher.check_function(model, sp)
     elif patcher is not None:
         patcher.trust_loss(model)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
-    own_args = _without_config(args)
-    returned = deepspeed.initialize(
-        args=own_args, model=model, config=json.for_deepspeed(sp.size, sp.data_size), **passed
-    )
+    own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
+    returned = deepspeed.initialize(args=own_args, model=model, config=content, **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
     engine = returned[0]
@@ -134,6 +136,7 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
         ConfigError: The three batch settings do not fit together, or are left to the HuggingFace Trainer.
     """
     json = DeepSpeedJson.read(config)
+    _ = json.section  # which raises where it is misspelt
     json.check_auto()
     return json.for_deepspeed(sp.size, sp.data_size)
 
@@ -142,8 +145,8 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
     """Let `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
     sizes. It may do so already. Raises ConfigError where it fits neither way."""
     json = DeepSpeedJson.read(content)
-    by_rank = (json.micro_batch or 0) * (json.steps or 0) * sp.data_size * sp.size
-    if by_rank and json.sequences not in (None, by_rank):
+    batch, micro, steps = json.batch_sizes
+    if batch and micro and steps and batch != micro * steps * sp.data_size * sp.size:
         content["train_batch_size"] = json.batch_by_rank(sp.size, sp.data_size)
 
 
@@ -179,27 +182,12 @@ def _read_config(
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+    if len(given) != 1:
         raise ConfigError(
-            "initialize needs a DeepSpeed configuration; got none, pass config= (a path or dict) "
-            "or args with --deepspeed_config"
+            f"initialize needs one DeepSpeed configuration; got {' and '.join(given) or 'none'}, pass config= (a path "
+            "or dict) or args with --deepspeed_config"
         )
-    if len(given) > 1:
-        raise ConfigError(
-            f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
-        )
-    [source] = given.values()
-    return DeepSpeedJson.read(source)
-
-
-def _refused_by_deepspeed(json: DeepSpeedJson) -> ConfigError | None:
-    """Return the error of a configuration that DeepSpeed refuses. It is raised later, together with other ranks, whose
-    configurations may differ."""
-    try:
-        json.check_by_deepspeed()
-    except ConfigError as reason:
-        return reason
-    return None
+    return DeepSpeedJson.read(*given.values())
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:

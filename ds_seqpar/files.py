@@ -15,8 +15,9 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
@@ -98,14 +99,16 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
         ConfigError: The text is not valid JSON, an object has a key twice, a number is not finite or has more than 64
             bits, or more than `DEEPEST` objects and lists are inside one another.
     """
-    too_deep = f"{subject} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
+    too_deep = ConfigError(
+        f"{subject} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
+    )
     try:
         content = json.loads(
             text,
             object_pairs_hook=_object_with_unique_keys,
             parse_int=_parse_int,
             parse_float=_parse_float,
-            parse_constant=_NoNumber,
+            parse_constant=_refuse_number,
         )
     except json.JSONDecodeError as error:
         if or_text:
@@ -113,20 +116,15 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
         raise ConfigError(
             f"{subject} must be valid JSON; {place}, line {error.lineno} column {error.colno}: {error.msg}"
         ) from None
-    except _Twice as error:
-        raise ConfigError(
-            f"{subject} must have each key once; {place} has {error} twice in one object, remove one"
-        ) from None
+    except _Refused as error:
+        raise ConfigError(f"{subject} {error.needs}; {place} has {error.found}") from None
     except RecursionError:
-        raise ConfigError(too_deep) from None
-    for key, value, depth in _walk(content):
-        if depth > DEEPEST:
-            raise ConfigError(too_deep)
-        if isinstance(value, _NoNumber):
-            raise ConfigError(
-                f"{subject} must have finite numbers of at most 64 bits; {place} has {key or 'as a whole'}: "
-                f"{_cut(value)}"
-            )
+        raise too_deep from None
+    level = [content]
+    for _ in range(DEEPEST + 1):  # the values inside so many objects and lists
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise too_deep
     return content
 
 
@@ -156,15 +154,13 @@ def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any
     """
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
-            inside = refused_setting(value, _accepts_inside(content, key, accepts)) if isinstance(value, dict) else None
+
+            def accepts_inside(inner: dict[str, Any], key: str = key) -> bool:
+                return accepts({**content, key: inner})
+
+            inside = refused_setting(value, accepts_inside) if isinstance(value, dict) else None
             return (f"{key}.{inside[0]}", inside[1]) if inside else (key, value)
     return None
-
-
-def _accepts_inside(
-    content: Mapping[str, Any], key: str, accepts: Callable[[dict[str, Any]], bool]
-) -> Callable[[dict[str, Any]], bool]:
-    return lambda value: accepts({**content, key: value})
 
 
 def _accepts(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> bool:
@@ -276,40 +272,33 @@ def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
     return ".".join(steps), content
 
 
-class _NoNumber(str):
-    """The text of a number that is not finite, or has more than 64 bits."""
+class _Refused(Exception):
+    """Raised for what JSON has and no file may have."""
 
-    __slots__ = ()
-
-
-class _Twice(Exception):
-    """Raised for a key that an object has twice, with the key as `shown` returns it."""
+    def __init__(self, needs: str, found: str) -> None:
+        super().__init__(needs)
+        self.needs, self.found = needs, found
 
 
-def _parse_int(text: str) -> int | str:
-    return int(text) if len(text) <= 20 and abs(int(text)) <= LARGEST else _NoNumber(text)
+def _refuse_number(text: str) -> NoReturn:
+    raise _Refused("must have finite numbers of at most 64 bits", _cut(text))
 
 
-def _parse_float(text: str) -> float | str:
-    return value if math.isfinite(value := float(text)) else _NoNumber(text)
+def _parse_int(text: str) -> int:
+    return int(text) if len(text) <= 20 and abs(int(text)) <= LARGEST else _refuse_number(text)
+
+
+def _parse_float(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse_number(text)
 
 
 def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = {}
-    for key, value in pairs:
-        if key in content:
-            raise _Twice(shown(key))
-        content[key] = value
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _Refused("must have each key once", f"{shown(twice)} twice in one object, remove one")
     return content
 
 
-def _walk(content: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield (key with dots, value, depth) of every value, from the outermost inwards."""
-    level, depth = [("", content)], 0
-    while level:
-        below: list[tuple[str, Any]] = []
-        for key, value in level:
-            yield key, value, depth
-            inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-            below += [(f"{key}.{name}" if key else str(name), inside) for name, inside in inner]
-        level, depth = below, depth + 1
+def _inside(value: object) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

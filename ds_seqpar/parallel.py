@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import auto, renamed
-from .compiler.schedules import schedule
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
@@ -359,18 +358,16 @@ def _agreed(
     measured: auto.Orders = {}
     try:
         config, ranks = _config(given), dist.get_world_size()
-        resolved = config.resolve(ranks, heads)
-        settings = {**config.settings(), "heads": heads, "plan": schedule(config.schedule).digest}
+        resolved, machine = config.resolve(ranks, heads), auto.named_machine(config)
+        settings = {**config.settings(), "heads": heads, "plan": config.chosen_schedule.digest}
         if config.kernel == "auto":
-            measured = auto.measured_orders(config.machine, device)
+            measured = auto.measured_orders(machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
-    if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
-        auto.warn_of_unmeasured_device(config.machine, device)
-    return auto.planned_by_all(world, config, heads, job, MAKING) if config.asks_for_plan else resolved, measured
+    return auto.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved, measured
 
 
 def _config(given: object) -> SequenceParallelConfig:

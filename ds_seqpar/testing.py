@@ -16,9 +16,10 @@ from torch import Tensor
 from .compiler.compile import Compiler
 from .compiler.program.instructions import Wait
 from .compiler.program.ulysses import SavedForBackward
+from .compiler.sharding.heads import check_heads
 from .compiler.sharding.masks import Mask
 from .compiler.sharding.shards import EvenShards, Shards, tokens_of
-from .config.settings import SequenceParallelConfig, check_heads, check_length
+from .config.settings import SequenceParallelConfig, check_length
 from .data.batch_layout import positions_held
 from .errors import ConfigError, InputError
 from .runtime import input_checks

@@ -81,7 +81,7 @@ def _needs(config: Path) -> tuple[int, bool]:
         size = SequenceParallelConfig.from_dict(json.section).size
     except SeqParError as error:
         raise SystemExit(f"{error}") from None
-    return 1 if size == "auto" else size, json.dtype != "float32"
+    return 1 if size == "auto" else size, json.known.dtype != "float32"
 
 
 def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], Mapping[str, str]]:

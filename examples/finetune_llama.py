@@ -70,11 +70,11 @@ def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
         )  # fmt: skip
         return LlamaForCausalLM(config)
     given, partitioned = DeepSpeedJson.read(args.deepspeed_config), None
-    if given.zero.stage == 3:
+    if given.known.zero_optimization.stage == 3:
         needed = {"zero_optimization": given.content["zero_optimization"], "train_micro_batch_size_per_gpu": 1}
         partitioned = HfDeepSpeedConfig(needed)  # from_pretrained checks whether one is alive
     model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if given.dtype == "bfloat16" else torch.float32
+        args.model, dtype=torch.bfloat16 if given.known.dtype == "bfloat16" else torch.float32
     )
     del partitioned
     return model

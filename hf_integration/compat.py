@@ -23,8 +23,11 @@ from ds_seqpar.compat import attribute, mark, missing
 attention_name = attribute(
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
 )
-# set on layers by gradient_checkpointing_enable; attention would run again in backward, with other dropout
+# set on layers by gradient_checkpointing_enable
 CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
+checkpoint_of = attribute(
+    "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func", "a checkpointed layer"
+)
 # set by enable_input_require_grads; model flops would be counted too low
 INPUT_GRADS = mark("transformers.modeling_utils:_require_grads_hook")
 # the name of the hook that adds NEFTune's noise, which would then depend on the number of ranks

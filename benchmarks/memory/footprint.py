@@ -47,13 +47,15 @@ def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Traini
     local, section = divided(options, seq)
     trained: Any = {
         "model": config_sizes(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
-        "zero": DeepSpeedJson.read(model.settings()).zero, "checkpointing": local["checkpointing"],
+        "zero": DeepSpeedJson.read(model.settings()).known.zero_optimization, "checkpointing": local["checkpointing"],
     }  # fmt: skip
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)
-    found = resolve_with_plan(
-        config, Job(**trained), heads, world, lambda dtype: detected_machine(dtype, [this_host()] * world)
-    )
-    return TrainingStep(config=found.config, world=world, **trained)
+    if config.asks_for_plan:
+        hosts = [this_host()] * world
+        config, _ = resolve_with_plan(config, Job(**trained), world, lambda dtype: detected_machine(dtype, hosts))
+    else:
+        config = config.resolve(world, heads)
+    return TrainingStep(config=config, world=world, **trained)
 
 
 def main() -> None:

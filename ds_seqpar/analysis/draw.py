@@ -1,4 +1,4 @@
-"""Timelines as pictures: one row per rank, with what the rank does and what it receives."""
+"""A timeline as a picture: one row per rank, with what the rank does and what it receives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
+from ..compiler.overlap.simulate import Costs
 from ..compiler.overlap.timeline import TRACKS, Event, Timeline, lanes
 from ..compiler.program.ulysses import UNSPLIT, HeadSplit
 from ..compiler.schedules.plan import Plan
@@ -24,33 +24,32 @@ NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "
 ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
-def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNSPLIT) -> None:
-    """Write the simulated timeline as an image, PNG or the format of the file's extension.
+def draw(
+    plan: Plan, timeline: Timeline, costs: Costs, slower: float, file: str | Path, head_split: HeadSplit = UNSPLIT
+) -> None:
+    """Write the simulated timeline of a plan as an image, PNG or the format of the file's extension.
 
     A row is a CP rank, whose Ulysses ranks do the same at the same time. Its upper lane shows products and waits, its
     lower lane transfers and exchanges of heads that arrive. Time is in products of two blocks.
 
+    Args:
+        slower: How many times as long the timeline is as its products, or its transfers, alone.
+
     Raises:
         ConfigError: if matplotlib is not installed, or the file cannot be written.
     """
-    timeline = simulate(programs_of(plan, head_split), costs)
-    bound = head_split.head_chunks * max(communication(plan, costs), computation(plan, costs))
-    ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
     ulysses_size, head_chunks = head_split[:2]
     split = f" in Ulysses {ulysses_size}" * (ulysses_size > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
-    title = f"{plan.name}{split}, {plan.direction}: {ratio}"
+    title = f"{plan.name}{split}, {plan.direction}: {slower:.2f} x max(compute, links)"
     unit = "products of one query block and one key/value block"
-    rows = {
-        cp_rank: ranks_in_words(range(cp_rank * ulysses_size, (cp_rank + 1) * ulysses_size))
-        for cp_rank in range(plan.size)
-    }
-    draw_timelines({title: timeline}, file, rows, costs.product or 1.0, unit)
+    groups = [range(rank * ulysses_size, (rank + 1) * ulysses_size) for rank in range(plan.size)]
+    draw_timeline(timeline, title, file, dict(enumerate(map(ranks_in_words, groups))), costs.product, unit)
 
 
-def draw_timelines(
-    timelines: Mapping[str, Timeline], file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
+def draw_timeline(
+    timeline: Timeline, title: str, file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
 ) -> None:
-    """Write timelines, by title, side by side, with the same rows and the same time axis, on which each begins at 0.
+    """Write a timeline as an image.
 
     Args:
         rows: for each rank that is drawn, the label of its row.
@@ -60,34 +59,29 @@ def draw_timelines(
         ConfigError: as `draw`.
     """
     height = 1.2 + 0.62 * len(rows)
-    figure = new_figure(13 * len(timelines), height)
+    figure = new_figure(13, height)
     from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
 
-    width = max(timeline.seconds for timeline in timelines.values()) / second
-    for number, (title, timeline) in enumerate(timelines.items(), 1):
-        axes = figure.add_subplot(1, len(timelines), number)
-        _draw_events(axes, timeline, list(rows), second, width)
-        axes.set_yticks(range(len(rows)), list(rows.values()))
-        axes.set_ylim(len(rows) - 0.45, -0.55)
-        axes.set_xlabel(f"time, in {unit}")
-        axes.set_title(title, fontsize=11)
-        shown = {event.kind for event in timeline.events}
-        handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in NAMES if kind in shown]
-        below = (0.5, -0.9 / height)
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncol=max(1, len(handles)))
+    axes = figure.add_subplot()
+    _draw_events(axes, timeline, list(rows), second)
+    axes.set_yticks(range(len(rows)), list(rows.values()))
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_xlabel(f"time, in {unit}")
+    axes.set_title(title, fontsize=11)
+    shown = {event.kind for event in timeline.events}
+    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in NAMES if kind in shown]
+    below = (0.5, -0.9 / height)
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncol=max(1, len(handles)))
     save(figure, file)
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure; sizes are in inches. Raise ConfigError if matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height))
 
 
 def save(figure: Figure, file: str | Path) -> None:
@@ -99,14 +93,15 @@ def save(figure: Figure, file: str | Path) -> None:
         raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
 
 
-def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float, width: float) -> None:
+def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float) -> None:
     """Draw the events of some ranks, one row each.
 
-    `second` is the number of seconds in one unit of time, `width` the length of the time axis in units. All bars are
-    one collection, since a single bar takes milliseconds.
+    `second` is the number of seconds in one unit of time. All bars are one collection, since a single bar takes
+    milliseconds.
     """
     from matplotlib.collections import PolyCollection
 
+    width = timeline.seconds / second
     bars: list[tuple[Event, float, float]] = []  # (event, center of its lane, height)
     for row, rank in enumerate(ranks):
         arriving = lanes(timeline.of(rank, *ARRIVING))
@@ -117,7 +112,7 @@ def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: f
         bars += [(event, row - 0.2, 0.5) for event in upper]
     corners, too_thin = [], []
     for event, lane, height in bars:
-        left, right = ((at - timeline.start) / second for at in (event.start, event.end))
+        left, right = event.start / second, event.end / second
         low, high = lane - height / 2, lane + height / 2
         corners.append([(left, low), (right, low), (right, high), (left, high)])
         too_thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would cover it

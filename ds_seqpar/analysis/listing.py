@@ -32,12 +32,11 @@ def listing(bound: BoundProgram) -> str:
 
 
 def _instruction_text(instruction: Instruction) -> str:
-    if isinstance(instruction, op.GatherStart | op.ScatterStart | op.ExchangeStart):
-        label = f"start {instruction.label}"
-    else:
-        label = label_of(instruction)
+    label = label_of(instruction)
     operands = [f"{field} {_slot_text(getattr(instruction, field))}" for field in SLOTS[type(instruction)]]
     match instruction:
+        case op.GatherStart() | op.ScatterStart() | op.ExchangeStart():
+            label = f"start {label}"
         case op.Post():
             operands = [f"{_slot_text(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in instruction.sends]
             operands += [f"{_slot_text(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in instruction.receives]

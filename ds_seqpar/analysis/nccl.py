@@ -10,14 +10,13 @@ stream for each communicator an operation begins no later, so programs that comp
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import Program, Transfer
-from ..errors import PlanError
+from ..compiler.program.instructions import Program, Transfer, label_of
+from ..errors import MOST_SHOWN, PlanError, ranks_in_words
 
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
@@ -55,7 +54,7 @@ def check(calls: Sequence[Sequence[Program]], ulysses_size: int = 1) -> None:
     for number, programs in enumerate(calls):
         for rank, (queue, program) in enumerate(zip(queues, programs, strict=True)):
             if number:
-                queue.append(_collective(BETWEEN, ("world",), rank, range(count), (BETWEEN, number)))
+                queue.append(_collective(BETWEEN, "world", rank, range(count), (BETWEEN, number)))
             queue.extend(_operations(program, rank, ulysses_size))
     _run(queues, _partners(queues))
 
@@ -64,38 +63,36 @@ def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Oper
     ulysses_rank, cp_rank = rank % ulysses_size, rank // ulysses_size
     peers = range(ulysses_rank, ulysses_size * program.size, ulysses_size)  # CP rank -> rank
     for instruction in program.code:
-        text = f"step {instruction.step}"
-        if isinstance(instruction, op.Post):
-            communicator = "cp_rank", ulysses_rank
-            yield Operation(
-                f"{text}: messages with ranks "
-                f"{sorted({peers[t.peer] for t in (*instruction.sends, *instruction.receives)})}",
-                tuple((Channel(communicator, rank, peers[t.peer]), _content(program, t)) for t in instruction.sends),
-                tuple((Channel(communicator, peers[t.peer], rank), _content(program, t)) for t in instruction.receives),
-            )
-        elif isinstance(instruction, op.GatherStart | op.ScatterStart):
-            ranks, head_chunk = (
-                [peers[peer] for peer in instruction.ranks],
-                program.slots[instruction.received].head_chunk,
-            )
-            yield _collective(
-                f"{text}: {instruction.label}",
-                ("axis", *ranks),
-                rank,
-                ranks,
-                (type(instruction), instruction.collective, head_chunk),
-            )
-        elif isinstance(instruction, op.ExchangeStart):
-            ranks = [ulysses_size * cp_rank + peer for peer in instruction.ranks]
-            yield _collective(f"{text}: {instruction.label}", ("ulysses", *ranks), rank, ranks, instruction.exchange)
+        match instruction:
+            case op.Post():
+                sends, receives = (
+                    [(peers[transfer.peer], _content(program, transfer)) for transfer in transfers]
+                    for transfers in (instruction.sends, instruction.receives)
+                )
+                with_ranks = sorted({peer for peer, _ in sends + receives})
+                yield Operation(
+                    f"step {instruction.step}: messages with ranks {with_ranks}",
+                    tuple((Channel(("cp_rank", ulysses_rank), rank, peer), content) for peer, content in sends),
+                    tuple((Channel(("cp_rank", ulysses_rank), peer, rank), content) for peer, content in receives),
+                )
+            case op.GatherStart() | op.ScatterStart():
+                ranks = [peers[peer] for peer in instruction.ranks]
+                head_chunk = program.slots[instruction.received].head_chunk
+                content = type(instruction), instruction.collective, head_chunk
+                yield _collective(f"step {instruction.step}: {label_of(instruction)}", "axis", rank, ranks, content)
+            case op.ExchangeStart():
+                ranks = [ulysses_size * cp_rank + peer for peer in instruction.ranks]
+                text = f"step {instruction.step}: {label_of(instruction)}"
+                yield _collective(text, "ulysses", rank, ranks, instruction.exchange)
 
 
 def _content(program: Program, transfer: Transfer) -> tuple:
     return transfer.unit, program.slots[transfer.slot].head_chunk, transfer.tag
 
 
-def _collective(text: str, communicator: tuple, rank: int, ranks: Iterable[int], content: Any) -> Operation:
-    """Return a collective as messages among all ranks that take part."""
+def _collective(text: str, purpose: str, rank: int, ranks: Iterable[int], content: Any) -> Operation:
+    """Return a collective as messages among all ranks that take part, through a communicator of their own."""
+    communicator = purpose, *ranks
     others = [peer for peer in ranks if peer != rank]
     return Operation(
         text,
@@ -141,32 +138,22 @@ def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]
     """
     at = [0] * len(queues)
     waiting: dict[int, set[int]] = defaultdict(set)  # rank -> the ranks that wait for it
+
+    def awaited(rank: int) -> set[int]:
+        """Return the ranks that a rank's current operation waits for."""
+        return {peer for peer, index in partners[rank][at[rank]] if at[peer] < index}
+
     runnable = list(range(len(queues)))
     while runnable:
         rank = runnable.pop()
         while at[rank] < len(queues[rank]):
-            missing = {peer for peer, index in partners[rank][at[rank]] if at[peer] < index}
-            for peer in missing:
-                waiting[peer].add(rank)
-            if missing:
+            if peers := awaited(rank):
+                for peer in peers:
+                    waiting[peer].add(rank)
                 break
             at[rank] += 1
             runnable += waiting.pop(rank, ())
     stuck = [rank for rank, queue in enumerate(queues) if at[rank] < len(queue)]
     if stuck:
-        raise PlanError(f"NCCL would wait for ever: {_cycle_text(stuck[0], queues, partners, at)}")
-
-
-def _cycle_text(
-    rank: int, queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]], at: list[int]
-) -> str:
-    """Return a text of which rank waits for which other rank, along a cycle."""
-    seen: list[int] = []
-    while rank not in seen:
-        seen.append(rank)
-        rank = min(peer for peer, index in partners[rank][at[rank]] if at[peer] < index)
-    cycle = [*seen[seen.index(rank) :], rank]
-    return ", ".join(
-        f"rank {waiting_rank} waits in {queues[waiting_rank][at[waiting_rank]].words} for rank {awaited_rank}"
-        for waiting_rank, awaited_rank in itertools.pairwise(cycle)
-    )
+        texts = [f"rank {r} waits in {queues[r][at[r]].words} for {ranks_in_words(sorted(awaited(r)))}" for r in stuck]
+        raise PlanError(f"NCCL would wait for ever: {', '.join(texts[:MOST_SHOWN])}")

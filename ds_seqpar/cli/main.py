@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory.add_parser(commands)
     plan.add_parser(commands)
-    schema.add_parser(commands)
+    commands.add_parser("schema", help="print the JSON schema of the settings, for editors")
     calibrate = commands.add_parser(
         "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
     )

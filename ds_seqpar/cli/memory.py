@@ -96,7 +96,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
         if inputs.memory is not None:
             machine = dataclasses.replace(machine, memory=float(inputs.memory), reserve_fraction=0.0)
         asked = dataclasses.replace(config, machine="auto", seq_len=inputs.seq)
-        return resolve_with_plan(asked, inputs.job, heads, inputs.world, lambda dtype: machine)
+        return resolve_with_plan(asked, inputs.job, inputs.world, lambda dtype: machine)
     if config.auto_fields:
         raise ConfigError(
             f'{SECTION}.memory "auto" chooses for a machine; got none, say --machine, or say '

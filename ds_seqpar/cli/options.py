@@ -78,7 +78,7 @@ class Inputs:
             ConfigError: For options or settings that do not fit.
         """
         content = content_of(args)
-        config = SequenceParallelConfig.from_dict(content.get(SECTION, {}))
+        config = SequenceParallelConfig.from_dict(DeepSpeedJson.read(content).section)
         named = args.machine if args.machine is not None else machine if config.machine == "auto" else config.machine
         loaded = None if named is None else Machine.load(named)
         per_node = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node)
@@ -175,12 +175,13 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
     given = DeepSpeedJson.read(content, args.config)
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
-        given.check_by_deepspeed()  # imports DeepSpeed, which takes seconds
+        given.check()  # imports DeepSpeed, which takes seconds
+    zero = given.known.zero_optimization
     if isinstance(content.get(SECTION), dict):
         content[SECTION] = renamed.settings(content[SECTION])
-    if given.zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
+    if zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
         del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host
-    if given.zero.offload_optimizer.super_offload:
+    if zero.offload_optimizer.super_offload:
         raise ConfigError(
             "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
         )

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ..analysis.draw import draw_timelines
+from ..analysis.draw import draw_timeline
 from ..compiler.overlap.timeline import Timeline
 from ..compiler.schedules.plan import columns
 from ..errors import ConfigError, ranks_in_words
@@ -100,7 +100,7 @@ def _draw(result: PlanResult, timeline: Timeline, file: str) -> None:
     shown, omitted = groups[:DRAWN], f", {DRAWN} of {len(groups)} kinds of ranks" * (len(groups) > DRAWN)
     title = f"{result.best.candidate}: attention of a layer, forward and then backward{omitted}"
     rows = {ranks[0]: ranks_in_words(ranks) for ranks in shown}
-    draw_timelines({title: timeline}, file, rows, unit="ms; blocks are those of a row's first rank")
+    draw_timeline(timeline, title, file, rows, unit="ms; blocks are those of a row's first rank")
 
 
 def table(result: PlanResult, answer: Answer) -> str:

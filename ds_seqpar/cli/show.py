@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
+from .. import renamed
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler.compile import Compiler, block_mask_of, visible_share
+from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
-from ..compiler.program.shape import shape_of
-from ..compiler.program.ulysses import Heads, HeadSplit, SavedForBackward, UlyssesGroup, exchange_bytes_per_token
+from ..compiler.program.instructions import HeadExchange
+from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
+from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
 from ..compiler.schedules import SCHEDULES, settings
 from ..compiler.schedules.validate import validate
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
-from ..compiler.sharding.masks import CAUSAL, FULL
-from ..compiler.sharding.shards import EvenShards
+from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.launches import PLAIN_KERNEL
+from ..compiler.tiles.tiles import tiles
 from ..config.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
 from ..planner import limits
@@ -28,11 +32,6 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 """
 
 
-# options of version 0.1 -> how they are parsed
-OLD_OPTIONS: dict[str, dict[str, Any]] = {
-    "forward": {}, "backward": {}, "placement": {"nargs": "+"}, "travel_dtype": {}, "head_stages": {"type": int},
-    "window": {"type": int},
-}  # fmt: skip
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
 """
 
@@ -48,49 +47,56 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
-    show.add_argument(
-        "--ulysses", type=int, default=1, help="ranks that exchange heads; the schedule runs on the others"
-    )
-    show.add_argument("--head-chunks", type=int, help="chunks of the heads, attended to one after the other")
-    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}, or file:PATH")
-    show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
-    for name, (setting, schedule) in settings().items():
-        help = f"for schedule {schedule.name}: {setting.help}"
-        show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)
-    for direction in ("forward", "backward"):
-        show.add_argument(f"--rotate-{direction}", help=f"one of {', '.join(ROTATES)}")
-    show.add_argument("--overlap", action="store_true", help="order products as operands arrive")
-    show.add_argument("--rank-order", nargs="+", help=f"one of {', '.join(RANK_ORDERS)}, or axes")
-    show.add_argument("--comm-dtype", help=f"one of {', '.join(COMM_DTYPES)}")
+    options = _settings_options()
+    for name, option in options.items():
+        show.add_argument(_flag(name), **option)
+    for old, new in renamed.SETTINGS.items():
+        if new in options:
+            hidden = {**options[new], "default": None, "help": argparse.SUPPRESS}
+            show.add_argument(_flag(old), dest=f"old_{old}", **hidden)
     show.add_argument(
         "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
     )
-    for old, option in OLD_OPTIONS.items():
-        show.add_argument(f"--{old.replace('_', '-')}", dest=f"old_{old}", help=argparse.SUPPRESS, **option)
-    show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--full", action="store_true", help="without a causal mask")
+    show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
         "--seq", type=int, help="tokens of the sequence, for bytes and the critical path; default: a short one"
     )
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
-    show.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="also write it for ui.perfetto.dev, where a byte takes a second",
-    )
+    show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev, where a byte takes a second")
+
+
+def _settings_options() -> dict[str, dict[str, Any]]:
+    """Return setting -> the keyword arguments of its option."""
+    options: dict[str, dict[str, Any]] = {
+        "ulysses": {"type": int, "default": 1, "help": "ranks that exchange heads; the schedule runs on the others"},
+        "head_chunks": {"type": int, "help": "chunks of the heads, attended to one after the other"},
+        "schedule": {"help": f"one of {', '.join(sorted(SCHEDULES))}, or file:PATH"},
+        "layout": {"help": f"one of {', '.join(LAYOUTS)}"},
+        "overlap": {"action": "store_true", "help": "order products as operands arrive"},
+        "rank_order": {"nargs": "+", "help": f"one of {', '.join(RANK_ORDERS)}, or axes"},
+        "comm_dtype": {"help": f"one of {', '.join(COMM_DTYPES)}"},
+    }
+    options |= {name: {"help": f"one of {', '.join(ROTATES)}"} for name in ("rotate_forward", "rotate_backward")}
+    for name, (setting, schedule) in settings().items():
+        options[name] = {"help": f"for schedule {schedule.name}: {setting.help}", **setting.option}
+    return options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command. Raise ConfigError for settings that do not fit."""
-    current = {name: getattr(args, name, None) for name in setting_names()}
-    old = {name: getattr(args, f"old_{name}") for name in OLD_OPTIONS}
-    settings_given = {name: value for name, value in (current | old).items() if value is not None}
+    names = [*((name, name) for name in setting_names()), *((old, f"old_{old}") for old in renamed.SETTINGS)]
+    given = {name: value for name, option in names if (value := getattr(args, option, None)) is not None}
     for name in ("rank_order", "placement"):
-        if len(settings_given.get(name, ())) == 1:
-            settings_given[name] = settings_given[name][0]
-    config = SequenceParallelConfig(**settings_given)
+        if len(given.get(name, ())) == 1:
+            given[name] = given[name][0]
+    config = SequenceParallelConfig(**given)
     _check_limits(args)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
@@ -135,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
             call = compiler.bound_call(direction, mask, shards, local, ulysses_group, PLAIN_KERNEL, head_chunks, saved)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
-            draw(plan, costs, args.png, head_split)
+            draw(plan, timeline, costs, slower, args.png, head_split)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
             timeline.save(args.trace, "CP" * (ulysses_size > 1))
@@ -151,3 +157,25 @@ def _check_limits(args: argparse.Namespace) -> None:
     limits.check_followed(cp_size, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
+
+
+def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
+    """Return a function that maps a q block and a kv block to the visible share of their product, from 0 to 1."""
+
+    @functools.cache
+    def share(q: int, kv: int) -> float:
+        all_pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
+        visible_pairs = sum(tile.pairs for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        return visible_pairs / all_pairs if all_pairs else 0.0
+
+    return share
+
+
+def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
+    """Return the bytes that a Ulysses rank receives from the others in an exchange, per token of the CP rank.
+
+    All Ulysses ranks count as having equal shares. `shape` is that of the Ulysses rank's inner tensors.
+    """
+    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
+    head_bytes = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+    return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size

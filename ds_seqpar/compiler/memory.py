@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 from .compile import BoundProgram, Compiler, Recipe
 from .program import instructions as op
@@ -19,7 +18,7 @@ from .schedules.actions import ACCUMULATORS, Unit
 from .sharding.heads import free_head_chunk_counts, largest_share
 from .sharding.masks import Mask
 from .sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
-from .tiles.tiles import MERGED_AT_ONCE, Tile
+from .tiles.tiles import MERGED_AT_ONCE, Rows, Tile
 
 INF = float("inf")
 
@@ -61,23 +60,6 @@ class _Result:
     @property
     def settled(self) -> bool:
         return self.all_rows and self.in_accum_dtype
-
-
-class _Rows(NamedTuple):
-    """Rows that a launch computes results for, in groups."""
-
-    first: int
-    size: int  # rows of a group
-    step: int  # rows from the start of one group to the next
-    groups: int  # number of groups
-
-    @property
-    def end(self) -> int:
-        return self.first + self.step * (self.groups - 1) + self.size
-
-    def are_all(self, tokens: int) -> bool:
-        """Return whether these are all rows of a result of so many tokens, each once."""
-        return self.size * self.groups == tokens == self.end - self.first
 
 
 class _Tracker:
@@ -198,34 +180,31 @@ class _Tracker:
 
     def launch(self, instruction: op.Product, launch: Tile) -> None:
         """Count the results of a launch and the copies of its operands, then add each result to its accumulator."""
-        rows, columns = launch.q1 - launch.q0, launch.k1 - launch.k0
-        sides = [
-            (launch.k0, columns, launch.k_step) if unit[0] == "dkv" else (launch.q0, rows, launch.q_step)
-            for unit, _ in instruction.results
-        ]
-        for (unit, slot), (first, *_) in zip(instruction.results, sides, strict=True):
+        rows, columns = launch.sides
+        sides = [columns if unit[0] == "dkv" else rows for unit, _ in instruction.results]
+        for (unit, slot), side in zip(instruction.results, sides, strict=True):
             result = self.results.get(unit)
-            if result and first < result.end:  # converted to accum_dtype before the launch allocates its results
+            if result and side.start < result.end:  # converted to accum_dtype before the launch allocates its results
                 self.settle(result, slot)
         units = zip(instruction.results, sides, strict=True)
-        sizes = [self.rows(unit[0], launch.groups * side[1]) for (unit, _), side in units]
+        sizes = [self.rows(unit[0], side.groups * side.size) for (unit, _), side in units]
         self.note(sum(sizes) + self.copied(instruction, launch, sizes))
-        for index, ((unit, slot), (first, size, step)) in enumerate(zip(instruction.results, sides, strict=True)):
-            if self.add(unit, slot, _Rows(first, size, step, launch.groups), sum(sizes)):
+        for index, ((unit, slot), side) in enumerate(zip(instruction.results, sides, strict=True)):
+            if self.add(unit, slot, side, sum(sizes)):
                 sizes[index] = 0
 
-    def add(self, unit: Unit, slot: int, rows: _Rows, new: int) -> bool:
+    def add(self, unit: Unit, slot: int, rows: Rows, new: int) -> bool:
         """Track `Accumulator.add`, and return whether the new tensors are kept as they are.
 
         `new` has the bytes of all results of the launch.
         """
         result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
-        all_rows, narrow = rows.are_all(tokens), self.shape.dtype != self.shape.accum_dtype
+        all_rows, narrow = rows.all_of(tokens), self.shape.dtype != self.shape.accum_dtype
         adopted = not result.loose and not result.in_slot and (all_rows or rows.groups == 1)
         if adopted:
             result.loose = self.rows(unit[0], rows.size * rows.groups)
             result.all_rows, result.in_accum_dtype = all_rows, not narrow
-        elif rows.first < result.end:
+        elif rows.start < result.end:
             self.settle(result, slot, extra=new)
             self.note(new + self.merging(rows.groups * min(rows.size, rows.step or rows.size), narrow))
         elif not result.all_rows:

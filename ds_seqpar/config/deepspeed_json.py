@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import warnings
 from collections.abc import Mapping
@@ -116,7 +117,7 @@ class Half:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Known:
-    """What is read here of a DeepSpeed JSON, beside our section."""
+    """What is read here of a DeepSpeed JSON, beside our section. None: not given, or left to a Trainer ("auto")."""
 
     zero_optimization: Zero = Zero()
     bf16: Half = Half()
@@ -126,68 +127,55 @@ class Known:
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that it trains in."""
+        halves = {"bfloat16": self.bf16.enabled or self.bfloat16.enabled, "float16": self.fp16.enabled}
+        return next((name for name, enabled in halves.items() if enabled), "float32")
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True)
 class DeepSpeedJson:
-    """A DeepSpeed JSON. A value of "auto", which a Trainer replaces, counts as not given.
-
-    Attributes:
-        content: The JSON as it was given.
-        place: What it is called in errors.
-        section: Our section; {} where it has none.
-        zero: "zero_optimization".
-        dtype: The dtype that it trains in.
-        sequences: "train_batch_size", which counts sequences.
-        micro_batch: "train_micro_batch_size_per_gpu".
-        steps: "gradient_accumulation_steps".
-    """
+    """A DeepSpeed JSON as it was given, and what it says. Both are read once, when they are first asked for."""
 
     content: Mapping[str, Any]
-    place: str
-    section: Any
-    zero: Zero
-    dtype: str
-    sequences: int | None
-    micro_batch: int | None
-    steps: int | None
+    place: str  # what it is called in errors
 
     @classmethod
     def read(cls, config: str | os.PathLike[str] | Mapping[str, Any], source: object = None) -> DeepSpeedJson:
-        """Read a file or a dict.
+        """Return that of a file or a dict.
 
         Args:
             config: The path of a file, or a dict.
             source: The file that a dict was read from, if any.
 
         Raises:
-            ConfigError: The file is missing or malformed, an object in it has a key twice, our section is misspelt or
-                inside another one, or a value has a wrong type. A text in place of a number or of true and false is
-                one: DeepSpeed reads "false" as false, transformers as true.
+            ConfigError: The file is missing or malformed, or an object in it has a key twice.
         """
-        content = config if isinstance(config, Mapping) else read_json(config, KIND)
         source = source if isinstance(config, Mapping) else config
         place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
-        _check_place_of_section(content)
-        names = [field.name for field in dataclasses.fields(Known) if content.get(field.name, "auto") != "auto"]
-        known = read_as(Known, {name: _given(content[name]) for name in names}, f"{place}: ")
-        halves = {"bfloat16": known.bf16.enabled or known.bfloat16.enabled, "float16": known.fp16.enabled}
-        return cls(
-            content=content,
-            place=place,
-            section=content.get(SECTION, {}),
-            zero=known.zero_optimization,
-            dtype=next((name for name, enabled in halves.items() if enabled), "float32"),
-            sequences=known.train_batch_size,
-            micro_batch=known.train_micro_batch_size_per_gpu,
-            steps=known.gradient_accumulation_steps,
-        )
+        return cls(config if isinstance(config, Mapping) else read_json(config, KIND), place)
+
+    @functools.cached_property
+    def section(self) -> Any:
+        """Our section; {} where there is none. Raises ConfigError where it is misspelt or inside another section."""
+        _check_place_of_section(self.content)
+        return self.content.get(SECTION, {})
+
+    @functools.cached_property
+    def known(self) -> Known:
+        """What is read here. Raises ConfigError for a value of a wrong type, as a text in place of a number or of true
+        and false: DeepSpeed reads "false" as false, transformers as true."""
+        names = [field.name for field in dataclasses.fields(Known) if self.content.get(field.name, "auto") != "auto"]
+        return read_as(Known, {name: _given(self.content[name]) for name in names}, f"{self.place}: ")
 
     def check_settings(self) -> None:
         """Raise ConfigError for a setting that would break the gradient contract or the sharding."""
         for key, why in REFUSED.items():
             outer, _, inner = key.partition(".")
             value = self.content.get(outer)
-            value = value.get(inner) if inner and isinstance(value, Mapping) else value
+            if inner:
+                value = value.get(inner) if isinstance(value, Mapping) else None
             if value is not None and not _is_off(key, value):
                 raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
         if "gradient_clipping" not in self.content:
@@ -213,8 +201,10 @@ class DeepSpeedJson:
                 "write values"
             )
 
-    def check_by_deepspeed(self) -> None:
-        """Raise ConfigError for what DeepSpeed's own class refuses, before anything is launched."""
+    def check(self) -> None:
+        """Raise ConfigError for a section that is misspelt, values of wrong types, and what DeepSpeed's own class
+        refuses, before anything is launched."""
+        _ = self.section, self.known
         call_library("DeepSpeed", self.place, self.content, _parsed)
 
     @property
@@ -226,24 +216,32 @@ class DeepSpeedJson:
     def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
         """Return the JSON that DeepSpeed is given, which counts a sequence once for each of the `size` ranks of its
         group. Raises ConfigError as `batch_by_rank` does."""
-        content = {key: value for key, value in self.content.items() if key not in self.left_out}
-        if self.sequences is not None:
+        content = dict(self.content)
+        for key in self.left_out:
+            content.pop(key, None)
+        if self.known.train_batch_size is not None:
             content["train_batch_size"] = self.batch_by_rank(size, groups)
         return content
 
+    @property
+    def batch_sizes(self) -> tuple[int | None, int | None, int | None]:
+        """Batch of an optimizer step, micro-batch and accumulation steps; None: not given."""
+        known = self.known
+        return known.train_batch_size, known.train_micro_batch_size_per_gpu, known.gradient_accumulation_steps
+
     def batch_by_rank(self, size: int, groups: int) -> int:
-        """Return "train_batch_size" as DeepSpeed counts it, once per rank. Raises ConfigError where the three batch
-        sizes do not fit `groups` groups of `size` ranks."""
-        assert self.sequences is not None
-        step = groups * (self.micro_batch or 1) * (self.steps or 1)
-        exact = bool(self.micro_batch and self.steps)
-        if self.sequences % step or (exact and self.sequences != step):
+        """Return "train_batch_size", which counts sequences, as DeepSpeed counts it, once per rank. Raises ConfigError
+        where the batch sizes do not fit `groups` groups of `size` ranks."""
+        sequences, micro, steps = self.batch_sizes
+        assert sequences is not None
+        step = groups * (micro or 1) * (steps or 1)
+        if sequences % step or (micro and steps and sequences != step):
             raise ConfigError(
-                f"train_batch_size counts sequences: it must be {'' if exact else 'a multiple of '}{step} = {groups} "
-                f"groups of {size} ranks x micro-batch {self.micro_batch or 'any'} x accumulation "
-                f"{self.steps or 'any'}; got {self.sequences}"
+                f"train_batch_size counts sequences: it must be {'' if micro and steps else 'a multiple of '}{step} = "
+                f"{groups} groups of {size} ranks x micro-batch {micro or 'any'} x accumulation {steps or 'any'}; got "
+                f"{sequences}"
             )
-        return self.sequences * size
+        return sequences * size
 
 
 def _given(section: Any) -> Any:
@@ -255,10 +253,9 @@ def _given(section: Any) -> Any:
 
 def _check_place_of_section(content: Mapping[str, Any]) -> None:
     """Raise ConfigError for a section that is misspelt or inside another one."""
-    for key in content:
+    for key, inner in content.items():
         if _is_meant(key):
             raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
-    for key, inner in content.items():
         for name in inner if isinstance(inner, Mapping) and key != SECTION else ():
             if name == SECTION or _is_meant(name):
                 raise ConfigError(

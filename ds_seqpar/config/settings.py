@@ -13,10 +13,10 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAd
 from .. import renamed
 from ..compiler import schedules
 from ..compiler.compile import Recipe
-from ..compiler.program.ulysses import SavedForBackward, saved_for_backward
+from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.schedules.base import RANK_ORDERS, Schedule, Value, is_count
 from ..compiler.sharding import layout as layouts
-from ..compiler.sharding.heads import has_equal_shares, largest_share, max_head_chunks
+from ..compiler.sharding.heads import check_heads, even_ulysses, largest_share
 from ..compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from ..compiler.tiles.launches import KERNELS
 from ..errors import SECTION, ConfigError, InputError, check_choice, did_you_mean, quoted_list
@@ -196,13 +196,17 @@ class SequenceParallelConfig:
         """Return all settings by name, as the JSON would have them."""
         return {name: getattr(self, name) for name in setting_names()}
 
+    @property
+    def chosen_schedule(self) -> Schedule:
+        """The schedule that is named, or that of "auto"."""
+        return schedules.schedule(self.schedule)
+
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
         """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
-        section = renamed.settings(section)
-        check_names(section)
+        check_names(section.keys() - renamed.SETTINGS.keys())
         return cls(**section)
 
     @classmethod
@@ -237,7 +241,7 @@ class SequenceParallelConfig:
                 f"{SECTION}.size must divide the number of ranks; got size {size} on {world_size} ranks, "
                 f"use one of {divisors(world_size)}"
             )
-        chosen = schedules.schedule(self.schedule)
+        chosen = self.chosen_schedule
         self._check_own(chosen)
         resolved = dataclasses.replace(self, size=size, schedule=chosen.name)
         resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
@@ -250,22 +254,22 @@ class SequenceParallelConfig:
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None) -> int:
+        """Return the size that is given; for "auto" the largest that shares the heads equally, leaves each Ulysses rank
+        a head in every head chunk, and leaves CP ranks in a number that the schedule's own settings fit."""
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
             raise ConfigError(
                 f"{SECTION}.ulysses must divide {SECTION}.size; got ulysses {ulysses}, size {self.size}, "
                 f"use one of {divisors(self.size)}"
             )
-        if heads:
-            check_heads(ulysses, *heads, size=self.size, head_chunks=self.head_chunks)
-        return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
-
-    def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """Return the largest Ulysses size that divides the heads equally, leaves each Ulysses rank a head in every head
-        chunk, and leaves CP ranks in a number that the schedule's own settings fit."""
+        if heads is None:
+            return ulysses
         head_chunks = 1 if self.head_chunks == "auto" else self.head_chunks
-        legal = [u for u in even_ulysses(self.size, *heads) if max_head_chunks(*heads, u) >= head_chunks]
-        for ulysses in sorted(legal, reverse=True):
+        check_heads(ulysses, *heads, size=self.size, head_chunks=head_chunks)
+        if self.ulysses != "auto":
+            return ulysses
+        legal = even_ulysses(self.size, *heads, head_chunks)
+        for ulysses in reversed(legal):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
             except ConfigError:
@@ -305,8 +309,8 @@ class SequenceParallelConfig:
         """Return the schedule's own settings, with every "auto" replaced."""
         if heads:  # all Ulysses ranks must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
-        chosen = schedules.schedule(self.schedule)
-        return tuple(chosen.shaped(self.size // self.ulysses, dict(self.schedule_options), heads, self.layout).items())
+        options, cp_size = dict(self.schedule_options), self.size // self.ulysses
+        return tuple(self.chosen_schedule.shaped(cp_size, options, heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
         """Return, of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the
@@ -315,7 +319,7 @@ class SequenceParallelConfig:
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
         cp_size, options = self.size // self.ulysses, dict(self.schedule_options)
         alone = options if cp_size == 1 else {}
-        layout = schedules.schedule(self.schedule).at(cp_size, options).default_layout
+        layout = self.chosen_schedule.at(cp_size, options).default_layout
         for name, value in settings.items():
             is_default = value == defaults[name] or (name == "layout" and value == layout)
             if not is_default and name not in (*PLAN_REQUESTS, *alone):
@@ -325,11 +329,11 @@ class SequenceParallelConfig:
     @property
     def cp_axes(self) -> Axes:
         """Return, of a resolved config, names and sizes of the axes of its CP ranks, the first one numbered fastest."""
-        return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.schedule_options))
+        return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
         """Return, of a resolved config, all ranks of the job as named axes."""
-        chosen, axes = schedules.schedule(self.schedule), self.cp_axes
+        chosen, axes = self.chosen_schedule, self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
@@ -349,14 +353,17 @@ class SequenceParallelConfig:
             checkpointed: Whether a checkpoint is around attention.
             keeps: Whether that checkpoint keeps attention's results.
         """
-        return saved_for_backward(
-            self.ulysses, head_chunks, checkpointed, keeps, self.overlap, self.save_qkv_after_all_to_all
-        )
+        chosen = self.save_qkv_after_all_to_all
+        if chosen == "auto":  # not where head chunks are there to save memory, unless a checkpoint keeps the results
+            chosen = head_chunks == 1 or self.overlap or (checkpointed and keeps)
+        if self.ulysses == 1 or not chosen:  # without other Ulysses ranks nothing is exchanged
+            return SavedForBackward.NOTHING
+        return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
     def recipe(self, topology: Topology) -> Recipe:
         """Return the Recipe that programs are made from, of a resolved config."""
         return Recipe(
-            schedule=schedules.schedule(self.schedule),
+            schedule=self.chosen_schedule,
             topology=topology,
             forward=self.rotate_forward,
             backward=self.rotate_backward,
@@ -377,10 +384,10 @@ def setting_names() -> tuple[str, ...]:
     return (*(name for name in every if name not in ("schedule_options", "auto_fields")), *schedules.settings())
 
 
-def check_names(settings: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str]) -> None:
     """Raise ConfigError for a setting that does not exist, naming the nearest that does."""
     known = setting_names()
-    for name in settings:
+    for name in names:
         if name not in known:
             raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{did_you_mean(str(name), known)}')
 
@@ -394,36 +401,6 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
         "rotate_backward": sides,
         "rank_order": tuple(schedule.rank_orders),
     }
-
-
-def legal_ulysses(size: int, q_heads: int) -> list[int]:
-    """Return the Ulysses sizes that divide `size` and leave no rank without a query head."""
-    return [u for u in divisors(size) if u <= q_heads]
-
-
-def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
-    """Return the Ulysses sizes U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads Ulysses
-    ranks share a key/value head."""
-    return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
-
-
-def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: Count = 1) -> None:
-    """Raise ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
-    if kv_heads < 1 or q_heads % kv_heads:
-        raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
-    if ulysses > q_heads:
-        raise ConfigError(
-            f"{SECTION}.ulysses must be at most the number of query heads, so that each Ulysses rank has one; got "
-            f"ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of "
-            f"{legal_ulysses(size, q_heads)}"
-        )
-    most = max_head_chunks(q_heads, kv_heads, ulysses)
-    if head_chunks != "auto" and head_chunks > most:
-        raise ConfigError(
-            f"{SECTION}.head_chunks must leave every head chunk a key/value head, and a query head for each "
-            f"of {ulysses} Ulysses ranks; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
-            f"use at most {most}"
-        )
 
 
 HOST_PIECE = 2**26  # bytes of the host tensors that offloaded checkpoints are copied into; the last may be smaller

@@ -10,6 +10,8 @@ What DeepSpeed compiles stays with the environment that it was compiled for, how
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import time
@@ -19,8 +21,6 @@ from pathlib import Path
 from . import shared_memory
 
 OP = "deepspeed_shm_comm"
-# file systems of one machine, where a process that has a file open is one of its own
-LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 NEW_LOCK = 2.0  # seconds: the owner of a younger lock file may not have it open yet
 
 
@@ -58,12 +58,12 @@ def prepare_start() -> None:
 def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
     """Return once no other process compiles the op; at once where DeepSpeed has started and so loaded it.
 
-    A lock whose owner is gone is removed. That can be determined on Linux alone, for a lock on a file system of this
-    machine: its owner would have it open. Otherwise the message says what to remove, and waiting goes on.
+    A lock whose owner is gone is removed: nobody has it open. That can be determined on Linux alone, and not on every
+    file system of several machines. Otherwise the message says what to remove, and waiting goes on.
 
     Args:
         patience: seconds after which a message, printed once, says what is waited for.
-        say: prints a message; default: on stderr, once a node.
+        say: takes a message; default: logs it, once a node.
     """
     from deepspeed import comm
 
@@ -93,50 +93,13 @@ def lock_file() -> Path | None:
 
 
 def _remove_orphan(lock: Path) -> bool:
-    """Remove a lock whose owner is gone, and return whether it did.
-
-    One process at a time does this: otherwise one could remove a new owner's lock, right after another has removed the
-    old one.
-    """
-    if sys.platform != "linux":
-        return False
-    import fcntl
-
-    try:
-        with open(lock.parent / "lock_is_looked_at", "w", encoding="utf-8") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)
-            if not _is_orphan(lock):
-                return False
-            lock.unlink()
-            return True
-    except OSError:  # gone by itself, or not ours to remove
-        return False
-
-
-def _is_orphan(lock: Path) -> bool:
-    """Whether no process has the lock file open. False where that cannot be determined."""
-    status = lock.stat()
-    if status.st_uid != os.getuid() or time.time() - status.st_mtime < NEW_LOCK or _file_system(lock) not in LOCAL:
-        return False
-    return not any(_holds(process, str(lock.resolve())) for process in Path("/proc").glob("[0-9]*"))
-
-
-def _holds(process: Path, file: str) -> bool:
-    try:
-        return any(os.readlink(fd) == file for fd in (process / "fd").iterdir())
-    except OSError:  # another user's, or gone
-        return False
-
-
-def _file_system(path: Path) -> str:
-    """Return the type of the file system that a path is on."""
-    mounts = {}
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        before, _, after = line.partition(" - ")
-        mounts[before.split()[4]] = after.split()[0]
-    return next(mounts[str(parent)] for parent in path.resolve().parents if str(parent) in mounts)
+    """Remove a lock whose owner is gone, and return whether it did."""
+    with contextlib.suppress(FileNotFoundError):  # gone by itself
+        is_new = time.time() - lock.stat().st_mtime < NEW_LOCK
+        return not is_new and shared_memory.remove_unheld(lock) is not None
+    return False
 
 
 def _say(message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"ds_seqpar: {message}", file=sys.stderr, flush=True)
+        logging.getLogger("ds_seqpar").warning(f"ds_seqpar: {message}")

@@ -23,19 +23,19 @@ NAME = "deepspeed_allreduce_buffer_{user}_{address}_{port}_{rank}"
 
 
 def remove_left_behind(say: Callable[[str], None]) -> None:
-    """Remove this user's files that no process has open, and report it. Does nothing on systems other than Linux.
+    """Remove this user's files that no process has open, and report it.
 
     Files with the names of this run are kept: its ranks, which may be starting already, use them again.
 
     Args:
-        say: prints a message.
+        say: takes a message.
     """
-    if sys.platform != "linux":
+    if not FOLDER.exists():  # not Linux
         return
     port, address = (os.environ.get(name, "") for name in ("MASTER_PORT", "MASTER_ADDR"))
     this_run = _pattern(address=re.escape(address), port=re.escape(port))
     left_behind = [file for file in _matching(FOLDER.iterdir()) if not this_run.fullmatch(file.name)]
-    freed = [size for file in left_behind if (size := _remove_unheld(file)) is not None]
+    freed = [size for file in left_behind if (size := remove_unheld(file)) is not None]
     if freed:
         say(f"removed {len(freed)} shared memory files of DeepSpeed runs that ended, {sum(freed) / 2**20:.0f} MiB")
 
@@ -63,12 +63,16 @@ def _matching(files: Iterable[Path]) -> list[Path]:
     return [file for file in files if file.parent == FOLDER and name.fullmatch(file.name)]
 
 
-def _remove_unheld(file: Path) -> int | None:
+def remove_unheld(file: Path) -> int | None:
     """Remove a file of this user that no process has open or mapped. Returns its bytes, None where it is kept.
+
+    It is kept on systems other than Linux.
 
     The kernel grants a lease for writing only on a file that nobody else has open: no other user, no other container.
     Whoever opens the file while the lease lasts waits. The signal of that would end this process by default.
     """
+    if sys.platform != "linux":
+        return None
     import fcntl
 
     try:

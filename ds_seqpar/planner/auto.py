@@ -40,7 +40,8 @@ class Job:
     @classmethod
     def of(cls, json: DeepSpeedJson) -> Job:
         """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
-        return cls(batch=json.micro_batch, steps=json.steps, sequences=json.sequences, dtype=json.dtype, zero=json.zero)
+        (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
+        return cls(batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero)
 
     def sizes(self, world: int) -> tuple[int, ...]:
         """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
@@ -74,32 +75,26 @@ class Planned(NamedTuple):
     """A configuration, and the plan that chose it."""
 
     config: SequenceParallelConfig  # without any "auto"
-    plan: PlanResult | None  # None: nothing was to be planned
+    plan: PlanResult
 
 
 def resolve_with_plan(
     config: SequenceParallelConfig,
     job: Job | None,
-    heads: tuple[int, int] | None,
     world: int,
     detect_machine: Callable[[str], Machine],
 ) -> Planned:
-    """Replace every "auto" of a configuration: by the planner if it `asks_for_plan`, else by `config.resolve`.
+    """Replace every "auto" of a configuration by the planner.
 
     Args:
-        config: The configuration.
-        job: What is to be trained; needed only for a plan.
-        heads: (query heads, key/value heads) of the model; None: not known.
+        config: The configuration, which `asks_for_plan`.
+        job: What is to be trained, if anything is known of it.
         world: Ranks of the job.
         detect_machine: Returns the machine of these ranks, given a dtype that it must have rates of.
 
     Raises:
-        ConfigError: If `resolve` or the planner refuses the configuration, or a plan is asked for without a model or a
-            length.
+        ConfigError: If the planner refuses the configuration, or the model or the length is not known.
     """
-    resolved = config.resolve(world, heads)
-    if not config.asks_for_plan:
-        return Planned(resolved, None)
     asking = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
         raise ConfigError(
@@ -118,13 +113,9 @@ def resolve_with_plan(
     return Planned(dataclasses.replace(result.best.config, **kept), result)
 
 
-def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, detected: Machine) -> Request:
-    """Return the planner's input for a job. `detected` is the machine of these ranks; a `machine` of the section
-    replaces all of it but the ranks per node. A length that zigzag cannot share equally is rounded up, as padding
+def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> Request:
+    """Return the planner's input for a job. A length that zigzag cannot share equally is rounded up, as padding
     would."""
-    machine = detected
-    if config.machine != "auto":
-        machine = dataclasses.replace(Machine.load(config.machine), per_node=detected.per_node)
     few = len(job.documents) <= limits.MAX_DOCUMENTS and seq <= limits.MAX_PACKED_TOKENS
     documents = job.documents if few and sum(job.documents) == seq else ()
     share = 2 * world  # zigzag's chunks

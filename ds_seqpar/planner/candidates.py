@@ -8,8 +8,9 @@ from typing import Any
 
 from ..compiler import schedules
 from ..compiler.schedules.base import Schedule, ScheduleOptions
+from ..compiler.sharding.heads import legal_ulysses
 from ..compiler.sharding.layout import LAYOUTS, Topology, axis_order, divisors, multiple
-from ..config.settings import SequenceParallelConfig, legal_ulysses
+from ..config.settings import SequenceParallelConfig
 from ..errors import ConfigError
 from . import limits
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, AliasPath, Field
+from pydantic import AfterValidator, AliasChoices, AliasPath, Field
 from pydantic.dataclasses import dataclass
 
 from .. import renamed
@@ -131,7 +131,9 @@ class Machine:
     """Bytes/s of the host's memory, shared by the ranks of a node."""
     memory: Rate
     """Bytes of a rank."""
-    reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
+    reserve_fraction: Annotated[
+        float, Field(ge=0, le=0.99, validation_alias=AliasChoices("reserve_fraction", renamed.RESERVE))
+    ]
     """Fraction of `memory` that is not for tensors."""
 
     sources: Mapping[str, str]
@@ -153,31 +155,29 @@ class Machine:
         Raises:
             ConfigError: If `place` is neither a preset nor a JSON file, or the file is not valid.
         """
-        known = presets()
-        if place in known:
-            return machine_of(place, known[place])
-        if not place.endswith(".json"):
-            raise ConfigError(
-                f"a machine is one of {', '.join(known)}, or a JSON file; got {place!r}"
-                f"{did_you_mean(place, tuple(known))}"
-            )
-        return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
+        if (preset := presets().get(place)) is not None:
+            return machine_of(place, preset)
+        if place.endswith(".json"):
+            return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
+        raise ConfigError(
+            f"a machine is one of {', '.join(presets())}, or a JSON file; got {place!r}{did_you_mean(place, presets())}"
+        )
 
     @classmethod
     def guessed(cls, device: str, dtype: str) -> Machine:
         """Return the preset whose name is part of the device's name ("NVIDIA H100 80GB HBM3"), or `DEFAULT`. A dtype
         without rates gets those of bfloat16."""
         preset_by_prefix = {name.partition("-")[0].upper(): name for name in presets()}
-        machine = cls.load(
-            next((name for prefix, name in preset_by_prefix.items() if prefix in device.upper()), DEFAULT)
+        name = next((name for prefix, name in preset_by_prefix.items() if prefix in device.upper()), DEFAULT)
+        machine = cls.load(name)
+        if "float16" in dtype:  # bfloat16 too
+            return machine
+        attention, gemm = machine.attention, machine.gemm
+        return dataclasses.replace(
+            machine,
+            attention={dtype: attention["bfloat16"], **attention},
+            gemm={dtype: gemm["bfloat16"], **gemm},
         )
-        rates = {"attention": machine.attention, "gemm": machine.gemm}
-        with_dtype: Any = {
-            name: {dtype: rates_by_dtype["bfloat16"], **rates_by_dtype}
-            for name, rates_by_dtype in rates.items()
-            if "float16" not in dtype
-        }
-        return dataclasses.replace(machine, **with_dtype)
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
@@ -201,9 +201,7 @@ class Machine:
                 for dtype, tables_by_direction in core.attention.items()
             },
             gemm={dtype: rate * share for dtype, rate in core.gemm.items()},
-            memory_rate=core.memory_rate * share,
-            elementwise_rate=core.elementwise_rate * share,
-            offload_rate=core.offload_rate * share,
+            **{name: getattr(core, name) * share for name in ("memory_rate", "elementwise_rate", "offload_rate")},
             host_memory=float(memory),
             host_rate=core.host_rate * cores,
             memory=memory / per_node,
@@ -292,5 +290,7 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
         ConfigError: If a field is missing, unknown or not valid; the message names it.
     """
     if isinstance(content, Mapping):
-        content = {"name": name, **renamed.machine_file(content)}
+        if renamed.RESERVE in content:
+            renamed.warn("key of a machine's file", renamed.RESERVE, "'reserve_fraction'")
+        content = {"name": name, **content}
     return read_as(Machine, content, f"{place or f'machine {name}'}: ")

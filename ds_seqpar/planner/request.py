@@ -8,9 +8,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ..compiler.sharding.heads import legal_ulysses
 from ..compiler.sharding.masks import CAUSAL, Mask
 from ..config.deepspeed_json import Zero
-from ..config.settings import SequenceParallelConfig, legal_ulysses
+from ..config.settings import SequenceParallelConfig
 from ..errors import ConfigError
 from . import limits
 from .machine import Machine

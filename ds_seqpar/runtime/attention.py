@@ -29,7 +29,8 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     Returns:
         (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None where the call does not ask for it.
     """
-    return returned(call, Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, Runtime.forward))
+    forward = call.runtime.forward
+    return returned(call, Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, forward))
 
 
 def returned(call: AdmittedCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +107,7 @@ class Attention(torch.autograd.Function):
     ) -> Tensors:  # fmt: skip
         results = checkpoints.replayed()
         if results is None:
-            results = tuple(compute(runtime, q, k, v, sinks, settings))
+            results = tuple(compute(q, k, v, sinks, settings))
             checkpoints.save(results)
         else:
             runtime.calls.follow(ATTENTION, q.shape)

@@ -71,6 +71,11 @@ class Replay:
             _current.reset(token)
 
     @property
+    def which_run(self) -> str:
+        """Which run of the function this is, for ranks to compare: what they send differs by it."""
+        return "first run" if self.runs == 1 else "run again"
+
+    @property
     def has_next(self) -> bool:
         """Whether this is a later run, for which the next result was saved here."""
         return self.runs > 1 and bool(self.saved)
@@ -108,7 +113,7 @@ class HeadChunkReplay(Replay):
     def __init__(self, results: Tensors | None = None, checkpoint_saves: bool = False) -> None:
         super().__init__(True, None)
         if results is None:
-            self.outer = _innermost()
+            self.outer = current()
             self.checkpoint_saves = self.outer is not None and self.outer.checkpoint_saves
         else:
             self.checkpoint_saves, self.runs = checkpoint_saves, 1
@@ -133,7 +138,7 @@ class HeadChunkResults:
     @classmethod
     def in_checkpoint(cls) -> HeadChunkResults | None:
         """Return a stack of the checkpointed function that runs now; None outside of one."""
-        replay = _innermost()
+        replay = current()
         return None if replay is None else cls(replay)
 
     def push(self, result: Tensors) -> None:
@@ -175,7 +180,7 @@ def replaying(
     return run
 
 
-def _innermost() -> Replay | None:
+def current() -> Replay | None:
     """Return the replay of the innermost checkpoint around this call; None outside of one.
 
     Also None in a checkpoint of torch's own inside of ours. That one computes again when ours is over, and must then
@@ -190,38 +195,15 @@ def _innermost() -> Replay | None:
     return replay
 
 
-def is_checkpointed() -> bool:
-    """Whether this is inside of a checkpointed function."""
-    return _innermost() is not None
-
-
-def which_run() -> str:
-    """Return which run of a checkpointed function this is, for ranks to compare: what they send differs by it."""
-    replay = _innermost()
-    return "none" if replay is None else "first run" if replay.runs == 1 else "run again"
-
-
-def is_saved() -> bool:
-    """Whether a checkpoint saves what attention returns here, or has saved it."""
-    replay = _innermost()
-    return replay is not None and replay.checkpoint_saves
-
-
-def is_replayed() -> bool:
-    """Whether the next call of attention replays a saved result: nothing is computed or sent for it."""
-    replay = _innermost()
-    return replay is not None and replay.replays_next
-
-
 def replayed() -> Tensors | None:
     """Return the saved result that the next call of attention returns, or None."""
-    replay = _innermost()
+    replay = current()
     return None if replay is None else replay.next_result()
 
 
 def save(result: Tensors) -> None:
     """Save a result of attention in every checkpoint around this call that is in its first run and saves results."""
-    replay = _innermost()
+    replay = current()
     while replay is not None:
         replay.save(result)
         replay = replay.outer

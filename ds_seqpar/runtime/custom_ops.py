@@ -7,6 +7,7 @@ by handle.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,8 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     """Compute `attention.attention` as one op. In a checkpointed function, whose second run replays results, the op is
     inside of the autograd function."""
     if call.checkpointed:
-        results = Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, _forward)
+        forward = functools.partial(_forward, call.runtime)
+        results = Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, forward)
     else:
         results = _forward(call.runtime, *call.tensors, call.sinks, call.settings, call.agreement)
     return eager.returned(call, results)

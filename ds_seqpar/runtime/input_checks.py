@@ -16,9 +16,10 @@ from torch.nn import Parameter, functional
 
 from .. import compat
 from ..compiler.sharding.handles import object_of
+from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
-from ..config.settings import check_heads, check_length
+from ..config.settings import check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints, mismatch_hints
 from .agreement import Compared, assert_ranks_agree
@@ -80,18 +81,20 @@ def admit(
             head chunk.
     """
     agreement, compiling = None, torch.compiler.is_compiling()
+    replay = None if compiling else checkpoints.current()
     if agreed:
         check_derivatives(q, k, v)
     elif compiling and _can_be_op(runtime, q, k, v, options):
         mask, shards, *rest = options
         agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
-    elif not checkpoints.is_replayed():
+    elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
         agree_on_inputs(runtime, q, k, v, options)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-    q, k, v = of_one_head_dim(q, k, v)
+    if q.shape[-1] != v_dim:
+        q, k, v = of_one_head_dim(q, k, v)
     head_chunks = runtime.head_chunks(q, k.shape[2], options.mask, options.shards) if parts == 1 else 1
-    checkpointed = not compiling and checkpoints.is_checkpointed()
-    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, checkpointed and checkpoints.is_saved())
+    checkpointed = replay is not None
+    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, replay is not None and replay.checkpoint_saves)
     settings = CallSettings(
         options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
         options.lse and runtime.ulysses.size > 1,
@@ -103,7 +106,7 @@ def _can_be_op(runtime: Runtime, q: object, k: object, v: object, options: Atten
     """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
     distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    values = isinstance(options.mask, Mask) and (isinstance(options.shards, UnevenShards | None))
+    values = isinstance(options.mask, Mask) and isinstance(options.shards, UnevenShards | None)
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
     if not (tensors and values and scalars and isinstance(options.sinks, Tensor | None)):
         return False
@@ -181,7 +184,12 @@ def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | 
     properties = [(x.layout, x.shape, x.dtype, x.device) for x in tensors]
     # types first: a comparison of keys ends at the first difference, and values of other types may not be comparable
     types = [type(x) for x in options]
-    return types, properties, options[:-1], checkpoints.which_run()
+    return types, properties, options[:-1], _which_run()
+
+
+def _which_run() -> str:
+    replay = checkpoints.current()
+    return "none" if replay is None else replay.which_run
 
 
 def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:
@@ -190,7 +198,7 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
     if options.shards is not None:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
-    fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": checkpoints.which_run()}
+    fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": _which_run()}
     fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
     if not options.mask.scale_free:
         fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"

@@ -25,7 +25,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
 from ds_seqpar.data.batch_layout import BatchLayout
-from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, is_replayed
+from ds_seqpar.errors import SECTION
+from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, current
+from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.work import rowsum
 
 from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
@@ -35,6 +37,8 @@ from .tiled_loss import STAGED, TILING
 from .tiled_modules import before_leaf, normed
 from .weight_slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 
+ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at once in {}"
+
 
 def use_head_chunks(module: Any) -> None:
     """Make the sharded forwards of an attention module compute its heads in head chunks.
@@ -42,8 +46,11 @@ def use_head_chunks(module: Any) -> None:
     Their number comes from the settings of its SequenceParallel. ZeRO-3 then gathers all parameters of the module
     together, as a leaf.
     """
-    config, unhooked = module.sequence_parallel.config, not hasattr(module, ZERO_ID) or hasattr(module, LEAF)
-    if config.head_chunks == 1 or config.overlap or "forward" in vars(module) or not unhooked:
+    config = module.sequence_parallel.config
+    if config.head_chunks == 1 or config.overlap or STAGED in vars(module):
+        return
+    if "forward" in vars(module) or (hasattr(module, ZERO_ID) and not hasattr(module, LEAF)):
+        log_once(ALL_HEADS.format("attention with a forward of its own, or that DeepSpeed had before it was patched"))
         return
 
     @functools.wraps(type(module).forward)
@@ -75,7 +82,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     class_forward = type(module).forward
-    if torch.compiler.is_compiling() or not kwargs.get("sequence_parallel") or not _has_head_chunks(module):
+    if not kwargs.get("sequence_parallel") or not _has_head_chunks(module):
         return class_forward(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
     count = _head_chunk_count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
@@ -107,14 +114,16 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
 
 
 def _has_head_chunks(module: Any) -> bool:
-    """Return whether head chunks can project their own heads.
-
-    They cannot where q and k have norms over all heads, where adapters have dropout, or where a projection is not a
-    plain linear layer without hooks.
-    """
-    if FAMILIES[module.config.original.model_type].norms_heads:
-        return False
-    return all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD))
+    """Return whether head chunks can project their own heads. Otherwise only attention itself is in head chunks."""
+    if torch.compiler.is_compiling():
+        log_once(ALL_HEADS.format("a compiled model"))
+    elif FAMILIES[module.config.original.model_type].norms_heads:
+        log_once(ALL_HEADS.format("a model that norms them all together"))
+    elif not all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD)):
+        log_once(ALL_HEADS.format("projections with hooks, with dropout in LoRA, or that are not plain linear layers"))
+    else:
+        return True
+    return False
 
 
 def _is_linear(module: Any) -> bool:
@@ -167,7 +176,9 @@ class _HeadChunkForward:
         for index in range(len(self.head_chunks)):
             chunk, replay = Slice(self.module, self.head_chunks, index, self.norm, grad=False), HeadChunkReplay()
             self.keeps = replay.checkpoint_saves
-            projected = chunk.blank(x) if is_replayed() else chunk.project(x, self.tiles)
+            outer = current()
+            replayed = outer is not None and outer.replays_next
+            projected = chunk.blank(x) if replayed else chunk.project(x, self.tiles)
             attended = replay.run(chunk.attend, self.attention(x), projected)
             if self.stack is not None:
                 self.stack.push(replay.tensors())

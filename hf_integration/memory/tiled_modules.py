@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime.checkpoints import is_checkpointed
+from ds_seqpar.runtime import checkpoints
+from ds_seqpar.runtime.log import log_once
 
 from ..compat import LEAF, ZERO_ID
 from ..families import attentions, is_of_liger, unwrapped
@@ -156,6 +157,8 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
     Experts are left out: hooks read their routers once per layer, for the loss that balances them.
     """
     layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
+    if not all(hasattr(layer.mlp, "down_proj") for layer in layers):
+        log_once(f"{SECTION}.mlp_tiles: experts are not tiled")
     return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
 
 
@@ -167,6 +170,8 @@ def _norms(model: Any) -> list[nn.Module]:
     base = model.base_model
     children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     norms = [module for module in (*children, *base.children()) if _is_norm(module)]
+    for other in filter(_has_other_forward, norms):
+        log_once(f"{SECTION}.mlp_tiles: a {type(other).__name__} with a forward of its own is not tiled")
     return [module for module in norms if not _has_other_forward(module)]
 
 
@@ -196,7 +201,10 @@ def _head(model: Any, tiles: int | str) -> list[nn.Module]:
 
     "auto" leaves the loss to Liger's fused one.
     """
-    if tiles == 1 or (tiles == "auto" and is_of_liger(model.forward)):
+    if tiles == 1:
+        return []
+    if tiles == "auto" and is_of_liger(model.forward):
+        log_once(f"{SECTION}.loss_tiles: Liger's loss is not tiled, since it makes no whole logits either")
         return []
     return [model.lm_head] if hasattr(model, "lm_head") else []
 
@@ -279,7 +287,8 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         tiling.check_read()
     source = None if is_norm else tiling.source(x, module)
     # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
-    used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
+    is_checkpointed = checkpoints.current() is not None
+    used_up = source is not None and tiling.in_layer and is_checkpointed and tiling.readers(source.norm) == 1
     return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
 
 

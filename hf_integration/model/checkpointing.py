@@ -20,7 +20,7 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.checkpoints import Checkpoint
 
 from .. import dropout
-from ..compat import CHECKPOINT
+from ..compat import CHECKPOINT, checkpoint_of
 from ..memory.tiled_modules import TILING
 
 PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
@@ -77,8 +77,7 @@ def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParalle
     if torch.compiler.is_compiling():
         return  # the compiler decides what to keep
     for layer in layers:
-        function = vars(layer).get(CHECKPOINT)
-        if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
+        if is_checkpointed(layer) and not isinstance(function := checkpoint_of(layer), Checkpoint):
             setattr(layer, CHECKPOINT, sp.checkpointing(AsInForward(function, base)))
 
 

@@ -24,12 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compiler.sharding.heads import check_heads
 from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.config.settings import check_heads
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import AttentionOptions
+from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.process_exit import printed_once
 
 from .. import accelerators, dropout
@@ -487,6 +488,8 @@ def _before_base(
     backward = torch.is_grad_enabled() and module.training
     positions, seed = agree_on_shard(patch.agreement, inputs, wrong, backward, sources)
     _begin_noise(patch, seed, inputs)
+    if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
+        log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
     inputs |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     placement = inputs.pop("placement", None)
     if patch.ropes:

@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import lengths_of
 from ds_seqpar.errors import InputError
-from ds_seqpar.runtime.comm import explaining_failure
+from ds_seqpar.runtime.agreement import all_gather_objects
 
 from ..compat import INPUT_GRADS, whole_numel, whole_shape
 from ..families import attentions, heads, unwrapped, windows
@@ -161,10 +160,8 @@ class SequenceParallelCallback(TrainerCallback):
         if not control.should_log or not self.seconds:
             return
         figures = self.tokens, self.seconds, memory_gib(args.device), self.flops_done
-        local_figures = torch.tensor(figures, dtype=torch.float64, device="cpu")
-        all_figures = torch.empty(dist.get_world_size(), len(figures), dtype=torch.float64, device="cpu")
-        with explaining_failure("the comparison of figures to log", self.sp.control_world):
-            dist.all_gather(list(all_figures.unbind()), local_figures, group=self.sp.control_world)
+        by_rank = all_gather_objects(self.sp.control_world, ("figures to log", figures))
+        all_figures = torch.tensor([figures for _, figures in by_rank], dtype=torch.float64, device="cpu")
         seconds = float(all_figures[:, 1].max())
         self.figures = {
             "tokens_per_second": round(float(all_figures[:, 0].sum()) / seconds, 1),

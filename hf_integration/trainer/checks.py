@@ -54,12 +54,6 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-# kind of training that is not supported yet -> Trainers of trl for it
-UNSUPPORTED = {
-    "other preference training": ("KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
-    "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
-    "distillation": ("DistillationTrainer", "GKDTrainer"),
-}
 SUPPORTED = ("SFTTrainer", "DPOTrainer", TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
@@ -80,16 +74,13 @@ TRIED_EXAMPLES = 64  # examples of a data set that are tried before training
 
 def check_kind(trainer_class: type) -> None:
     """Raise ConfigError for a class that extends an unsupported kind of Trainer."""
-    named = {name: training for training, names in UNSUPPORTED.items() for name in names}
     for base in trainer_class.__mro__:
         name, library = base.__name__, base.__module__.partition(".")[0]
-        # all other Trainers of trl are refused too: there are too many experimental ones to list
-        if name in named or (library == "trl" and name.endswith("Trainer") and name not in SUPPORTED):
+        if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
             raise ConfigError(
-                "sequence parallel training is of next tokens or of preferences (Trainer, trl's SFTTrainer and "
-                f"DPOTrainer), {named.get(name, 'other training')} is not supported yet; got a {name}, compute its "
-                "loss in a loop of your own with share_sequences (docs/whole.md, examples/grpo_loop.py, "
-                "examples/reward_loop.py)"
+                "sequence parallel training needs a Trainer of next tokens or of preferences (transformers' Trainer, "
+                f"trl's SFTTrainer or DPOTrainer); got a {name}, compute its loss in a loop of your own with "
+                "share_sequences (docs/whole.md, examples/grpo_loop.py, examples/reward_loop.py)"
             )
 
 
@@ -107,7 +98,7 @@ def check_json(args: TrainingArguments) -> None:
     transformers would accept."""
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
-        DeepSpeedJson.read(config).check_by_deepspeed()
+        DeepSpeedJson.read(config).check()
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:

@@ -27,6 +27,7 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.errors import ConfigError, did_you_mean
 from ds_seqpar.files import call_library, read_json, shown
 from ds_seqpar.planner.limits import check_model
+from ds_seqpar.runtime.log import log_once
 
 from ..compat import whole_numel
 from ..families import FAMILIES, windows
@@ -55,7 +56,8 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
     """
     try:
         sizes = model_sizes(model)
-    except ConfigError:
+    except ConfigError as error:
+        log_once(f"sequence_parallel: nothing can be planned for this model: {error}")
         return dataclasses.replace(job, model=None, seq=None)
     window_sizes = set(windows(model))
     return dataclasses.replace(

@@ -90,13 +90,24 @@ def checkpoint_of(
     if target is None:
         return None
     if isinstance(target, str):
-        return _folder_if_whole(group, target, run, {})
-    steps_of_ranks = all_gather_objects(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
+        folders = [target]
+    else:
+        gathered = all_gather_objects(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
+        steps = sorted({step for _, steps in gathered for step in steps}, reverse=True)
+        folders = [os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}") for step in steps]
     passed_over: dict[str, str] = {}
-    for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
-        folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        if (whole_folder := _folder_if_whole(group, folder, run, passed_over, required=False)) is not None:
-            return whole_folder
+    for folder in folders:
+        reports = _reports(group, folder, run)
+        if not (fault := _fault_of(reports)):
+            if run.rank == 0:
+                _warn(folder, passed_over, [report.random for report in reports if report.random])
+            return folder
+        passed_over[os.path.basename(folder)] = fault
+    if isinstance(target, str):
+        raise ConfigError(
+            f"resume_from_checkpoint needs a whole checkpoint; got {target}, where {fault}, "
+            "resume_from_checkpoint=True takes the last whole one of the output folder"
+        )
     got = "; ".join(f"{name}, where {fault}" for name, fault in passed_over.items()) or "none"
     raise ConfigError(
         f"resuming from the last checkpoint needs a whole one in {output}; got {got}, leave "
@@ -117,18 +128,8 @@ def parse_resume_argument(value: object) -> str | bool | None:
     return WORDS[text.lower()] if text.lower() in WORDS and not os.path.isdir(text) else text
 
 
-def _folder_if_whole(
-    group: dist.ProcessGroup,
-    folder: str,
-    run: ResumingRun,
-    passed_over: dict[str, str],
-    required: bool = True,
-) -> str | None:
-    """Return the folder if its checkpoint is complete on all ranks.
-
-    If it is incomplete, raise ConfigError if `required`, else note the reason in `passed_over` and return None. Raise
-    ConfigError for a checkpoint of another kind of run.
-    """
+def _reports(group: dist.ProcessGroup, folder: str, run: ResumingRun) -> list[CheckpointReport]:
+    """Return the reports of all ranks on a checkpoint. Raise ConfigError for one of another kind of run."""
     try:
         local_report = inspect_checkpoint(Path(folder), run)
     except Exception as reason:  # a damaged file may raise anything
@@ -136,23 +137,21 @@ def _folder_if_whole(
     reports = [report for _, report in all_gather_objects(group, ("the checkpoint", local_report))]
     if mismatch := next((report.mismatch for report in reports if report.mismatch), ""):
         raise ConfigError(f"{mismatch}; got {folder}")
-    faults: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        faults.setdefault(report.fault, []).append(rank)
+    return reports
+
+
+def _fault_of(reports: list[CheckpointReport]) -> str:
+    """Return what is wrong with a checkpoint, and on which ranks; "" where it is complete on all."""
     if len({report.step for report in reports if not report.fault}) > 1:
-        faults = {"ranks see different steps in it": []}
-    wrong = ", ".join(f"{x} ({ranks_in_words(r)})" if 0 < len(r) < len(reports) else x for x, r in faults.items() if x)
-    if wrong and required:
-        raise ConfigError(
-            f"resume_from_checkpoint needs a whole checkpoint; got {folder}, where {wrong}, "
-            "resume_from_checkpoint=True takes the last whole one of the output folder"
-        )
-    if wrong:
-        passed_over[os.path.basename(folder)] = wrong
-        return None
-    if run.rank == 0:
-        _warn(folder, passed_over, [report.random for report in reports if report.random])
-    return folder
+        return "ranks see different steps in it"
+    ranks_by_fault: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        if report.fault:
+            ranks_by_fault.setdefault(report.fault, []).append(rank)
+    return ", ".join(
+        fault if len(ranks) == len(reports) else f"{fault} ({ranks_in_words(ranks)})"
+        for fault, ranks in ranks_by_fault.items()
+    )
 
 
 def _warn(folder: str, passed_over: Mapping[str, str], random: list[str]) -> None:

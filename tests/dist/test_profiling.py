@@ -12,10 +12,9 @@ import torch
 from ds_seqpar.cli.main import main
 from tests import oracle
 from tests.dist.ranks import leaves, make
-from tests.dist.test_traffic import BATCH, DIM, SEQ
 from tests.launch import on_warm_ranks as on_ranks
 
-HEADS = (4, 4)
+BATCH, SEQ, HEADS, DIM = 3, 32, (4, 4), 8
 CASES = {
     "ring": {"ulysses": 1},
     "attention2d": {"ulysses": 1, "schedule": "attention2d", "rows": 2},

@@ -16,29 +16,23 @@ from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.planner.machine import presets
 
 # sizes that are right and larger than a command can work on
-HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000", "<<digits:19>>")
-
+HUGE = ("4096", "1000000", "1000000000000037", "<<digits:19>>")
 # as they stand in a JSON file
 ODD = (
-    "null", "true", "false", "0", "-1", "-4", "1", "2", "3", "9", "1.5", "NaN", "Infinity", "-Infinity", "1e308",
-    "1e-308", "1e999", "5e-324", '""', '"auto"', '"false"', '"3"', '"x"', '"\\ud800"', "[]", "{}", "[1]", '{"a": 1}',
-    "[null]", '{"enabled": "yes"}', '{"": {}}', "<<digits:20>>", "-<<digits:19>>", "<<digits:400>>", "<<digits:5000>>",
-    "<<deep:31>>", "<<deep:500>>", "<<deep:100000>>", '"<<long:100000>>"', *HUGE,
+    "null", "true", "0", "-1", "1", "3", "1.5", "NaN", "Infinity", "1e308", "1e-308", '""', '"auto"', '"false"',
+    '"x"', '"\\ud800"', "[]", "{}", '{"a": 1}', "[null]", '{"enabled": "yes"}', "<<digits:20>>", "<<digits:5000>>",
+    "<<deep:31>>", "<<deep:100000>>", '"<<long:100000>>"', *HUGE,
 )  # fmt: skip
-# whole files; None: a folder, "missing": none
+# whole files; None: a folder
 WRONG_FILES = (
-    "", " ", "null", "3", "[]", '"x"', "{", "{}", "nothing", '{"a": 1, "a": 2}', '{"a": 1,}', "{'a': 1}", "\ufeff{}",
-    '{"a": "\udcff"}', "\udcff\udcfe", "\x00", "<<digits:5000>>", "<<deep:100000>>", '{"a": <<deep:100000>>}',
-    '{"a": "<<long:5000000>>"}', None, "missing",
+    "", "null", "[]", "{", "{}", "nothing", '{"a": 1, "a": 2}', '{"a": 1,}', "\ufeff{}", '{"a": "\udcff"}', "\x00",
+    "<<digits:5000>>", '{"a": <<deep:100000>>}', '{"a": "<<long:5000000>>"}', None,
 )  # fmt: skip
-NUMBERS = ("0", "-1", "1", "3", "many", "", " ", "1.5", "1e3", "NaN", "inf", "٣", "0x10", "<<digits:20>>",
-           "<<digits:400>>", "<<digits:5000>>", *HUGE)  # fmt: skip
-OUTPUTS = ("out.png", "out.svg", "out.pgf", "out.xyz", "out", "", "missing/out.png", "folder", "folder/", "/dev/full",
-           "<<long:300>>.png", "é.png", "\udcff.png", "a\nb.png")  # fmt: skip
-DOCUMENTS = ("1024 3072", "4096\n", "1 2 3", "2048\n" * 8, "٣ 5", "0", "-1", "1.5", "", "x", "\udcff",
-             "<<digits:5000>>", "<<digits:400>>", "<<digits:1000000>>", "<<long:5000000>>", "<<digits:19>> 1",
-             None)  # fmt: skip
-WORDS = ("auto", "zigzag", "Zigzag", "ring", "kv", "q", "", "x", *SCHEDULES, *LAYOUTS)
+NUMBERS = ("0", "-1", "3", "many", "", "1.5", "NaN", "inf", "٣", "<<digits:400>>", "<<digits:5000>>", *HUGE)
+OUTPUTS = ("out.png", "out.svg", "out.xyz", "out", "", "missing/out.png", "folder", "/dev/full", "<<long:300>>.png",
+           "\udcff.png", "a\nb.png")  # fmt: skip
+DOCUMENTS = ("1 2 3", "0", "-1", "1.5", "", "x", "\udcff", "<<digits:5000>>", "<<long:5000000>>", None)
+WORDS = ("auto", "Zigzag", "kv", "q", "", "x", *SCHEDULES, *LAYOUTS)
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2,
          "vocab_size": 512, "intermediate_size": 96}  # fmt: skip
@@ -76,7 +70,7 @@ EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "ring_size
          "machine", "zero_optimization", "bf16", "amp", "torch_autocast", "checkpoint", "compile", "flops_profiler", "",
          "communication_data_type", "comms_logger", "elasticity", "hidden_act", "layer_types", "id2label",
          "_name_or_path", "auto_map", "attn_implementation", "quantization_config", "self", "per_node")  # fmt: skip
-GOOD_SETS = 5  # of these, from the first on
+# the first five are good
 SETS = (
     "size=2", "bf16.enabled=true", "zero_optimization.stage=2", "loss_tiles=4", "ulysses=2", "ulysses=16", "size=3",
     "layout=zigzag", "head_chunks=auto", "ring_size=0", "sequence_parallel.size=2", "machine=m.json", "rank_order=[]",
@@ -123,113 +117,80 @@ def spoilt_text(draw, good):
     return text
 
 
-class Drawing:
-    """A case that is being drawn, always the same of a seed. One in four is good by construction, as far as options
-    fit one another."""
-
-    def __init__(self, seed):
-        self.draw, self.words, self.files, self.env = random.Random(seed), [], {"folder": None}, {}
-        self.spoilt = self.by(0.75)
-
-    def by(self, chance):
-        return self.draw.random() < chance
-
-    def pick(self, *values):
-        return self.draw.choice(values)
-
-    def option(self, name, *values, odd=(), chance=0.97):
-        """By chance, with one of the values; in a spoilt case now and then with an odd one."""
-        if self.by(chance) or (chance > 0.9 and not self.spoilt):
-            self.words.append(name)
-            odd = odd if self.spoilt and self.by(0.07) else ()
-            self.words += [self.pick(*(odd or values))] if values else []
-
-    def file(self, name, good):
-        """Draws a file, and returns what a command is to call it."""
-        text = spoilt_text(self.draw, good) if self.spoilt else json.dumps(good)
-        if text != "missing":
-            self.files[name] = text
-        return name
-
-    def model(self):
-        folder = self.pick("model", "model", "model", ".")
-        file = self.file(f"{folder}/config.json", self.pick(*MODELS[:1], *MODELS[: None if self.spoilt else 3]))
-        self.option("--model", folder, folder, file, odd=("", "nowhere", "folder", "<<long:300>>", "/dev/null"))
-
-    def settings(self):
-        if self.by(0.6):
-            self.words += ["--config", self.file("ds.json", self.pick(*DEEPSPEED))]
-        for _ in range(self.pick(0, 0, 0, 1, 2)):
-            self.words += ["--set", self.pick(*SETS[: None if self.spoilt else GOOD_SETS])]
-        self.option("--no-checkpointing", chance=0.2)
-        self.option("--json", chance=0.3)
-        self.option("--png", *OUTPUTS, chance=0.15)
-
-
-def memory(its):
-    its.model()
-    its.option("--seq-len", "512", "4096", "1000", odd=NUMBERS)
-    its.option("--ranks", "4", "8", "16", "6", odd=NUMBERS)
-    if its.by(0.3):
-        its.option("--machine", "h100-ib", its.file("m.json", presets()["cpu"]), odd=("x", "", "folder"))
-        its.option("--memory", "80", "0.5", odd=(*NUMBERS, "1e308", "1e-308", "nan"), chance=0.5)
-    its.settings()
-
-
-def plan(its):
-    its.model()
-    its.option("--seq-len", "4096", odd=(*NUMBERS, "16384"))
-    its.option("--nodes", "1", "2", odd=NUMBERS, chance=0.5)
-    its.option("--gpus-per-node", "4", "2", "8", "1", odd=NUMBERS)
-    machine = its.file("m.json", presets()["h100-ib"])
-    its.option("--machine", "h100-ib", machine, machine, odd=("x", "", "folder", "nowhere.json"))
-    its.option("--memory", "80", "0.5", odd=(*NUMBERS, "1e308", "1e-308", "nan"), chance=0.3)
-    its.option("--sequences", "8", odd=NUMBERS, chance=0.3)
-    its.option("--window", "512", odd=NUMBERS, chance=0.2)
-    if its.by(0.3):
-        its.files["docs"] = its.pick(*DOCUMENTS[: None if its.spoilt else 1])
-        its.option("--documents", "docs", odd=("nowhere", ""), chance=1)
-    its.settings()
-    its.option("--perfetto", *OUTPUTS, chance=0.15)
-
-
-def show(its):
-    its.option("--size", "4", "8", "6", "16", "1", odd=NUMBERS)
-    its.option("--ulysses", "1", "2", odd=NUMBERS, chance=0.3)
-    its.option("--schedule", *SCHEDULES, odd=WORDS)
-    its.option("--layout", *LAYOUTS, odd=WORDS, chance=0.2)
-    for name in ("--ring-size", "--rows", "--cols", "--team", "--strips"):
-        its.option(name, "2", "1", "4", odd=NUMBERS, chance=0.06)
-    for name in ("--rotate-forward", "--rotate-backward", "--comm-dtype", "--rank-order"):
-        its.option(name, *WORDS, "bf16", "ulysses_intra", chance=0.07)
-    for name, count in (("--heads", 2), ("--mesh", 3)):
-        if its.by(0.15):
-            its.words += [name, *(its.pick("2", "8", "1", *NUMBERS) for _ in range(count))]
-    its.option("--overlap", chance=0.3)
-    its.option("--full", chance=0.3)
-    its.option("--program", "0", "1", odd=NUMBERS, chance=0.3)
-    its.option("--seq", "64", "256", odd=NUMBERS, chance=0.3)
-    its.option("--direction", "forward", "both", odd=WORDS, chance=0.3)
-    its.option("--png", *OUTPUTS, chance=0.15)
-    its.option("--trace", *OUTPUTS, chance=0.15)
-
-
-def calibrate(its):
-    its.option("-o", *OUTPUTS, chance=0.5)
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    its.env = {name: value for name, value in launched.items() if its.by(0.9)}
-    if its.env and its.by(0.5):
-        its.env[its.pick(*its.env)] = its.pick("", "x", "-1", "0", "<<digits:5000>>")
-
-
-COMMANDS = {"memory": memory, "plan": plan, "show": show, "calibrate": calibrate}
+# option -> (its chance, good values, odd ones); without values: a flag
+MODEL = {
+    "--model": (1, ("model",), ("", "nowhere", "folder", "<<long:300>>", "/dev/null")),
+    "--seq-len": (1, ("512", "4096"), NUMBERS),
+}
+COMMON = {
+    "--config": (0.6, ("ds.json",), ("nowhere",)),
+    "--set": (0.4, SETS[:5], SETS),
+    "--no-checkpointing": (0.2, (), ()),
+    "--json": (0.3, (), ()),
+    "--png": (0.1, ("out.png",), OUTPUTS),
+}
+COMMANDS = {
+    "memory": {
+        **MODEL,
+        "--ranks": (1, ("4", "8", "6"), NUMBERS),
+        "--machine": (0.3, ("h100-ib", "m.json"), ("x", "", "folder")),
+        **COMMON,
+    },
+    "plan": {
+        **MODEL,
+        "--nodes": (0.5, ("1", "2"), NUMBERS),
+        "--gpus-per-node": (1, ("4", "2", "8"), NUMBERS),
+        "--machine": (1, ("h100-ib", "m.json"), ("x", "", "folder", "nowhere.json")),
+        "--memory": (0.3, ("80", "0.5"), (*NUMBERS, "1e308", "1e-308")),
+        "--sequences": (0.3, ("8",), NUMBERS),
+        "--window": (0.2, ("512",), NUMBERS),
+        "--documents": (0.3, ("docs",), ("nowhere", "")),
+        **COMMON,
+        "--perfetto": (0.1, ("out",), OUTPUTS),
+    },
+    "show": {
+        "--size": (1, ("4", "8", "6", "16", "1"), NUMBERS),
+        "--ulysses": (0.3, ("1", "2"), NUMBERS),
+        "--schedule": (1, tuple(SCHEDULES), WORDS),
+        "--layout": (0.2, tuple(LAYOUTS), WORDS),
+        **{
+            name: (0.06, ("2", "1", "4"), NUMBERS) for name in ("--ring-size", "--rows", "--cols", "--team", "--strips")
+        },
+        **{name: (0.07, WORDS, WORDS) for name in ("--rotate-forward", "--rotate-backward", "--comm-dtype")},
+        "--rank-order": (0.07, ("ulysses_intra",), WORDS),
+        "--overlap": (0.3, (), ()),
+        "--full": (0.3, (), ()),
+        "--program": (0.3, ("0", "1"), NUMBERS),
+        "--seq": (0.3, ("64", "256"), NUMBERS),
+        "--direction": (0.3, ("forward", "both"), WORDS),
+        "--png": (0.1, ("out.png",), OUTPUTS),
+        "--trace": (0.15, ("out",), OUTPUTS),
+    },
+    "calibrate": {"-o": (0.5, ("out",), OUTPUTS)},
+}
+# file that a command line names -> good contents
+FILES = {"model": MODELS[:3], "ds.json": DEEPSPEED, "m.json": (presets()["h100-ib"], presets()["cpu"])}
 
 
 def case(seed):
-    its = Drawing(seed)
-    name = its.pick(*["memory", "plan"] * 8, *["show"] * 5, "calibrate")
-    COMMANDS[name](its)
-    words = [name, *its.words]
-    if its.spoilt and its.by(0.03):
-        words.insert(its.pick(0, 1, len(words)), its.pick("--nothing", "-x", "nothing", "--", "--help", ""))
-    return {"words": words, "env": its.env, "files": its.files}
+    """Always the same of a seed. One in four is good by construction, as far as options fit one another."""
+    draw = random.Random(seed)
+    spoilt, command = draw.random() < 0.75, draw.choice([*["memory", "plan"] * 8, *["show"] * 5, "calibrate"])
+    words, files, env = [command], {"folder": None}, {}
+    for name, (chance, good, odd) in COMMANDS[command].items():
+        if draw.random() < chance - 0.03 * spoilt:
+            values = odd if odd and spoilt and draw.random() < 0.07 else good
+            words += [name, *([draw.choice(values)] if values else [])]
+    for name in sorted(set(words) & FILES.keys()):
+        content = draw.choice(FILES[name] + MODELS[3:] * (name == "model" and spoilt))
+        files["model/config.json" if name == "model" else name] = (
+            spoilt_text(draw, content) if spoilt else json.dumps(content)
+        )
+    if "docs" in words:
+        files["docs"] = draw.choice(DOCUMENTS) if spoilt else "1024 3072"
+    if command == "calibrate":
+        launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        env = {name: draw.choice((value, value, "x")) for name, value in launched.items() if draw.random() < 0.9}
+    if spoilt and draw.random() < 0.03:
+        words.insert(draw.choice((0, 1, len(words))), draw.choice(("--nothing", "-x", "nothing", "--", "--help", "")))
+    return {"words": words, "env": env, "files": files}

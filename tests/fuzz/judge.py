@@ -7,7 +7,7 @@ import torch
 
 from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import oracle
-from tests.fuzz.tables import AT_ONE_PLACE, DTYPES, SCALES, STRIDES
+from tests.fuzz.tables import DTYPES, STRIDES
 
 NAMES = ("out", "dq", "dk", "dv", "lse")
 GRADIENTS = NAMES[1:4]
@@ -22,7 +22,7 @@ def inputs(call, seq, seed=0):
 
 
 def _valued(call, number, x):
-    values, (tensor, *place) = call["values"], call["place"]
+    values, (tensor, *_) = call["values"], call["place"]
     equal = {"equal rows": 1, "equal heads": 2, "equal elements": 3}
     if values in equal and x.shape[equal[values]]:
         return x.narrow(equal[values], 0, 1).expand_as(x).contiguous()
@@ -30,8 +30,6 @@ def _valued(call, number, x):
         return torch.full_like(x, values == "one")
     if values.startswith("all ") or (values in ("huge", "tiny") and number == tensor):
         return x * (1e4 if values.endswith("huge") else 1e-30)
-    if values in AT_ONE_PLACE and number == tensor and x.numel():
-        x[tuple(p % size for p, size in zip(place, x.shape, strict=True))] = AT_ONE_PLACE[values]
     return x
 
 
@@ -45,26 +43,16 @@ class Truth:
     """What is right, by name, over the whole sequence.
 
     exact: in fp64. single: one kernel call in the dtype. natural: the size of what is added up, where the sum may be 0.
-    limit: of the error, relative to the greater of both.
-
-    touched: what a value that is not finite reaches. A kernel's masked products, 0 times such a value, may reach
-    further, and need not. reached: the same of sums over rows. parts: how many rows such a sum is of.
-
-    blind: how far a score may lie from the same one computed again, by rounding alone. Backward takes
-    exp(score - lse), which chance decides where that is large. Torch's own CPU kernel, in bf16, was not finite with one
-    thread and finite with two, or the other way round.
-
+    limit: of the error, relative to the greater of both. certain: whether rounding does not decide about gradients:
+    backward takes exp(score - lse), and a score differs from the same one computed again.
     dtypes: that it is computed in, and those that it travels in.
     """
 
     exact: dict
     single: dict
     natural: dict
-    touched: dict
-    reached: dict
-    parts: int
     limit: float
-    blind: float
+    certain: bool
     dtypes: tuple
 
     @classmethod
@@ -80,26 +68,17 @@ class Truth:
         scores = factor * max(_products(q, k), top[0] * top[1] * math.sqrt(q.shape[3]))
         given = max(_products(do, v), top[3] * top[2])  # of which the mean is taken away
         natural = [top[2], *(factor * given * x for x in (top[1], top[0])), top[3], scores]
-        limit = max(LIMITS.get(dtype, 1e-5), 64 * torch.finfo(lse.dtype).eps * scores)
+        rounding = 64 * torch.finfo(lse.dtype).eps * scores
+        limit = max(LIMITS.get(dtype, 1e-5), rounding)
         if config.comm_dtype == "bf16":  # rounded once a hop
             limit += 2**-7 * config.size
-        # drawn blocks are small. Of up to 15 keys torch's kernel takes a row without a score that is a number for one
-        # that is masked whole: out and lse 0
-        narrow = kernel.name == "cpu_flash"
-        rows, columns = _touched([torch.zeros_like(q), torch.zeros_like(k), v, do] if narrow else whole, causal)
-        heads = (
-            _touched(whole, causal)[0].unflatten(2, (k.shape[2], -1)).any(3).any(1, keepdim=True)[..., None]
-        )  # such that have such a row
         exact = [*oracle.dense(*whole, causal, factor), _lse(q, k, causal, factor)]
         return cls(
             exact=dict(zip(NAMES, exact, strict=True)),
             single=dict(zip(NAMES, (out, *grads, lse), strict=True)),
             natural=dict(zip(NAMES, natural, strict=True)),
-            touched=dict(zip(NAMES, (rows[..., None], rows[..., None], columns, columns, rows), strict=True)),
-            reached={"dk": heads, "dv": heads},
-            parts=q.shape[1] * q.shape[2] // k.shape[2],
             limit=limit,
-            blind=64 * torch.finfo(lse.dtype).eps * scores,
+            certain=rounding <= math.log(torch.finfo(torch.float32).max),
             dtypes=(dtype, *[torch.bfloat16] * (config.comm_dtype == "bf16")),
         )
 
@@ -112,19 +91,10 @@ class Truth:
         exact, single = part(self.exact[name]), part(self.single[name]).to(found.dtype)  # autocast's are cast back
         if found.shape != exact.shape:
             return f"shape {tuple(found.shape)} instead of {tuple(exact.shape)}"
-        lost, good = ~exact.isfinite() & ~single.isfinite(), exact.isfinite() & single.isfinite()
-        lost &= part(self.touched[name])
-        if bool(found[lost].isfinite().any()):
-            return f"finite where attention is not, {int(found[lost].isfinite().sum())} times"
-        if self.natural[name] > torch.finfo(found.dtype).max:  # what is added up is beyond the dtype: chance decides
+        beyond = self.natural[name] * exact.shape[1] > torch.finfo(found.dtype).max  # the dtype: chance decides
+        if beyond or (name in GRADIENTS and not self.certain):
             return None
-        if name in GRADIENTS and self.blind > math.log(torch.finfo(torch.float32).max):
-            return None
-        good &= exact.abs() < 0.9 * torch.finfo(found.dtype).max  # or the sum nearly is
-        if name in self.reached:
-            good &= ~self.reached[name]
-            if self.natural[name] * self.parts > torch.finfo(found.dtype).max:  # or the sum over some of the rows is
-                return None
+        good = exact.isfinite() & single.isfinite() & (exact.abs() < 0.9 * torch.finfo(found.dtype).max)
         if not bool(found[good].isfinite().all()):
             return f"not finite where attention is, {int((~found[good].isfinite()).sum())} times"
         mine, alone = (x[good].double() - exact[good] for x in (found, single))
@@ -158,25 +128,9 @@ def _top(x):
     return finite.max().item() if finite.numel() else 0.0
 
 
-def _touched(whole, causal):
-    """Rows (B, S, Hq) that see a value that is not finite, columns (B, S, Hkv, 1) that such a row sees."""
-    q, k, v, do = (~x.isfinite().all(-1) for x in whole)
-    groups = q.shape[2] // k.shape[2]
-    before = (k | v).repeat_interleave(groups, 2)
-    before = before.cummax(1).values if causal else before.any(1, keepdim=True)
-    rows = q | do | before
-    later = rows.unflatten(2, (-1, groups)).any(3)
-    later = later.flip(1).cummax(1).values.flip(1) if causal else later.any(1, keepdim=True).expand_as(k)
-    return rows, (k | v | later)[..., None]
-
-
 def _lse(q, k, causal, scale):
     keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
     return scores.logsumexp(-1).transpose(1, 2)
-
-
-def scale_of(call):
-    return SCALES[call["scale"]]

@@ -1,6 +1,5 @@
 """What the words in a drawn case stand for."""
 
-import fractions
 import warnings
 
 import numpy as np
@@ -59,7 +58,6 @@ SCALES = {
     "complex": 1j,
     "tensor": torch.tensor(0.5),
     "list": [0.5],
-    "fraction beyond": fractions.Fraction(10**400, 3),
     "unspeakable": Unspeakable(),
 }
 MODES = ("no_grad", "inference", "autocast")
@@ -67,21 +65,16 @@ MODES = ("no_grad", "inference", "autocast")
 STRIDES = {
     "dense": lambda x: x.contiguous(),
     "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "dims first": lambda x: x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
     "last two swapped": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "unbound last": lambda x: torch.stack([x, x.flip(0), x], dim=-1).unbind(-1)[0],
     "unbound third": lambda x: torch.stack([x, x.flip(0), x], dim=2).unbind(2)[0],
     "every other row": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
-    "every other element": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
     "inside a larger one": lambda x: torch.nn.functional.pad(x, (3, 1, 1, 2, 2, 1))[:, 2:-1, 1:-2, 3:-1],
     "negative bit": lambda x: torch.complex(x, -x).conj().imag if x.dtype in (torch.float32, torch.float64) else x,
     "expanded": lambda x: _expanded(x),
 }
 VALUES = (
     "zeros", "all huge", "all tiny", "huge", "tiny", "equal rows", "equal heads", "equal elements", "one",
-    "inf", "-inf", "NaN", "huge at one place",
 )  # fmt: skip
-AT_ONE_PLACE = {"inf": float("inf"), "-inf": float("-inf"), "NaN": float("nan"), "huge at one place": 1e4}
 # what makes of good q, k, v one that cannot be taken; each gets (q, k, v) in a list and may change it
 FORMS = {
     "good": lambda x: x,
@@ -90,10 +83,8 @@ FORMS = {
     "v numpy": lambda x: [*x[:2], x[2].detach().float().numpy()],
     "q a word": lambda x: ["q", *x[1:]],
     "q unspeakable": lambda x: [Unspeakable(), *x[1:]],
-    "k without a shape": lambda x: [x[0], torch.nn.UninitializedParameter(dtype=x[0].dtype), x[2]],
     "q of 3 dims": lambda x: [x[0][0], *x[1:]],
     "all of 3 dims": lambda x: [y[0] for y in x],
-    "all of 5 dims": lambda x: [y[None] for y in x],
     "k longer": lambda x: [x[0], torch.cat([x[1], x[1][:, :1]], 1), x[2]],
     "k and v longer": lambda x: [x[0], *(torch.cat([y, y[:, :1]], 1) for y in x[1:])],
     "v wider": lambda x: [*x[:2], torch.nn.functional.pad(x[2], (0, 1))],
@@ -106,8 +97,6 @@ FORMS = {
     "all sparse": lambda x: [y.to_sparse(2) for y in x],
     "q nested": lambda x: [_quietly(torch.nested.nested_tensor, list(x[0].unbind())), *x[1:]],
     "all jagged": lambda x: [torch.nested.nested_tensor(list(y.unbind()), layout=torch.jagged) for y in x],
-    "all mkldnn": lambda x: [y.float().contiguous().to_mkldnn() for y in x],
-    "q quantised": lambda x: [_quietly(torch.quantize_per_tensor, x[0].float(), 0.1, 0, torch.qint8), *x[1:]],
     "q on meta": lambda x: [x[0].to("meta"), *x[1:]],
     "all on meta": lambda x: [y.to("meta") for y in x],
 }

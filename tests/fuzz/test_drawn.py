@@ -12,17 +12,17 @@ def counts(few, many):
     return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.whole)])
 
 
-@counts(60, 400)
+@counts(30, 400)
 def test_attention_on_virtual_ranks(count, record_property):
     fuzz(cases.cases(virtual=True), count, virtual.try_one, record_property)
 
 
-@counts(60, 400)
+@counts(24, 300)
 def test_attention_on_real_ranks(count, record_property):
     on_real_ranks(cases.cases(), ranks.run, count, record_property)
 
 
-@counts(20, 300)
+@counts(10, 200)
 def test_windows_on_real_ranks(count, record_property):
     on_real_ranks(batches.cases(), batches.run, count, record_property)
 
@@ -32,7 +32,7 @@ def on_real_ranks(drawn, run, count, record_property):
         fuzz(drawn, count, lambda case: ranks.verdict(case, *pools.call(case["ranks"], run, case)), record_property)
 
 
-@counts(100, 400)
+@counts(30, 300)
 def test_commands(count, record_property):
     """No traceback, no hang, little memory."""
     tried = Tried(shell.try_one)

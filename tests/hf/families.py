@@ -28,14 +28,14 @@ SIZE = {
     "attn_implementation": "eager",
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_experts_per_tok": 2}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_experts_per_tok": 2}
 # family -> its own settings; "window": which of them has the length of its window
 FAMILIES = {
     "cohere2": {**MIXED, "window": "sliding_window"},
     "gemma2": {**MIXED, "window": "sliding_window", "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
     "gemma3_text": {**MIXED, "window": "sliding_window"},
     "glm4": {},
-    "gpt_oss": {**MIXED, **EXPERTS, "window": "sliding_window", "num_local_experts": 4},
+    "gpt_oss": {**MIXED, **ROUTED, "window": "sliding_window", "num_local_experts": 4},
     "granite": {"attention_multiplier": 0.5, "logits_scaling": 2.0},
     "llama": {},
     "mistral": {"window": "sliding_window"},
@@ -45,7 +45,7 @@ FAMILIES = {
     "qwen2": {**MIXED, "window": "sliding_window", "use_sliding_window": True},
     "qwen3": {**MIXED, "window": "sliding_window", "use_sliding_window": True},
     "qwen3_moe": {
-        **EXPERTS,
+        **ROUTED,
         "window": "sliding_window",
         "use_sliding_window": True,
         "num_experts": 4,
@@ -60,6 +60,7 @@ FAMILIES = {
         "no_rope_layer_interval": 2,
     },
 }
+EXPERTS = tuple(name for name in FAMILIES if "num_experts_per_tok" in FAMILIES[name])
 
 
 def model_of(family, window=None, seed=0, **changes):
@@ -88,6 +89,22 @@ def batch_of(kind):
         mask = at >= torch.tensor([[0], [13]]) if kind == "left" else at < torch.tensor([[SEQ], [29]])
         batch |= {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORE)}
     return batch
+
+
+def collated(kind):
+    """A batch as collators make it: no label counts that is predicted across a document's end, or from padding."""
+    batch = batch_of(kind)
+    labels = batch["labels"]
+    if "position_ids" in batch:
+        labels[batch["position_ids"] == 0] = IGNORE
+    if kind == "left":
+        labels[torch.nn.functional.pad(batch["attention_mask"], (1, 0))[:, :-1] < batch["attention_mask"]] = IGNORE
+    return batch
+
+
+def real(batch):
+    """(rows, tokens, 1): 0 for padding, of which everybody may compute something else."""
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
 
 
 @contextlib.contextmanager

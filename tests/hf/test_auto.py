@@ -24,7 +24,7 @@ from tests.grids import each_then_rest
 from tests.hf.families import model_of
 from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
 from tests.hf.trainers import collate, documents, make, trained
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -36,7 +36,7 @@ def said(function, *args, **given):
     """What it returns, and what it says of "auto"."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
         found = function(*args, **given)
-    return found, [line for line in told.getvalue().splitlines() if line.startswith("sequence_parallel")]
+    return found, [line for line in told.getvalue().splitlines() if line.startswith(LINE)]
 
 
 def window(size):
@@ -76,15 +76,6 @@ def test_a_length_in_the_json_is_planned_for_and_memory_auto_changes_no_number(r
     (line,) = by_rank[0][0][1]
     assert line.startswith(LINE)
     assert missing(line, "48 tokens", f"{ranks} ranks of these hosts, {ranks} a node") == []
-
-
-def sizes(cases):
-    return {name: a_step(*given, **more)[2]["size"] for name, (given, more) in cases.items()}
-
-
-def test_a_batch_that_is_given_decides_which_sizes_there_are():
-    cases = {"two": (({"seq_len": 4096}, "1"), {"train_batch_size": 16})}  # 4 sequences, twice, of two groups
-    assert on_ranks(4, sizes, cases) == [{"two": 2}] * 4
 
 
 def refusals(folder):

@@ -5,9 +5,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import ds_seqpar
-from tests.dist.ranks import SECONDS, WRONG, make, refusal
+from tests.dist.ranks import WRONG, make, refusal
 from tests.hf import families, trainers
-from tests.hf.llama import averaged, gap, llama, norm, one_process, part, ragged, settings, small, step
+from tests.hf.llama import averaged, gap, norm, one_process, part, ragged, settings, small, step, with_lora
 from tests.launch import on_ranks
 
 SECTION = {"size": 2, "ulysses": 2}
@@ -18,7 +18,8 @@ def window():
 
 
 def compiled_gradients(degree, checkpointing, section):
-    """(difference of gradients, of losses, graph breaks) of a patched and compiled LLaMA and one process."""
+    """(difference of gradients, of losses, graph breaks) of a patched and compiled LLaMA and one process; what it says
+    of positions that are moved on one rank."""
     sp, model = make(ulysses=degree, **section), small()
     expected, loss = one_process(small(), window())
     model.patch_attention(sp)
@@ -28,22 +29,29 @@ def compiled_gradients(degree, checkpointing, section):
     (batch,) = sp.shard_batches(window())
     mine = compiled(**batch).loss
     mine.backward()
-    return gap(averaged(model), expected), abs(sp.mean_loss(mine) - loss), sum(counters["graph_break"].values())
+    errors = gap(averaged(model), expected), abs(sp.mean_loss(mine) - loss)
+    wrong = refusal(compiled, **{**batch, "position_ids": batch["position_ids"] + int(sp.rank == WRONG)})
+    return errors, sum(counters["graph_break"].values()), wrong
+
+
+ALL = {"head_chunks": 2, "overlap": True}
 
 
 @pytest.mark.parametrize(
     ("degree", "checkpointing", "section"),
     [
-        *(pytest.param(n, False, {}, marks=pytest.mark.whole) for n in (1, 2)),
-        pytest.param(2, False, {"head_chunks": 2, "overlap": True}, marks=pytest.mark.whole),
-        (2, True, {"head_chunks": 2, "overlap": True}),
+        (2, True, ALL),
+        *(pytest.param(*given, marks=pytest.mark.whole) for given in ((1, False, {}), (2, False, {}), (2, False, ALL))),
     ],
 )
-def test_a_compiled_patched_model_is_one_graph(degree, checkpointing, section):
-    for gradients, loss, breaks in on_ranks(2, compiled_gradients, degree, checkpointing, section, timeout=300):
-        assert gradients < 1e-5
-        assert loss < 1e-5
+def test_a_compiled_patched_model_is_one_graph_and_refuses_what_an_eager_one_does(degree, checkpointing, section):
+    for rank, (errors, breaks, (kind, message)) in enumerate(
+        on_ranks(2, compiled_gradients, degree, checkpointing, section, timeout=300)
+    ):
+        assert max(errors) < 1e-5
         assert breaks == 0
+        assert kind == ("InputError" if rank == WRONG else "DisagreementError")
+        assert "position_ids" in message
 
 
 def on_whole_batches():
@@ -65,62 +73,51 @@ def test_a_compiled_model_takes_whole_batches():
         assert max(differences) < 1e-5
 
 
-def one_layer():
-    """A compiled layer of an eager model: what people do to large ones."""
-    sp, model = make(), llama()
-    expected, _ = one_process(llama(), window())
-    model.patch_attention(sp)
-    for layer in model.model.layers:
-        layer.compile(backend="eager", fullgraph=True)
-    (batch,) = sp.shard_batches(window())
-    model(**batch).loss.backward()
-    return gap(averaged(model), expected)
+def layers():
+    """Losses of a model with dropout, eager and with its layers compiled, as people compile large models."""
+    torch.manual_seed(1)
+    model, losses = with_lora(small(), "q_proj", lora_dropout=0.3).train(), []
+    model.patch_attention(make())
+    for _ in range(2):
+        torch.manual_seed(4)
+        losses.append(model(**window()[0]).loss.item())
+        model.base_model.model.model.layers[0].compile(backend="eager")
+    return losses
 
 
-def test_compiled_layers():
-    assert max(on_ranks(2, one_layer, timeout=300)) < 1e-5
+def test_compiled_layers_draw_alike():
+    for losses in on_ranks(2, layers, timeout=300):
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-# what is wrong -> what is in the sentence; "none": on all ranks, the others on one
-SAID = {"moved": "position_ids", "padded": "padding mask", "unshifted": "no shift_labels", "none": "got none"}
-
-
-def compiled_refusals(names):
-    """What a compiled model says of wrong inputs, and that it still works afterwards."""
+def compiled_refusals():
+    """What a compiled model says of wrong inputs, each of which it is compiled for anew."""
     sp, model = make(), small()
     model.patch_attention(sp)
     compiled = torch.compile(model, backend="eager")
     (batch,) = sp.shard_batches(window())
-    wrong = sp.rank == WRONG
-    bad = {
-        "moved": {**batch, "position_ids": batch["position_ids"] + 1},
-        "padded": {**batch, "attention_mask": torch.zeros_like(batch["labels"])},
-        "unshifted": {name: x for name, x in batch.items() if name != "shift_labels"},
-        "none": {**batch, "position_ids": None},
+    return {
+        "padding mask": refusal(compiled, **{**batch, "attention_mask": torch.zeros_like(batch["labels"])}),
+        "no shift_labels": refusal(compiled, **{name: x for name, x in batch.items() if name != "shift_labels"}),
+        "got none": refusal(compiled, **{**batch, "position_ids": None}),
     }
-    told = {name: refusal(compiled, **(bad[name] if wrong or name == "none" else batch)) for name in names}
-    return told, sp.mean_loss(compiled(**batch).loss.detach())
 
 
-# each is compiled anew; eager models are given all of them
-@pytest.mark.parametrize("names", [["moved"], pytest.param(list(SAID), marks=pytest.mark.whole)], ids="-".join)
-def test_a_compiled_model_refuses_what_an_eager_one_does(names):
-    results = on_ranks(2, compiled_refusals, names, timeout=SECONDS * 5)
-    _, expected = one_process(small(), window())
-    for rank, (told, loss) in enumerate(results):
-        assert list(told) == names
-        for name, (kind, message) in told.items():
-            assert kind == ("InputError" if rank == WRONG or name == "none" else "DisagreementError")
-            assert SAID[name] in message
-        assert abs(loss - expected) < 1e-5
+@pytest.mark.whole
+def test_a_compiled_model_refuses_all_that_an_eager_one_does():
+    for told in on_ranks(2, compiled_refusals, timeout=300):
+        for words, (kind, message) in told.items():
+            assert kind == "InputError"
+            assert words in message
 
 
 def engine_compiled(stage, how, backend):
-    """A step of a ZeRO engine whose model, or which itself, is compiled."""
+    """A step of a ZeRO engine with tiles whose model, or which itself, is compiled."""
     model = small()
     given = torch.compile(model, backend=backend) if how == "model" else model
+    config = settings({**SECTION, "mlp_tiles": 2}, stage, 1, 2)
     engine, *_ = ds_seqpar.initialize(
-        model=given, model_parameters=list(model.parameters()), config=settings(SECTION, stage, 1, 2),
+        model=given, model_parameters=list(model.parameters()), config=config,
         check_loss=backend != "eager",  # of another length, for which it would be compiled too
     )  # fmt: skip
     if how == "engine":
@@ -169,3 +166,26 @@ def test_the_trainer_takes_torch_compile(stage, tmp_path):
         assert {"loss", "grad_norm", "eval_loss"} <= eager.keys()
         for name, values in eager.items():
             assert values == pytest.approx(compiled[name], rel=1e-5), name
+
+
+def compiled_for_many(count):
+    """A compiled model on packs that are all different: it must not be compiled for one and used for another."""
+    sp, model, eager = make(size=2, ulysses=1), small(), small()
+    for one in (model, eager):
+        one.patch_attention(sp)
+    compiled, errors = torch.compile(model, backend="aot_eager"), []
+    for seed in range(count):
+        dice = torch.Generator().manual_seed(seed)
+        cut = int(torch.randint(1, 23, (1,), generator=dice))
+        ids = torch.randint(3, 64, (1, 24 + seed % 3), generator=dice)
+        positions = torch.cat([torch.arange(cut), torch.arange(ids.shape[1] - cut)])[None]
+        shard = sp.shard_batch({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
+        with torch.no_grad():
+            a, b = compiled(**shard).logits, eager(**shard).logits
+        errors.append(((a - b).abs().max() / b.abs().max()).item())
+    return max(errors)
+
+
+@pytest.mark.whole
+def test_a_compiled_model_takes_pack_after_pack():
+    assert max(on_ranks(2, compiled_for_many, 5, timeout=300)) < 1e-5

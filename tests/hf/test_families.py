@@ -1,6 +1,6 @@
 """Every supported family on 4 ranks: logits, loss and all gradients are those of the unpatched eager model, whatever
 the batch: packed, padded on either side, of a length that does not divide, with windows shorter and longer than a
-shard."""
+shard. Sharded, whole, and with what saves memory."""
 
 import pytest
 import torch
@@ -8,10 +8,12 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.whole import WholeTensor
 from hf_integration import families
 from tests import oracle
 from tests.dist.ranks import make
-from tests.hf.families import FAMILIES, SEQ, SIZE, batch_of, gradients, model_of, told
+from tests.grids import cover
+from tests.hf.families import EXPERTS, FAMILIES, SIZE, batch_of, collated, gradients, model_of, real, told
 from tests.hf.llama import IGNORE, averaged, gap
 from tests.launch import on_engine_ranks as on_ranks
 
@@ -45,53 +47,74 @@ def plain(model, batch):
 
 
 def sharded(model, sp, batch):
-    """The same of the patched model, which is unpatched again."""
+    """The same of the patched model, which is unpatched again; no logits where the loss is in tiles."""
     model.zero_grad()
     model.patch_attention(sp)
     shard = sp.shard_batch(batch)
     output = model(**shard)
     output.loss.backward()
-    logits = sp.gather(output.logits.detach(), 1, shard.get("placement"))
+    logits = None if output.logits is None else sp.gather(output.logits.detach(), 1, shard.get("placement"))
     found = logits, sp.mean_loss(output.loss), averaged(model)
     model.unpatch_attention()
     return found
 
 
-def compared(names, cases, expected):
-    """(family, case) -> the greatest errors of logits, loss and gradients. cases: those of each name; expected: what
-    `plain` gives, by name, window and kind."""
+def whole(model, sp, kind):
+    """The same of the patched model on a whole batch."""
+    model.zero_grad()
+    model.patch_attention(sp)
+    batch = collated(kind)
+    with told(model, batch):
+        output = model(**batch, use_cache=False)
+    output.loss.backward()
+    assert isinstance(output.logits, WholeTensor)
+    return output.logits.detach(), output.loss.item(), averaged(model)
+
+
+def saving(name, window, section, batch):
+    """The same of a sharded batch with tiles, head chunks and checkpoints."""
+    tiles = {"mlp_tiles": "auto" if name in EXPERTS else 5, "loss_tiles": 3}
+    model = model_of(name, window).train()
+    model.gradient_checkpointing_enable()
+    return sharded(model, make(**section, head_chunks=2, **tiles), batch)
+
+
+def compared(cases, expected):
+    """By case and call the greatest errors of logits, loss and gradients. expected: what `plain` gives, by case but for
+    the section."""
     sps = {name: make(**section) for name, section in SECTIONS.items()}
     found = {}
-    for name, its in zip(names, cases, strict=True):
-        for window, kind, section in its:
-            model, batch = model_of(name, window), batch_of(kind)
-            wanted, got = expected[name, window, kind], sharded(model, sps[section], batch)
-            real = batch.get("attention_mask", torch.ones(2, SEQ)).bool()
-            found[name, window, kind, section] = (
-                oracle.error(got[0][real], wanted[0][real]),
-                abs(got[1] - wanted[1]) / wanted[1],
-                gap(got[2], wanted[2]),
-            )
+    for name, window, kind, section in cases:
+        model, batch = model_of(name, window), batch_of(kind)
+        calls = {
+            "sharded": sharded(model, sps[section], batch),
+            "whole": whole(model, sps[section], kind),
+            "saving": saving(name, window, SECTIONS[section], batch),
+        }
+        logits, loss, grads = expected[name, window, kind]
+        for call, got in calls.items():
+            error = 0 if got[0] is None else oracle.error(got[0] * real(batch), logits * real(batch))
+            found[name, window, kind, section, call] = error, abs(got[1] - loss) / loss, gap(got[2], grads)
     return found
 
 
 # every other family with the same: what differs between families is their attention, and not how a batch is shared
-COVER = [[(5, "packed", "u2r2")], [(20, "left", "r4")], [(20, "packed", "mesh")], [(5, "odd", "u4")]]
-WHOLE = [(window, kind, section) for window in WINDOWS for kind in KINDS for section in SECTIONS]
+ONCE = [(5, "packed", "u2r2"), (20, "left", "r4"), (20, "packed", "mesh"), (5, "odd", "u4")]
+FEW = [(name, *ONCE[number % len(ONCE)]) for number, name in enumerate(NAMES)]
+PAIRS = [tuple(case.values()) for case in cover(name=NAMES, window=WINDOWS, kind=KINDS, section=tuple(SECTIONS))]
 
 
+# axolotl#3608, TransformerEngine#1930, verl#6475: packed documents attended to one another, or labels leaked.
+# accelerate#4177, prime-rl PR 2828: windows were dropped; N keys were counted as N + 1
 @pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:]], ids="-".join)
-@pytest.mark.parametrize("cases", [COVER, pytest.param([WHOLE], marks=pytest.mark.whole)], ids=["cover", "whole"])
+@pytest.mark.parametrize("cases", [FEW, pytest.param(PAIRS, marks=pytest.mark.whole)], ids=["few", "pairs"])
 def test_a_family_is_what_it_is_unpatched(names, cases):
-    cases = [cases[NAMES.index(name) % len(cases)] for name in names]
-    once = {(name, *case[:2]) for name, its in zip(names, cases, strict=True) for case in its}
-    expected = {(name, window, kind): plain(model_of(name, window), batch_of(kind)) for name, window, kind in once}
-    for found in on_ranks(4, compared, names, cases, expected, timeout=900):
-        assert len(found) == sum(map(len, cases))
-        for case, (logits, loss, grads) in found.items():
-            assert logits < 1e-5, case
-            assert loss < 1e-5, case
-            assert grads < 1e-5, case
+    cases = [case for case in cases if case[0] in names]
+    expected = {case[:3]: plain(model_of(*case[:2]), batch_of(case[2])) for case in cases}
+    for found in on_ranks(4, compared, cases, expected, timeout=900):
+        assert len(found) == 3 * len(cases)
+        for case, errors in found.items():
+            assert max(errors) < 1e-5, (case, errors)
 
 
 def local_forwards():

@@ -15,7 +15,7 @@ from tests.hf.llama import llama
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-SEQ = 2048
+SEQ = 1024
 SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 4}
 RING, MESH = {"ulysses": 1, "schedule": "ring"}, {"ulysses": 1, "schedule": "attention2d", "rows": 2}
 TILES = {"mlp_tiles": 8, "loss_tiles": 8}
@@ -86,7 +86,7 @@ def measured(world, section, stage, checkpointing, away):
     numbered, json = config_sizes(model.config), DeepSpeedJson.read({"zero_optimization": zero})
     said = footprint(
         TrainingStep(
-            model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=json.zero,
+            model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=json.known.zero_optimization,
             checkpointing=checkpointing,
         )
     )  # fmt: skip

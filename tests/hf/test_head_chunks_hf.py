@@ -1,5 +1,5 @@
-"""Attention modules that project the heads of one head chunk at a time: numbers as without head chunks, no tensor of
-all heads, nothing sent twice, under every ZeRO stage."""
+"""Attention modules that project the heads of one head chunk at a time: no tensor of all heads, nothing sent twice, and
+numbers as without head chunks. Of every family: test_families.py; under ZeRO: test_tiles.py."""
 
 import types
 
@@ -8,7 +8,7 @@ import torch
 
 from tests.dist.ranks import make
 from tests.hf import test_tiles as tiles
-from tests.hf.families import FAMILIES, batch_of, model_of
+from tests.hf.families import batch_of, model_of
 from tests.hf.llama import averaged, gap, llama, small, with_lora
 from tests.hf.test_checkpointing import CHECKPOINTING, enable
 from tests.launch import on_engine_ranks as on_ranks
@@ -16,29 +16,6 @@ from tests.launch import on_engine_ranks as on_ranks
 pytestmark = pytest.mark.usefixtures("compiled")
 STAGES = {"head_chunks": 2}
 SECTIONS = {"r2": {"size": 2, "ulysses": 1}, "u2": {"size": 2, "ulysses": 2}}
-CASES = [("odd", "r2", None), ("packed", "u2", "plain"), ("left", "r2", "reentrant"), ("packed", "r2", "plain")]
-
-
-def results(name, sp, kind, how):
-    """(loss, gradients) of a step, in fp64 where experts allow it."""
-    model = model_of(name, 5)
-    model = model if name in tiles.EXPERTS else model.double()
-    model.patch_attention(sp)
-    enable(model, CHECKPOINTING[how or "none"])
-    output = model.train()(**sp.shard_batch(batch_of(kind)))
-    output.loss.backward()
-    return sp.mean_loss(output.loss), averaged(model)  # of sinks each rank has those of its own heads
-
-
-def beside_whole(cases):
-    """By family and case: errors of loss and gradients, and how many head chunks each attention had."""
-    found = {}
-    sps = {name: [make(**section, **more) for more in ({}, STAGES)] for name, section in SECTIONS.items()}
-    for name, kind, section, how in cases:
-        calls = counted(sps[section][1])
-        (loss, grads), (mine, theirs) = (results(name, sp, kind, how) for sp in sps[section])
-        found[name, kind, section, how] = abs(mine - loss) / loss, gap(theirs, grads), len(calls)
-    return found
 
 
 def counted(sp):
@@ -51,41 +28,6 @@ def counted(sp):
 
     sp.runtime.forward = call
     return calls
-
-
-NAMES = sorted(FAMILIES)
-ROUNDED = {*tiles.EXPERTS, "gemma3_text", "qwen3"}  # norms of q and k are in fp32 whatever the dtype
-COVER = [(name, *CASES[index % len(CASES)]) for index, name in enumerate(NAMES)]
-EVERY = [(name, *case) for name in NAMES for case in CASES]
-
-
-@pytest.mark.parametrize("cases", [COVER, pytest.param(EVERY, marks=pytest.mark.whole)], ids=["cover", "whole"])
-def test_every_family_is_what_it_is_without_stages(cases):
-    """Norms of q and k, biases, sinks, projections in one; OLMo's norms are over all heads: one call has its head
-    chunks."""
-    for found in on_ranks(2, beside_whole, cases, timeout=600):
-        assert len(found) == len(cases)
-        for (name, *case), (loss, grads, calls) in found.items():
-            assert max(loss, grads) < (1e-5 if name in ROUNDED else 1e-10), (name, case)
-            assert calls == (2 if name in ("olmo2", "olmo3") else 4), (name, case)  # two layers
-
-
-ZERO = {("lora attention", 3, None): STAGES, ("plain", 3, False): {**STAGES, **tiles.AUTO}}
-ZERO_REST = {
-    ("plain", 2, None): STAGES,
-    ("plain", 3, True): STAGES,
-    ("lora attention", 2, False): STAGES,
-    ("lora attention", 3, True): {**STAGES, **tiles.AUTO},
-}
-
-
-@pytest.mark.parametrize("cases", [ZERO, pytest.param(ZERO_REST, marks=pytest.mark.whole)], ids=["cover", "rest"])
-def test_training_is_that_of_one_process_without_stages(cases):
-    (alone,) = on_ranks(1, tiles.curves, {case: {} for case in cases}, timeout=300)
-    for found in on_ranks(2, tiles.curves, cases, timeout=300):
-        for case, both in found.items():
-            for mine, theirs in zip(both, alone[case], strict=True):
-                assert mine == pytest.approx(theirs, rel=1e-5), case
 
 
 def sent(head_chunks):

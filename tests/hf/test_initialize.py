@@ -6,7 +6,6 @@ import os
 import warnings
 
 import deepspeed
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch import nn
 from torch.utils.data import ChainDataset
 
 import ds_seqpar
-from ds_seqpar.engine import deepspeed_config
 from hf_integration import patch_attention, patched_with, unpatch_attention
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step, with_lora
@@ -66,7 +64,7 @@ def refusals(cases):
 
 # --- the JSON
 
-MISSPELT = ("sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sequence_parallelism", "sp")
+MISSPELT = ("sequence_paralel", "SequenceParallel", "sp")
 REFUSED_JSON = {
     **{key: ({**without("sequence_parallel"), key: SECTION}, (f'got "{key}"', "rename")) for key in MISSPELT},
     "beside": (good(sequence_paralel={"size": 2}), ('got "sequence_paralel"', "rename")),
@@ -84,10 +82,7 @@ REFUSED_JSON = {
             "gradient_allreduce_op": "sum",
         }.items()
     },
-    "a misspelt setting": (good(sequence_parallel={"size": 2, "ulises": 2}), ("got 'ulises'", "'ulysses'")),
-    "no object": (good(sequence_parallel=4), ('"sequence_parallel"', "an object", "got 4")),
     "size": (good(sequence_parallel={"size": 3}), ("size 3", "2 ranks", "[1, 2]")),
-    "ulysses": (good(sequence_parallel={"size": 2, "ulysses": 3}), ("ulysses 3", "size 2", "[1, 2]")),
     "other batches": (good(train_batch_size=3), ("train_batch_size", "must be 4", "got 3")),
     "own accumulation": (good(managed_gradient_accumulation=False), ('not set "managed_gradient_accumulation"',)),
     "zenflow": (
@@ -96,14 +91,8 @@ REFUSED_JSON = {
     ),
     "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), ('not set "expert_parallel"',)),
     "AutoTP": (good(tensor_parallel={"autotp_size": 2}), ('not set "tensor_parallel"', "AutoTP")),
-    "auto batch": (
-        good(train_micro_batch_size_per_gpu="auto"),
-        ('"auto" for train_micro_batch_size_per_gpu', "Trainer"),
-    ),
-    "a stage": (good(zero_optimization={"stage": 9}), ("zero_optimization.stage", "9")),
     "bf16 null": (good(bf16=None), ("bf16", "got null")),
     "a text": (good(bf16={"enabled": "false"}), ("bf16.enabled", 'got "false"')),
-    "a batch": (good(train_micro_batch_size_per_gpu=True), ("train_micro_batch_size_per_gpu", "true")),
     "auto others": (
         good(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer={"type": "SGD", "params": {"lr": "auto"}}),
         ('"auto" for gradient_clipping', "optimizer.params.lr", "bf16.enabled", "Trainer"),
@@ -126,13 +115,7 @@ def test_a_json_that_means_something_else():
 WHOLE = json.dumps(without("sequence_parallel"))[:-1]
 FILES = {
     "size twice": (WHOLE + ', "sequence_parallel": {"size": 2, "ulysses": 1, "size": 4}}', ('"size" twice',)),
-    "section twice": (
-        WHOLE + ', "sequence_parallel": {"size": 2}, "sequence_parallel": {"size": 4}}',
-        ('"sequence_parallel" twice',),
-    ),
     "missing": (None, ("No such file",)),
-    "comma": ('{\n  "train_batch_size": 4,\n  "gradient_clipping" 0\n}\n', ("line 3 column 23",)),
-    "list": ("[1, 2]", ("holds a list",)),
     "bytes": ("\xff{}", ("UTF-8",)),
 }
 
@@ -189,7 +172,6 @@ REFUSED_ARGUMENTS = {
     "nothing": ({"config": None}, ("got none", "config=", "--deepspeed_config")),
     "own model": (lambda: {"model": nn.Linear(2, 2)}, ("got Linear alone", "sequence_parallel=sp")),
     "another sp": (lambda: {"sequence_parallel": make(size=1)}, OTHER_SIZE),
-    "another sp's model": (lambda: {"model": patch_attention(small(), make(size=1))}, OTHER_SIZE),
     "another sp of an own model": (lambda: {"model": nn.Linear(2, 2), "sequence_parallel": make(size=1)}, OTHER_SIZE),
     "two sps": (
         lambda: {"model": patch_attention(small(), make(**SECTION)), "sequence_parallel": make(**SECTION)},
@@ -206,7 +188,6 @@ REFUSED_ARGUMENTS = {
         {"args": argparse.Namespace(deepspeed_config="ds.json")},
         ("one", "config and args.deepspeed_config"),
     ),
-    "config_params too": ({"config_params": {}}, ("one", "config and config_params")),
     "prompt tuning": (lambda: {"model": prompt_tuned()}, ("prompt learning", "LoRA")),
 }
 
@@ -413,16 +394,3 @@ def compiled_models():
 
 def test_a_model_inside_torch_compile_or_ddp_is_patched():
     assert on_ranks(WORLD, compiled_models) == [[True] * 9] * WORLD
-
-
-def translated():
-    sp = make(**SECTION)
-    return deepspeed_config(good(curriculum_learning={"enabled": False}), sp)
-
-
-def test_what_is_switched_off_is_left_out():
-    """DeepSpeed refuses some of these keys whatever they say."""
-    for config in on_ranks(WORLD, translated):
-        assert "curriculum_learning" not in config
-        assert "sequence_parallel" not in config
-        assert np.isscalar(config["train_micro_batch_size_per_gpu"])

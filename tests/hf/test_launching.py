@@ -1,5 +1,5 @@
-"""The files of examples/launch: two agents of torchrun, one of which is told to end; slurm's script, which goes on from
-the checkpoint that they left; and what DeepSpeed's launcher makes of the hostfile."""
+"""A SIGTERM saves a checkpoint that a run goes on from; the files of examples/launch, for torchrun, slurm and
+DeepSpeed's launcher."""
 
 import base64
 import json
@@ -12,23 +12,26 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from transformers import TrainerCallback
 
 from tests import scripts
 from tests.dist.ranks import is_one_sentence
 from tests.hf.test_trainer_scripts import EXAMPLE, ROOT, save_texts
-from tests.launch import free_port
+from tests.hf.trainers import make, trained
+from tests.launch import free_port, on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LAUNCH = ROOT / "examples" / "launch"
 CONFIG = ROOT / "ds_configs" / "trainer_zero2_sp2dp.json"
-# what slurm has on a machine: srun starts as many tasks as there are, each with its numbers
 COMMANDS = {
+    # slurm's: srun starts as many tasks as there are, each with its numbers, which is written down here
     "scontrol": 'echo localhost; echo "another node"',
     "srun": """shift
         for task in $(seq 0 $((SLURM_NTASKS - 1))); do
-            SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks+=($!)
-        done
-        for task in "${tasks[@]}"; do wait "$task" || exit 1; done""",
+            SLURM_PROCID=$task SLURM_LOCALID=$task PATH=$TASKS:$PATH "$@"
+        done""",
+    "tasks/python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"; echo "$@"',
     "pdsh": 'printf "%s\\n" "$@"',
     "ssh": "hostname",  # by which DeepSpeed tries a node
 }
@@ -40,6 +43,7 @@ ENDED = re.compile("'train_runtime'")
 def environment(folder, commands=(), **more):
     """Of launched processes: they see no GPU, and find this Python, and what the cluster's commands would be."""
     for name in commands:
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"#!/bin/bash\n{COMMANDS[name]}\n")
         (folder / name).chmod(0o755)
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -58,7 +62,41 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"\{'loss': '?([\d.]+)", text)]
 
 
+class Signal(TrainerCallback):
+    """Sends SIGTERM to rank 1 alone, in its second step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def preempted(folder):
+    """The losses up to the signal, and the checkpoint's steps; those of the run that goes on, and of an undisturbed
+    one; whether the handler is the one before."""
+    given, before = {"save_strategy": "no", "enable_jit_checkpoint": True}, signal.getsignal(signal.SIGTERM)
+
+    def run(name, steps, resume=None, callbacks=()):
+        parts = {"callbacks": list(callbacks)}
+        trainer = make(f"{folder}/{name}", 2, {"size": 2}, max_steps=steps, parts=parts, **given)
+        trainer.args.lr_scheduler_type = "constant"
+        return trained(trainer, resume_from_checkpoint=resume)["loss"]
+
+    seen = run("told", 100, callbacks=[Signal()])
+    dist.barrier()
+    checkpoints = [path.name for path in Path(folder, "told").glob("checkpoint-*")]
+    again = run("again", 3, f"{folder}/told/checkpoint-2")
+    return seen, checkpoints, again, run("whole", 3), signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_to_one_rank_saves_the_same_step_on_all(tmp_path):
+    """What goes on is what an undisturbed run is."""
+    for seen, checkpoints, again, whole, handler in on_trainer_ranks(2, preempted, tmp_path):
+        assert checkpoints == ["checkpoint-2"]
+        assert (seen, again) == (whole[:2], whole)
+        assert handler
+
+
+def by_torchrun(folder):
     """The losses of a run by two agents of torchrun. The second is sent SIGTERM once two steps are logged; the first,
     which would wait for it, when training has ended."""
     given = environment(folder, HEAD="127.0.0.1", NODES="2", RANKS="1", PORT=str(free_port()))
@@ -83,26 +121,25 @@ def preempted(folder):
     return losses(text)
 
 
-def test_a_signal_to_one_node_saves_and_slurm_goes_on(tmp_path):
-    """Ranks save the same step, though one alone was told; what goes on is what an undisturbed run is."""
+@pytest.mark.whole
+def test_a_signal_to_one_node_saves_by_torchrun(tmp_path):
     save_texts(tmp_path / "texts")
-    seen = preempted(tmp_path)
+    seen = by_torchrun(tmp_path)
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     steps = int(checkpoint.name.removeprefix("checkpoint-"))
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    assert steps == state["global_step"] == len(seen) < 10_000
+    assert steps == json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == len(seen) < 10_000
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_slurms_script_starts_a_rank_a_task_and_goes_on_when_it_is_queued_again(restarts, tmp_path):
     given = environment(
-        tmp_path, ("srun", "scontrol"), SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_JOB_NODELIST="node[1-2]",
-        SLURM_RESTART_COUNT="1", MASTER_PORT=str(free_port()),
+        tmp_path, ("srun", "scontrol", "tasks/python"), SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", MASTER_PORT="123",
+        SLURM_JOB_NODELIST="node[1-2]", SLURM_RESTART_COUNT=str(restarts), TASKS=str(tmp_path / "tasks"),
     )  # fmt: skip
-    command = [LAUNCH / "slurm.sh", EXAMPLE, *words(tmp_path, steps + 1)]
-    again = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=400)
-    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-3000:]
-    whole = scripts.run(2, tmp_path, EXAMPLE, *words(tmp_path, steps + 1))
-    assert not whole.failed, whole.stderr[-3000:]
-    expected = losses(whole.stdout)
-    assert len(expected) == steps + 1
-    assert seen + losses(again.stdout) == pytest.approx(expected, rel=1e-3)  # which are printed with 4 digits
+    ran = subprocess.run([LAUNCH / "slurm.sh", EXAMPLE, "--x", "1"], env=given, capture_output=True, text=True)
+    resume = " --resume_from_checkpoint last" * restarts
+    expected = [line for rank in (0, 1) for line in (f"{rank} {rank} 2 2 localhost 123", f"{EXAMPLE} --x 1{resume}")]
+    assert ran.stdout.splitlines() == expected, ran.stderr
 
 
 def test_the_hostfile_and_scripts_are_what_launchers_read(tmp_path):

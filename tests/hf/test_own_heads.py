@@ -12,12 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import (
     LlamaForCausalLM,
-    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     LlamaModel,
     LlamaPreTrainedModel,
-    Qwen3MoeForCausalLM,
 )
 
 import ds_seqpar
@@ -26,7 +24,8 @@ from hf_integration import patch_attention
 from hf_integration.model import agreement
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, make, refusal
-from tests.hf.families import gradients, model_of
+from tests.grids import each_then_rest
+from tests.hf.families import gradients
 from tests.hf.llama import IGNORE, MODES, averaged, gap, llama, settings, small, step
 from tests.launch import on_each_of, on_engine_ranks
 from tests.words import missing
@@ -90,20 +89,10 @@ class Value(LlamaPreTrainedModel):
         return {"loss": (values - returns).square().mean().sqrt(), "values": values}
 
 
-class BalancedForCausalLM(Qwen3MoeForCausalLM):
-    def forward(self, *args, **kwargs):
-        return with_z_term(super().forward(*args, **kwargs), 1e-3)
-
-
 def of(kind, **changes):
     torch.manual_seed(0)
     given = {"num_hidden_layers": 1, "pad_token_id": 0, "num_labels": 3, "classifier_dropout": 0.0, **changes}
     return kind(llama(**given).config).double()
-
-
-def experts():
-    torch.manual_seed(0)
-    return BalancedForCausalLM(model_of("qwen3_moe").config)
 
 
 def with_adalora(weight=0.05):
@@ -144,7 +133,6 @@ def packed():
 LOCAL = {
     "a z-loss": (lambda: of(ZLossForCausalLM), labelled),
     "a z-loss of packs": (lambda: of(ZLossForCausalLM), packed),
-    "a z-loss beside a balance of experts": (experts, labelled),
     "a penalty on parameters": (lambda: of(PenaltyOf), labelled),
     "AdaLoRA": (with_adalora, labelled),
     "a head more, and a column of rows": (
@@ -155,14 +143,6 @@ LOCAL = {
     "a class of tokens": (
         lambda: of(LlamaForTokenClassification),
         lambda: labelled() | {"labels": drawn(ROWS, TOKENS) % 3},
-    ),
-    "a span": (
-        lambda: of(LlamaForQuestionAnswering),
-        lambda: {
-            "input_ids": drawn(ROWS, TOKENS),
-            "start_positions": torch.tensor([1, 20]),
-            "end_positions": torch.tensor([5, 30]),
-        },
     ),
     "values": (
         lambda: of(Value),
@@ -320,7 +300,7 @@ def test_a_cache_that_begins_is_said_once():
 # --- the examples
 
 
-@pytest.mark.parametrize("name", ["grpo_loop", "reward_loop"])
+@pytest.mark.parametrize("name", each_then_rest(["reward_loop"], ["grpo_loop"]))
 def test_an_example_prints_the_same_on_one_rank_and_on_two(name, tmp_path):
     printed = []
     for size in (1, 2):

@@ -32,15 +32,18 @@ LOCAL = {"train_batch_size": 2, "gradient_clipping": 1.0, "zero_optimization": {
 
 
 def printed(folder, command, *words):
-    """(the JSON that a command prints for a small LLaMA on 2 ranks, the flags of a Trainer beside it)."""
-    place, out = folder / f"model{dist.get_rank()}.json", io.StringIO()
-    place.write_text(json.dumps(llama().config.to_dict()), encoding="utf-8")
-    with contextlib.redirect_stdout(out):
-        given = ["--model", str(place), "--seq-len", "1K", "--ranks", "2", "--machine", "cpu"]
-        assert main([command, *given, *words]) == 0
-    content = re.search(r"^ds_config\.json:\n\n(\{\n.*?^\})$", out.getvalue(), re.MULTILINE | re.DOTALL)[1]
-    flags = re.search(r"^with it a Trainer takes (.*)$", out.getvalue(), re.MULTILINE)[1]
-    return json.loads(content), flags.split()
+    """(the JSON that a command prints for a small LLaMA on 2 ranks, the flags of a Trainer beside it), by rank 0."""
+    found = [None]
+    if dist.get_rank() == 0:
+        (folder / "model.json").write_text(json.dumps(llama().config.to_dict()), encoding="utf-8")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            given = ["--model", str(folder / "model.json"), "--seq-len", "1K", "--ranks", "2", "--machine", "cpu"]
+            assert main([command, *given, *words]) == 0
+        content = re.search(r"^ds_config\.json:\n\n(\{\n.*?^\})$", out.getvalue(), re.MULTILINE | re.DOTALL)[1]
+        flags = re.search(r"^with it a Trainer takes (.*)$", out.getvalue(), re.MULTILINE)[1]
+        found = [(json.loads(content), flags.split())]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 @on_each_of(2, keep="trainer", timeout=200)

@@ -1,4 +1,5 @@
-"""Patched models with tiled MLPs and a tiled loss: what they are without, under every ZeRO stage; and nothing whole."""
+"""Patched models with tiled MLPs and a tiled loss, and all else that saves memory: what they are without, under every
+ZeRO stage; and nothing whole."""
 
 import copy
 
@@ -15,66 +16,15 @@ import ds_seqpar
 from hf_integration.memory import tiled_modules
 from hf_integration.model import whole_calls
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
-from tests.grids import each_then_rest
 from tests.hf import trainers
-from tests.hf.families import FAMILIES, model_of
+from tests.hf.families import batch_of, gradients, model_of
 from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
-from tests.hf.test_families import batch_of, gradients
 from tests.launch import on_each_of
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TILES = {"mlp_tiles": 5, "loss_tiles": 3}
-EXPERTS = [name for name in FAMILIES if "num_experts_per_tok" in FAMILIES[name]]
-CAPS = {name: {"final_logit_softcapping": 2.0} for name in ("gemma2", "gemma3_text")}
-
-
-# --- families
-
-
-def results(name, tiles, kind):
-    """(loss, gradients, names of what is returned) in training, and the loss in evaluation."""
-    sp, tied = make(size=1, **tiles), {"tie_word_embeddings": kind == "odd"}
-    model = model_of(name, 5, **tied, **CAPS.get(name, {}))
-    model = model if name in EXPERTS else model.double()  # torch multiplies by experts in fp32 at most
-    model.patch_attention(sp)
-    shard = sp.shard_batch(batch_of(kind))
-    output = model(**shard)
-    (1.5 * output.loss).backward()
-    with torch.no_grad(), tiled_modules.evaluating_loss(model):
-        evaluated = model(**shard)
-    return (output.loss.item(), gradients(model), list(output)), evaluated.loss.item()
-
-
-def beside_themselves(names, kind):
-    """By family: relative errors of losses, and errors of gradients."""
-    found = {}
-    for name in names:
-        tiles = {**TILES, **({"mlp_tiles": "auto"} if name in EXPERTS else {})}
-        ((loss, grads, given), mean), (tiled, evaluated) = (results(name, each, kind) for each in ({}, tiles))
-        assert [field for field in given if field != "logits"] == tiled[2]
-        found[name] = abs(tiled[0] - loss) / loss, abs(evaluated - mean) / mean, gap(tiled[1], grads)
-    return found
-
-
-FEW = ("cohere2", "gemma2", "glm4", "gpt_oss", "granite", "phi3", "qwen3_moe")  # what others have is among these
-MANY = (tuple(sorted(set(FAMILIES) - set(FEW))), tuple(sorted(FAMILIES)))
-
-
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [(FEW, "odd"), *(pytest.param(MANY[i], kind, marks=pytest.mark.whole) for i, kind in enumerate(("odd", "packed")))],
-    ids=["cover", "rest", "packed"],
-)
-def test_every_family_is_what_it_is_without_tiles(names, kind):
-    """Softcaps and scales between head and loss, tied embeddings, packed documents, and the loss that balances experts,
-    which is whole."""
-    (found,) = on_ranks(1, beside_themselves, names, kind, timeout=300)
-    assert len(found) == len(names)
-    for name, errors in found.items():
-        assert max(errors) < (2e-6 if name in EXPERTS else 1e-6), (name, errors)
-
 
 # --- memory
 
@@ -294,21 +244,26 @@ MODELS = {
 
 SHORT, LONG = 20, 140  # tokens: with "auto" 1 and 3 tiles of 64
 AUTO = {"mlp_tiles": "auto", "loss_tiles": "auto"}
+STAGES = {"head_chunks": 2}
+AWAY = {"offload_checkpoints": True}
+AGAIN = {"recompute_attention": True}
 CASES = {  # (model, ZeRO's stage, how layers are checkpointed)
     ("tied", 2, None): TILES,
-    ("plain", 3, False): AUTO,
-    ("lora", 3, None): TILES,
+    ("plain", 3, False): {**AUTO, **STAGES, **AWAY, **AGAIN},
+    ("lora", 3, None): {**TILES, **STAGES},
 }
 REST = {
-    ("plain", 2, None): TILES,
+    ("plain", 2, None): STAGES,
     ("plain", 3, None): AUTO,
-    ("plain", 3, True): AUTO,
-    ("tied", 2, True): TILES,
-    ("tied", 3, False): AUTO,
+    ("plain", 3, True): {**AUTO, **STAGES, **AWAY},
+    ("tied", 2, True): {**TILES, **AGAIN},
+    ("tied", 3, False): {**AUTO, **AWAY},
     ("tied", 3, True): TILES,
     ("lora", 2, None): TILES,
-    ("lora", 3, False): TILES,
+    ("lora", 3, False): {**TILES, **STAGES, **AWAY},
     ("lora", 3, True): AUTO,
+    ("lora attention", 2, False): STAGES,
+    ("lora attention", 3, True): {**STAGES, **AUTO},
     ("lora head", 2, False): AUTO,
     ("lora head", 3, None): TILES,
 }
@@ -343,11 +298,9 @@ def curves(cases):
 
 
 @pytest.mark.parametrize(
-    ("cases", "ranks"),
-    [(CASES, 2), *(pytest.param(cases, 4, marks=pytest.mark.whole) for cases in (CASES, REST))],
-    ids=["cover", "cover of four", "rest"],
+    ("cases", "ranks"), [(CASES, 2), pytest.param(REST, 4, marks=pytest.mark.whole)], ids=["few", "rest"]
 )
-def test_training_is_that_of_one_process_without_tiles(cases, ranks):
+def test_training_is_that_of_one_process_that_saves_no_memory(cases, ranks):
     """kernels-community#1000: under ZeRO-3 gradients reduced twice, and ranks with other numbers of tiles hung; #1081:
     parameters marked as ready twice."""
     (alone,) = on_ranks(1, curves, {case: {} for case in cases}, timeout=300)
@@ -523,30 +476,11 @@ def test_bf16_is_as_near_as_without_tiles():
     assert mine < 2 * plain < 0.2
 
 
-def with_trl(folder):
-    from tests.hf.test_trainer_trl import sft
-
-    def told(**tiles):
-        return refusal(sft, f"{folder}/{'-'.join(tiles)}", 1, deepspeed=trainers.settings({"size": 1, **tiles}, 2))
-
-    return told(mlp_tiles=2), told(loss_tiles="auto")
-
-
-def test_trls_trainer_takes_tiled_mlps_and_has_its_own_loss(tmp_path):
-    ((taken, refused),) = on_ranks(1, with_trl, tmp_path)
-    assert taken == (None, None)
-    assert missing(refused[1], "sequence_parallel.loss_tiles", "forward", "got a LlamaForCausalLM") == []
-    assert is_one_sentence(refused[1])
-
-
-TWO = {"mlp_tiles": 2, "loss_tiles": 2}  # each is traced
-
-
-def compiled(asked):
+def compiled():
     """(difference of gradients from those of one that is neither compiled nor tiled, whether there are no logits, tiles
     of an MLP, graphs)."""
     found, count = [], []
-    for tiles in ({}, asked):
+    for tiles in ({}, TILES):
         sp, model = make(size=1, **tiles), small()
         model.patch_attention(sp)
         model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: count.append(1))
@@ -557,12 +491,12 @@ def compiled(asked):
     return gap(*found), output.logits is None, len(count), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("asked", each_then_rest([TWO], [TILES]))
-def test_a_compiled_model_has_tiles(asked):
-    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, asked, timeout=300)
+@pytest.mark.whole  # with fewer tiles: test_compile.py
+def test_a_compiled_model_has_tiles():
+    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, timeout=300)
     assert difference < 1e-5
     assert no_logits
-    assert tiles == 1 + 2 * asked["mlp_tiles"]
+    assert tiles == 1 + 2 * TILES["mlp_tiles"]
     assert graphs > 1
 
 

@@ -8,15 +8,13 @@ import subprocess
 import sys
 
 import deepspeed
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_integration import unpatch_attention
-from tests.hf.llama import llama, weights
-from tests.hf.trainers import documents, make, mean_of_steps, trained
+from tests.hf.trainers import documents, make, trained
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -144,54 +142,6 @@ def test_early_stopping_sees_the_evaluation_loss(tmp_path):
         assert steps == len(losses) < 12
         assert min(losses[-2:]) > min(losses)
         assert best == pytest.approx(min(losses), rel=1e-6)
-
-
-def adapters(folder, size):
-    """LoRA, gradient checkpointing, bf16, accumulation, evaluation and saving in one run, then a resumed one."""
-    import peft
-
-    def adapted():
-        model = llama(pad_token_id=0)
-        torch.manual_seed(1)
-        found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-        for name, p in found.named_parameters():
-            if "lora_B" in name:  # begins at zero, and then k/v gradients would not matter to anything
-                torch.nn.init.normal_(p, std=0.02)
-        return found
-
-    changes = {
-        "stage": 3, "bf16": True, "gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 3,
-        "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "learning_rate": 1e-2,
-    }  # fmt: skip
-    sequences = 1 if size is None else size
-    section = size and {"size": size}
-    run = trained(make(folder, sequences, section, model=adapted(), **changes))
-    dist.barrier()
-    again = make(f"{folder}/again", sequences, section, model=adapted(), **changes)
-    rest = trained(again, resume_from_checkpoint=f"{folder}/checkpoint-3")
-    return run, rest, {name: x for name, x in weights(again.model).items() if "lora" in name}
-
-
-@pytest.mark.whole
-def test_adapters_checkpointing_bf16_accumulation_evaluation_and_saving_together(tmp_path):
-    import peft
-
-    plain = on_ranks(4, adapters, tmp_path / "plain", None)[0][0]
-    ranks = on_ranks(4, adapters, tmp_path, 2)
-    for run, rest, _ in ranks:
-        assert run["loss"] == pytest.approx(plain["loss"], rel=4e-3)
-        assert run["eval_loss"] == pytest.approx(plain["eval_loss"], rel=4e-3)
-        assert rest["loss"] == run["loss"]
-    run, _, found = ranks[0]
-    folder = tmp_path / "again" / "checkpoint-6"
-    saved = peft.utils.load_peft_weights(str(folder))
-    assert len(saved) == len(found) == 28
-    for name, x in saved.items():
-        np.testing.assert_allclose(x.float(), found[name.replace(".weight", ".default.weight")], atol=1e-2)
-    read = peft.PeftModel.from_pretrained(llama(pad_token_id=0), str(folder))
-    held_out = mean_of_steps(read, documents(12, seed=9), 4)
-    assert held_out == pytest.approx(run["eval_loss"][-1], rel=4e-3)
-    assert held_out < run["eval_loss"][0]
 
 
 class Ends(TrainerCallback):

@@ -10,7 +10,7 @@ from hf_integration import SequenceParallelMixin, SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import documents, make, mean_of_steps
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
 from ds_seqpar.data.batches import lengths_of
-from hf_integration import SequenceParallelCallback, SequenceParallelTrainer
+from hf_integration import SequenceParallelCallback
 from hf_integration.trainer.callback import FlopCounter
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import llama, small, with_lora
@@ -132,32 +132,6 @@ def test_states_of_a_whole_and_a_resumed_run_are_the_same(tmp_path):
         shape = {"sp_size": 2, "sp_ulysses": 2, "sp_inner": 1, "data_groups": 1}
         assert shape.items() <= steps[0].items()
         assert not set(shape).intersection(steps[1])
-
-
-class Loud(SequenceParallelTrainer):
-    """Whose loss needs no labels."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs).logits.float().logsumexp(-1).mean()
-
-
-def ids_alone(examples):
-    """Some data sets have int32 ids, and some collators an entry for labels that nobody has."""
-    return {"input_ids": torch.stack([x["input_ids"] for x in examples]).int(), "labels": None}
-
-
-def speeds(folder):
-    """Tokens a second as they are logged of two steps."""
-    hears, examples = Hears(), [{"input_ids": torch.arange(LENGTH)}] * 8
-    parts = {"callbacks": [hears], "train_dataset": examples, "eval_dataset": None, "data_collator": ids_alone}
-    make(folder, 2, {"size": 2}, parts=parts, kind=Loud, max_steps=2).train()
-    return [entry["tokens_per_second"] for entry in hears.logs if "loss" in entry]
-
-
-def test_tokens_count_without_labels(tmp_path):
-    for found in on_ranks(2, speeds, tmp_path):
-        assert len(found) == 2
-        assert min(found) > 0
 
 
 IDS = torch.arange(12).view(2, 6)

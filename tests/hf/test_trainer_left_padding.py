@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from tests.hf.llama import IGNORE
 from tests.hf.trainers import make, trained
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -41,7 +41,7 @@ def losses(folder):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 parts = {"data_collator": OnTheLeft(first_counts)}
-                run = trained(make(folder, sequences, section, parts=parts, max_steps=2))
+                run = trained(make(folder, sequences, section, parts=parts, max_steps=1))
             said = [str(x.message) for x in caught if "padding on the left" in str(x.message)]
             found[first_counts, bool(section)] = run["loss"], said
     return found
@@ -52,4 +52,4 @@ def test_left_padding_is_the_plain_trainers_without_first_labels_and_is_warned_o
         assert found[False, True][0] == pytest.approx(found[False, False][0], rel=1e-5)
         assert found[False, True][1] == found[False, False][1] == []
         assert found[True, True][0] != pytest.approx(found[True, False][0], rel=1e-5)
-        assert len(found[True, True][1]) == (rank == 0)  # in two steps of two micro-steps
+        assert len(found[True, True][1]) == (rank == 0)  # of two micro-steps

@@ -149,23 +149,32 @@ def test_a_loss_of_ones_own_gives_the_plain_numbers(groups, stage, tmp_path):
                 assert np.array_equal(mine, its), name
 
 
-def repeated(folder, names, section):
+def repeated(folder, names, section, counts):
     """By name of the loss and number of examples: evaluation losses, where the last batch repeats some of them."""
     found = {}
     for name in names:
         given = LOSSES[name]()
         given["kind"] = kind_of(given.get("kind"), section is not None)
-        trainer = make(f"{folder}/{name}", 2, section, max_steps=1, **given)
-        trainer.train()
-        for count in (5, 6, 7):
+        trainer = make(f"{folder}/{name}", 2, section, stage=3, **given)
+        for count in counts:
             found[name, count] = trainer.evaluate(with_weights(count, seed=9))["eval_loss"]
     return found
 
 
-def test_an_evaluation_whose_last_batch_repeats_examples_gives_the_plain_loss(tmp_path):
+OWN = [name for name in LOSSES if not name.startswith("a model")]  # of whose own loss each example counts once
+
+
+@pytest.mark.parametrize(
+    ("names", "counts"),
+    [
+        (["a function by items", "a method with a column"], (5, 6)),
+        pytest.param(OWN, (5, 6, 7), marks=pytest.mark.whole),
+    ],
+    ids=len,
+)
+def test_an_evaluation_whose_last_batch_repeats_examples_gives_the_plain_loss(names, counts, tmp_path):
     """Of 6 examples, two groups of 2 leave one with repetitions alone; of 5 and 7, with fewer than another."""
-    names = [name for name in LOSSES if not name.startswith("a model")]  # of whose own loss each counts once
-    plain = on_ranks(2, repeated, tmp_path / "plain", names, None)[0]
-    assert len(plain) == 3 * len(names)
-    for found in on_ranks(4, repeated, tmp_path / "shared", names, SECTION):
+    plain = on_ranks(2, repeated, tmp_path / "plain", names, None, counts)[0]
+    assert len(plain) == len(counts) * len(names)
+    for found in on_ranks(4, repeated, tmp_path / "shared", names, SECTION, counts):
         assert found == pytest.approx(plain, rel=2e-4)

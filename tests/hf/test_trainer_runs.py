@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import TrainerCallback, default_data_collator
 
 from hf_integration import unpatch_attention
-from tests.hf.llama import IGNORE, small, weights
+from tests.hf.llama import IGNORE, small
 from tests.hf.trainers import documents, make, mean_of_steps, trained
 from tests.launch import on_trainer_ranks as on_ranks
 
@@ -41,6 +41,7 @@ def alone(function, folder, *args):
     return on_ranks(1, function, folder / "plain", (None,), *args)[0][None]
 
 
+# three micro-steps an epoch make windows of two and one
 FULL = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "eval_on_start": True}
 
 
@@ -49,8 +50,8 @@ FULL = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "eval_on
 )
 def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes, tmp_path):
     """transformers#46775, #48167; deepspeed#5248, #6841; verl#2857: scales wrong by the SP size. Ragged labels and
-    lengths, padding, two micro-steps, AdamW, clipping."""
-    changes = {"stage": stage, **FULL, "parts": {"train_dataset": documents(32)}}
+    lengths, padding, two micro-steps and in the last window of an epoch one, AdamW, clipping."""
+    changes = {"stage": stage, **FULL, "parts": {"train_dataset": documents(12)}}
     plain = alone(runs, tmp_path, changes)
     assert len(plain["loss"]) == 4
     assert len(plain["eval_loss"]) == 2
@@ -63,31 +64,6 @@ def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes,
             assert shared.counts == plain.counts, size
 
 
-def under_sgd(folder, sizes):
-    """By size: losses, norms, and all weights afterwards."""
-    found = {}
-    for size in sizes:
-        changes = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
-        trainer = make(f"{folder}/{size}", SHARED[size], section(size), **changes)
-        logs = trained(trainer)
-        found[size] = (
-            logs["loss"],
-            logs["grad_norm"],
-            np.concatenate([x.ravel() for x in weights(trainer.model).values()]),
-        )
-    return found
-
-
-def test_weights_are_the_plain_trainers(tmp_path):
-    """To 1e-6, in fp32: under SGD, which does not make small differences of gradients large."""
-    *figures, wanted = alone(under_sgd, tmp_path)
-    for found in on_ranks(4, under_sgd, tmp_path, (2,), timeout=200):
-        *its, mine = found[2]
-        for name, a, b in zip(("loss", "grad_norm"), its, figures, strict=True):
-            assert a == pytest.approx(b, rel=1e-6), name
-        assert np.abs(mine - wanted).max() <= 1e-6 * np.abs(wanted).max()
-
-
 @pytest.mark.whole
 def test_bf16_runs_agree_to_its_rounding(tmp_path):
     plain = alone(runs, tmp_path, {"bf16": True})
@@ -98,19 +74,8 @@ def test_bf16_runs_agree_to_its_rounding(tmp_path):
             assert found[size]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.whole)])
-def test_the_last_window_of_an_epoch_may_be_short(size, tmp_path):
-    """Three micro-steps an epoch make windows of two and one."""
-    changes = {"max_steps": -1, "num_train_epochs": 2, "parts": {"train_dataset": documents(12)}}
-    plain = alone(runs, tmp_path, changes)
-    assert plain.counts[0] == 4
-    for found in on_ranks(4, runs, tmp_path, (size,), changes):
-        assert found[size]["loss"] == pytest.approx(plain["loss"], rel=1e-4)
-        assert found[size].counts == plain.counts
-
-
 def grouped(folder, size):
-    return trained(make(folder, 2, section(size), train_sampling_strategy="group_by_length", max_steps=3))
+    return trained(make(folder, 2, section(size), train_sampling_strategy="group_by_length", max_steps=2))
 
 
 def test_grouping_by_length_takes_the_plain_trainers_sequences(tmp_path):

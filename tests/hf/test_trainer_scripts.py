@@ -154,7 +154,8 @@ def started_by_accelerate_alone(launcher, folder):
     return scripts.run(1, folder, EXAMPLE, *words, environment={**alone, "ACCELERATE_MIXED_PRECISION": "no"})
 
 
-@pytest.mark.parametrize("launcher", ["forked", pytest.param("accelerate", marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("launcher", ["forked", "accelerate"])
 def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(launcher, tmp_path):
     ran = started_by_accelerate_alone(launcher, tmp_path)
     assert ran.failed

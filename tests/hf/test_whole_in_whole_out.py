@@ -1,16 +1,12 @@
 """A patched model takes whole batches and gives whole outputs: those of the plain model, for any loss made of them."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention
-from tests import oracle
 from tests.dist.ranks import make
-from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
+from tests.hf.families import collated, gradients, real
 from tests.hf.llama import IGNORE, averaged, gap, small, with_lora
 from tests.launch import on_engine_ranks as on_ranks
 from tests.live import Live
@@ -24,27 +20,6 @@ SECTIONS = {
     "u4": {"size": 4, "ulysses": 4},
 }
 KINDS = ("odd", "packed", "left", "right")
-NAMES = sorted(FAMILIES)
-
-
-def collated(kind):
-    """A batch as collators make it: no label counts that is predicted across a document's end, or from padding."""
-    batch = batch_of(kind)
-    labels = batch["labels"]
-    if "position_ids" in batch:
-        labels[batch["position_ids"] == 0] = IGNORE
-    if kind == "left":
-        labels[F.pad(batch["attention_mask"], (1, 0))[:, :-1] < batch["attention_mask"]] = IGNORE
-    return batch
-
-
-def real(batch):
-    """(rows, tokens, 1): 0 for padding, of which everybody may compute something else."""
-    return batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
-
-
-def cross_entropy(output, batch):
-    return output.loss
 
 
 def preference(output, batch):
@@ -54,73 +29,6 @@ def preference(output, batch):
     picked = torch.gather(logps, 2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
     sums = (picked * (labels != IGNORE)).sum(-1)
     return -F.logsigmoid(0.1 * (sums[0] - sums[1]))
-
-
-def own(output, batch):
-    """A ratio and a maximum of whole logits, and of the hidden states behind them, of tokens that are no padding."""
-    logits, hidden = output.logits * real(batch), output.hidden_states[-1] * real(batch)
-    ratio = logits.float().pow(2).mean((1, 2)) / (1 + logits.amax((1, 2)).abs())
-    return ratio.sum().sqrt() + torch.einsum("bsd,btd->bst", hidden, hidden).mean().tanh()
-
-
-LOSSES = {loss.__name__: loss for loss in (cross_entropy, preference, own)}
-
-
-def computed(model, batch, loss):
-    """(loss, logits, last hidden states) of the model on a whole batch, patched or not, after backward."""
-    model.zero_grad()
-    with told(model, batch):
-        output = model(**batch, use_cache=False, output_hidden_states=True)
-    found = LOSSES[loss](output, batch)
-    found.backward()
-    return found.item(), output.logits.detach(), output.hidden_states[-1].detach()
-
-
-def expected_of(case):
-    name, kind, loss = case
-    model, batch = model_of(name), collated(kind)
-    return *computed(model, batch, loss), gradients(model)
-
-
-def compared(cases, expected):
-    """By case the errors of the loss, the logits, the hidden states and all gradients."""
-    sps, found = {}, {}
-    for name, kind, loss, section in cases:
-        sp = sps.setdefault(section, make(**SECTIONS[section]))
-        model, batch, wanted = model_of(name).patch_attention(sp), collated(kind), expected[name, kind, loss]
-        value, *tensors = computed(model, batch, loss)
-        assert all(isinstance(x, WholeTensor) for x in tensors)
-        errors = [oracle.error(a * real(batch), b * real(batch)) for a, b in zip(tensors, wanted[1:3], strict=True)]
-        found[name, kind, loss, section] = abs(value / wanted[0] - 1), *errors, gap(averaged(model), wanted[3])
-    return found
-
-
-def grid(world):
-    """All cases of so many ranks, and a few of them in which every family, kind of batch and loss occurs."""
-    sections = [name for name, section in SECTIONS.items() if section["size"] <= world][-3:]
-    few = [
-        (name, KINDS[at % 4], list(LOSSES)[(at + at // 4) % 3], sections[at % len(sections)])
-        for at, name in enumerate(NAMES)
-    ]
-    # the sections take turns, so that each meets every family, kind and loss
-    calls = list(itertools.product(NAMES, KINDS, LOSSES))
-    every = [(*call, sections[(at + at // 3) % len(sections)]) for at, call in enumerate(calls)]
-    return few[world // 4 :: 2], every
-
-
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    [
-        *(pytest.param(world, grid(world)[0], id=f"{world}-few") for world in (2, 4)),
-        *(pytest.param(world, grid(world)[1], id=f"{world}-whole", marks=pytest.mark.whole) for world in (2, 4)),
-    ],
-)
-def test_a_family_is_the_plain_model(world, cases):
-    expected = {case[:3]: expected_of(case[:3]) for case in cases}
-    for found in on_ranks(world, compared, cases, expected, timeout=1800):
-        assert len(found) == len(cases)
-        for case, errors in found.items():
-            assert max(errors) < 1e-5, (case, errors)
 
 
 # --- a LLaMA, in fp64, called in other ways
@@ -169,8 +77,11 @@ def one_row(model, batch):
 
 
 def hidden(model, batch):
-    states = model(**batch, output_hidden_states=True).hidden_states
-    return sum((x * real(batch)).float().pow(2).mean() for x in states).sqrt()
+    """A ratio and a maximum of whole logits, and products of hidden states, of tokens that are no padding."""
+    output = model(**batch, output_hidden_states=True)
+    logits, *states = (x * real(batch) for x in (output.logits, *output.hidden_states))
+    ratio = logits.float().pow(2).mean((1, 2)) / (1 + logits.amax((1, 2)).abs())
+    return ratio.sum().sqrt() + sum(torch.einsum("bsd,btd->bst", x, x).mean().tanh() for x in states)
 
 
 def with_fused_head():

@@ -195,21 +195,20 @@ def test_zero_takes_the_mean_that_is_right(stages):
 WRAPPERS = {
     "DDP": DistributedDataParallel,
     "DDP that looks for unused parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
-    "DDP of a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
     "FSDP2": lambda model: fully_shard([fully_shard(layer) for layer in model.model.layers] and model),
-    "FSDP2, head chunks and tiles": lambda model: WRAPPERS["FSDP2"](model),
-    "DDP, head chunks and tiles": DistributedDataParallel,
+    "FSDP2, head chunks": lambda model: WRAPPERS["FSDP2"](model),
+    "DDP of a static graph, head chunks": lambda model: DistributedDataParallel(model, static_graph=True),
 }
 
 
 def wrapped(names):
     """By wrapper the gradients after two micro-batches."""
     sp, found = make(**SECTION), {}
-    chunked_by_heads = make(**SECTION, head_chunks=2, mlp_tiles=3)
+    in_chunks = make(**SECTION, head_chunks=2, mlp_tiles=3)
     for name in names:
-        model = small().patch_attention(chunked_by_heads if "stages" in name else sp)
+        model = small().patch_attention(in_chunks if "chunks" in name else sp)
         around = WRAPPERS[name](model)
-        for loss in losses_of(around, chunked_by_heads if "stages" in name else sp):
+        for loss in losses_of(around, in_chunks if "chunks" in name else sp):
             (loss / STEPS).backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         found[name] = {name: array(getattr(x, "full_tensor", lambda x=x: x)()) for name, x in grads.items()}

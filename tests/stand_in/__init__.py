@@ -5,6 +5,7 @@ processes of its own. Ranks have real groups for CPU tensors, and agree by them 
 goes to torch's fake backend.
 """
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -20,12 +21,19 @@ def on_stand_in(*calls):
     with tempfile.TemporaryDirectory() as folder:
         given = [(devices, world, function.__module__, function.__name__) for devices, world, function in calls]
         Path(folder, "calls").write_bytes(pickle.dumps(given))
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.stand_in.process", folder],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr[-4000:]
+        server = _server()
+        server.stdin.write(f"{folder}\n")
+        server.stdin.flush()
+        said = server.stdout.readline()
+        assert said == "done\n", Path(folder, "errors").read_text()[-4000:]
         return [
             [pickle.loads(Path(folder, f"{number}-{rank}").read_bytes()) for rank in range(world)]
             for number, (_, world, _) in enumerate(calls)
         ]
+
+
+@functools.cache
+def _server():
+    """The process, which ends with this one: then its stdin does."""
+    words = [sys.executable, "-m", "tests.stand_in.process"]
+    return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import os
 import pickle
+import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -55,19 +56,33 @@ def really(function):
     return run
 
 
-def main(device: ctypes.CDLL, folder: str):
+def serve(device: ctypes.CDLL):
+    """Runs the calls of every folder that a line of stdin names, and says when they are done, or failed."""
     for name in IMPORTED:
         importlib.import_module(name)
+    for line in sys.stdin:
+        done = run_all(device, line.strip())
+        print("done" if done else "failed", flush=True)
+
+
+def run_all(device: ctypes.CDLL, folder: str):
+    """Whether all ranks came to their ends."""
     for number, (count, world, *function) in enumerate(pickle.loads(Path(folder, "calls").read_bytes())):
         use(device, count)  # forked with it
         children = [_forked(number, count, rank, world, function, folder) for rank in range(world)]
-        assert not any([os.waitpid(child, 0)[1] for child in children])
+        failed = any([os.waitpid(child, 0)[1] for child in children])
         use(device, 0)
+        if failed:
+            return False
+    return True
 
 
 def _forked(number, count, rank, world, function, folder):
     if child := os.fork():
         return child
+    said = os.open(Path(folder, "errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)  # where the server answers
+    os.dup2(said, 2)
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         torch.set_num_threads(1)

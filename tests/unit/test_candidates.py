@@ -51,7 +51,9 @@ def _everything(world, sizes):
                "rotate_forward": forward, "rotate_backward": backward, **own}  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "heads"), [(1, (4, 4)), (2, (1, 1)), (3, (4, 2)), (4, HEADS)])
+@pytest.mark.parametrize(
+    ("world", "heads"), [(1, (4, 4)), (2, (1, 1)), (3, (4, 2)), pytest.param(4, HEADS, marks=pytest.mark.whole)]
+)
 def test_all_that_is_legal_is_looked_at_and_nothing_else(world, heads):
     legal = {_spelled(one) for one in _everything(world, ALL[:world]) if _takes(world, heads, 48, one)}
     assert _proposed(world, heads, 48) == legal
@@ -66,7 +68,7 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
         (name, ranks, own) for name, its in SCHEDULES.items() for ranks in ALL[:world] for own in its.shapes(ranks)
     ]
     agreed = 0
-    for _ in range(1200):
+    for _ in range(400):
         schedule, ranks, own = generator.choice(shapes)
         ulysses = generator.choice([1, 1, 2, 3, 4, 8])
         size = generator.choice([ranks * ulysses, generator.choice(ALL)])
@@ -76,7 +78,7 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
         legal = _takes(world, heads, seq, settings)
         assert (_spelled(settings) in proposed) == legal, settings
         agreed += legal
-    assert agreed > 20
+    assert agreed > 5
 
 
 def test_what_is_given_is_no_choice_any_more():

@@ -9,7 +9,8 @@ import pickle
 import pytest
 
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.config.settings import KERNELS, SequenceParallelConfig, even_ulysses, legal_ulysses
+from ds_seqpar.compiler.sharding.heads import even_ulysses, legal_ulysses
+from ds_seqpar.config.settings import KERNELS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, SeqParError
 from ds_seqpar.runtime.kernels import KERNELS as KERNEL_OBJECTS
 from tests.words import missing

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from ds_seqpar.cli.show import exchange_bytes_per_token
 from ds_seqpar.compiler.compile import Compiler, block_mask_of
 from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
 from ds_seqpar.compiler.program import ulysses as exchanging
@@ -15,7 +16,6 @@ from ds_seqpar.compiler.program.ulysses import (
     HeadSplit,
     SavedForBackward,
     UlyssesGroup,
-    saved_for_backward,
 )
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards
@@ -88,7 +88,7 @@ def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(directio
     recipe, shards = config.recipe(config.topology(4)), EvenShards("contiguous", 64, 1)
     shape = shape_of("fp32", "float32", 1, (8 // head_chunks, 8 // head_chunks, 8))
     plan = recipe.plan(direction, block_mask_of(CAUSAL, shards), shape)
-    bytes_each = functools.partial(exchanging.exchange_bytes_per_token, shape, 4)
+    bytes_each = functools.partial(exchange_bytes_per_token, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
     costs = Costs(transfer={}, product=1.0, exchange=lambda exchange: bytes_each(exchange) / all_bytes)
     seconds = [
@@ -105,15 +105,12 @@ def _trades(plan, direction):
 
 
 def test_overlap_keeps_what_stages_alone_send_again():
-    assert saved_for_backward(4, 2, False, False) == SavedForBackward.NOTHING
-    assert (
-        saved_for_backward(4, 2, False, False, True)
-        == saved_for_backward(4, 1, False, False)
-        == SavedForBackward.QKV_AND_OUT
-    )
-    operands = SavedForBackward.QKV
-    assert saved_for_backward(4, 2, True, True, True) == saved_for_backward(4, 1, True, True) == operands
-    assert saved_for_backward(1, 2, False, False, True) == SavedForBackward.NOTHING
+    alone, overlap = (SequenceParallelConfig(size=4, ulysses=4, overlap=on).resolve(4) for on in (False, True))
+    assert alone.kept(2, False, False) == SavedForBackward.NOTHING
+    assert overlap.kept(2, False, False) == alone.kept(1, False, False) == SavedForBackward.QKV_AND_OUT
+    assert overlap.kept(2, True, True) == alone.kept(1, True, True) == SavedForBackward.QKV
+    without = SequenceParallelConfig(size=4, ulysses=1, overlap=True).resolve(4)
+    assert without.kept(2, False, False) == SavedForBackward.NOTHING
 
 
 def test_no_exchange_around_one_member():

@@ -207,7 +207,7 @@ def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
 
 
 def zero_of(section):
-    return DeepSpeedJson.read({"zero_optimization": section}).zero
+    return DeepSpeedJson.read({"zero_optimization": section}).known.zero_optimization
 
 
 def test_zero_settings_are_read_as_deepspeed_writes_them():

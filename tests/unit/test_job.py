@@ -31,7 +31,7 @@ def _planned(world=16, job=JOB, seen=_seen, **settings):
     """A plan is asked for by a machine, where no length asks for it."""
     if "seq_len" not in settings:
         settings = {"machine": "h100-ib", **settings}
-    return resolve_with_plan(Config(**settings), job, (32, 8), world, seen)
+    return resolve_with_plan(Config(**settings), job, world, seen)
 
 
 def test_all_auto_is_what_the_planner_takes():
@@ -50,17 +50,12 @@ def test_all_auto_is_what_the_planner_takes():
     ],
 )
 def test_what_leaves_no_choice_is_not_planned(given):
-    found = _planned(**given, seq_len=4096)
-    assert found == (Config(**given, seq_len=4096).resolve(16, (32, 8)), None)
+    assert not Config(**given, seq_len=4096).asks_for_plan
 
 
 @pytest.mark.parametrize("settings", [{}, {"size": "auto", "ulysses": "auto", "schedule": "auto"}, {"size": 4}])
 def test_nothing_is_planned_that_nobody_asked_for(settings):
     assert not Config(**settings).asks_for_plan
-    assert resolve_with_plan(Config(**settings), JOB, (32, 8), 16, None) == (
-        Config(**settings).resolve(16, (32, 8)),
-        None,
-    )
 
 
 def test_a_machine_without_a_length_is_refused():
@@ -87,7 +82,7 @@ def test_stages_left_open_are_planned_with_overlap(rate, head_chunks):
     seen = dataclasses.replace(Machine.load("h100-ib"), per_node=1, between=wire, uplink=None, memory=1e15)
     config = Config(size=4, ulysses=4, schedule="ring", head_chunks="auto", seq_len=65536)
     job = dataclasses.replace(JOB, model=dataclasses.replace(JOB.model, kv_heads=32))
-    found = resolve_with_plan(config, job, (32, 32), 4, lambda _: seen).config
+    found = resolve_with_plan(config, job, 4, lambda _: seen).config
     assert (found.head_chunks > 1, found.overlap) == (head_chunks, head_chunks)
 
 
@@ -152,10 +147,10 @@ def test_a_machine_is_supposed_by_the_name_of_the_device():
 
 
 def test_a_machine_that_is_named_has_the_ranks_that_launch():
-    asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).plan.request
-    assert (asked.machine.name, asked.machine.per_node) == ("a100-ib", 4)
+    machine = auto.detected_machine("bfloat16", [_host("a")] * 4, auto.named_machine(Config(machine="a100-ib")))
+    assert (machine.name, machine.per_node) == ("a100-ib", 4)
     with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
-        _planned(machine="a100")
+        auto.named_machine(Config(machine="a100"))
 
 
 def test_too_little_memory_is_said_and_the_fastest_taken():
@@ -187,11 +182,11 @@ def test_memory_auto_leaves_what_is_said():
     found = _planned(world=8, seq_len=2**21, memory="auto", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert found.config.loss_tiles == "auto"
-    alone = resolve_with_plan(Config(size=8, memory="auto"), JOB, (32, 8), 8, _seen)  # asks for a plan by itself
+    alone = resolve_with_plan(Config(size=8, memory="auto"), JOB, 8, _seen)  # asks for a plan by itself
     assert alone.plan.request.seq == JOB.seq
     for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
         with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
-            resolve_with_plan(Config(memory="auto"), job, (32, 8), 8, _seen)
+            resolve_with_plan(Config(memory="auto"), job, 8, _seen)
     everything = {
         "loss_tiles": 1,
         "mlp_tiles": 1,

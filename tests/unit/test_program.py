@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.program import instructions
-from ds_seqpar.compiler.program import lower as lowering
 from ds_seqpar.compiler.program.instructions import (
     LOCAL,
     GatherStart,
@@ -16,12 +15,10 @@ from ds_seqpar.compiler.program.instructions import (
     Post,
     Product,
     ScatterStart,
-    Slot,
-    Transfer,
     Wait,
     slots_of,
 )
-from ds_seqpar.compiler.program.lower import lower, pool_of
+from ds_seqpar.compiler.program.lower import lower
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import ACCUMULATORS, OPERANDS
 from tests.grids import examples
@@ -266,39 +263,10 @@ def test_messages_are_asked_for_before_they_leave_and_nothing_else_changes(sched
         assert [_unplaced(one) for one in alike[0]] == [_unplaced(one) for one in alike[1]]
 
 
-@_forms
-@pytest.mark.parametrize("early", [1, 2])
-def test_more_steps_before_take_no_slot_more(schedule, direction, travels, early, monkeypatch):
-    plan = _plan_of_six(schedule, direction, travels)
-    meet = {(q, kv) for steps in plan.ranks for step in steps for c in step.computes for q in c.q for kv in c.kv}
-    plan = overlapped(plan, block_mask(plan.size, meet), SIZES)
-    found = _programs(plan, early=early)
-    monkeypatch.setattr(lowering, "_earliest", lambda code, buffers, receives, at: at)
-    for program, without in zip(found, _programs(plan, early=early), strict=True):
-        assert Counter(map(pool_of, program.slots)) == Counter(map(pool_of, without.slots))
-
-
 def _plan_of_six(schedule, direction, travels):
     topology = next(one for one in topologies(schedule, 6))
     pairs = {(i, j) for i, j in everything(6) if j <= i} if schedule == "distflash" else everything(6)
     return build(schedule, topology, direction, travels, pairs)
-
-
-@pytest.mark.parametrize(("tag", "wanted"), [(2, 0), (1, 2)])
-def test_a_message_is_asked_for_as_soon_as_a_buffer_is_free_for_it(tag, wanted):
-    """Two k/v buffers live until step 1 and one until 4: what comes into a third is asked for in 2, before which there
-    would be three. Of q there is one buffer, so in 0; but never before a message with the same tag that comes first."""
-
-    def receive(step, buffer, kind, tag):
-        return Post(step, buffer, (), (Transfer(1, (kind, (buffer,)), buffer, tag),))
-
-    code = [receive(0, 0, "kv", 0), receive(0, 1, "kv", 0), Wait(1, 0), Wait(4, 1), receive(5, 2, "kv", 1),
-            receive(5, 3, "q", tag), Wait(6, 2), Wait(6, 3)]  # fmt: skip
-    buffers = [Slot(kind, "operand", ((0,),)) for kind in ("kv", "kv", "kv", "q")]
-    found = lowering.receives_ahead(code, buffers, 1)
-    asked = {one.receives[0].slot: one.step for one in found if isinstance(one, Post)}
-    assert asked == {0: 0, 1: 0, 2: 2, 3: wanted}
-    assert [one.step for one in found if isinstance(one, Wait)] == [1, 4, 6, 6]
 
 
 def _received(post):

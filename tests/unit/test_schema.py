@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_seqpar.cli.schema import properties, schema, with_tables
+from docs.settings_tables import PAGE, with_tables
+from ds_seqpar.cli.schema import properties, schema
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 
@@ -18,8 +19,8 @@ def test_the_schema_is_current():
 
 
 def test_the_tables_are_current():
-    """Else: python -m ds_seqpar schema --page docs/settings_reference.md"""
-    page = (ROOT / "docs" / "settings_reference.md").read_text()
+    """Else: python docs/settings_tables.py"""
+    page = PAGE.read_text(encoding="utf-8")
     assert with_tables(page) == page
     assert [name for name in properties() if f"| `{name}` |" not in page] == []
 

@@ -6,11 +6,10 @@ import math
 import pytest
 
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.sharding.heads import even_ulysses
 from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig, even_ulysses
+from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.testing import attention
-from tests.oracle import tensors
 from tests.unit.plans import build, mesh
 
 SIZES = (*range(1, 37), 48, 64)
@@ -167,12 +166,6 @@ def test_a_shape_that_makes_no_sense_is_answered_with_one_that_does(settings, wo
     assert words in sentence
     assert "got" in sentence
     assert "\n" not in sentence
-
-
-def test_distflash_without_a_causal_mask_is_refused_when_it_is_asked_for():
-    config = SequenceParallelConfig(size=4, ulysses=1, schedule="distflash")
-    with pytest.raises(ConfigError, match=r"distflash.*causal.*queries of block 0"):
-        attention(config, *tensors(1, 16, (2, 2), 8), causal=False)
 
 
 # ---- placement

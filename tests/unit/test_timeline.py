@@ -4,28 +4,25 @@ import json
 
 import pytest
 
-from ds_seqpar.analysis.draw import COLORS, NAMES, draw_timelines
+from ds_seqpar.analysis.draw import COLORS, NAMES
 from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
-from ds_seqpar.compiler.overlap.timeline import TRACKS, Event, Timeline, lanes, save_trace, trace_of
+from ds_seqpar.compiler.overlap.timeline import TRACKS, Event, Timeline, lanes
 from ds_seqpar.errors import ConfigError
 from tests.unit.plans import build, shaped
 
 COSTS = Costs(transfer=dict.fromkeys(("q", "kv", "out"), 1.0), product=1.0)
 SIMULATED = simulate(programs_of(build("ring", shaped("ring", 4), "forward")), COSTS)
 OTHER = Timeline((
-    Event(1, "post", 10.0, 10.5, "post"),
-    Event(1, "move", 10.0, 13.0, "kv(0):0>1"),
-    Event(1, "move", 12.0, 14.0, "kv(3):0>1"),
-    Event(1, "wait", 12.0, 13.0, "kv(0):0>1"),
-    Event(2, "product", 9.0, 10.0, "q(0)*kv(0)"),
+    Event(1, "post", 1.0, 1.5, "post"),
+    Event(1, "move", 1.0, 4.0, "kv(0):0>1"),
+    Event(1, "move", 3.0, 5.0, "kv(3):0>1"),
+    Event(1, "wait", 3.0, 4.0, "kv(0):0>1"),
+    Event(2, "product", 0.0, 1.0, "q(0)*kv(0)"),
 ))  # fmt: skip
 
 
-def test_seconds_are_counted_once():
-    assert (OTHER.start, OTHER.seconds, OTHER.ranks) == (9.0, 5.0, (1, 2))
-    assert OTHER.busy(1, "move") == 4  # 10-13 and 12-14
-    assert OTHER.busy(1, "post", "wait") == 1.5
-    assert OTHER.busy(1, "product") == 0
+def test_seconds_are_those_of_the_last_end():
+    assert (OTHER.seconds, OTHER.ranks) == (5.0, (1, 2))
     assert Timeline(()).seconds == 0
 
 
@@ -45,7 +42,7 @@ def test_one_time_line_after_another():
     both = SIMULATED.after(OTHER)
     assert both.seconds == OTHER.seconds + SIMULATED.seconds
     assert both.events[: len(OTHER.events)] == OTHER.events
-    assert min(event.start for event in both.events[len(OTHER.events) :]) == 14
+    assert min(event.start for event in both.events[len(OTHER.events) :]) == 5
 
 
 def test_what_overlaps_gets_lanes_of_its_own():
@@ -58,7 +55,7 @@ def test_what_overlaps_gets_lanes_of_its_own():
 
 def test_a_trace_has_a_process_for_each_rank_and_a_track_for_each_thing_at_a_time(tmp_path):
     file = tmp_path / "trace.json"
-    save_trace({"other": OTHER, "simulated": SIMULATED}, file)
+    OTHER.save(file, "CP")
     trace = json.loads(file.read_text())
     assert sorted(trace) == ["displayTimeUnit", "traceEvents"]
     names = {
@@ -67,10 +64,10 @@ def test_a_trace_has_a_process_for_each_rank_and_a_track_for_each_thing_at_a_tim
         if e["ph"] == "M"
     }
     processes = [name for (_, tid), name in names.items() if tid is None]
-    assert processes == ["other rank 1", "other rank 2", *(f"simulated rank {rank}" for rank in range(4))]
+    assert processes == ["CP rank 1", "CP rank 2"]
     assert [names[0, tid] for tid in range(3)] == ["compute", "receive", "receive 2"]
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert len(spans) == len(OTHER.events) + len(SIMULATED.events)
+    assert len(spans) == len(OTHER.events)
     for span in spans:
         assert names[span["pid"], span["tid"]].split()[0] == TRACKS[span["cat"]]
         assert span["ts"] >= 0 <= span["dur"]
@@ -88,22 +85,9 @@ def assert_nested(spans):
                 assert b["ts"] >= a["ts"] + a["dur"] or b["ts"] + b["dur"] <= a["ts"] + a["dur"]
 
 
-def test_an_empty_time_line_has_an_empty_trace():
-    assert trace_of({"": Timeline(())})["traceEvents"] == []
-
-
 def test_a_trace_needs_a_file_that_can_be_written(tmp_path):
     with pytest.raises(ConfigError, match=r"got .*nowhere"):
         SIMULATED.save(tmp_path / "nowhere" / "trace.json")
-
-
-def test_two_time_lines_are_drawn_side_by_side(tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    widths, rows = [], {rank: f"rank {rank}" for rank in range(4)}
-    for timelines in ({"one": OTHER}, {"one": OTHER, "other": SIMULATED}):
-        draw_timelines(timelines, tmp_path / "both.png", rows, second=1.0, unit="s")
-        widths.append(image.imread(tmp_path / "both.png").shape[1])
-    assert 1.7 <= widths[1] / widths[0] <= 2.3
 
 
 def test_all_kinds_have_a_track_and_a_color():

@@ -1,6 +1,6 @@
 """A schedule that is registered is a schedule: in the JSON, in Python, on the command line, and on virtual ranks.
 
-What it says of itself is checked in test_registry.py, its groups on real ranks in tests/dist/test_schedules.py.
+What it says of itself is checked in test_registry.py, its groups on real ranks in tests/dist/test_transport.py.
 """
 
 import dataclasses

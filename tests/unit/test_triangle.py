@@ -43,7 +43,6 @@ SHAPES = pytest.mark.parametrize(
     ids=str,
 )
 BOTH_WAYS = pytest.mark.parametrize("direction", DIRECTIONS)
-MOST = {1: 0, 2: 2, 4: 6, 8: 12}  # k/v chunks of the staircase that a rank takes for its row, where there is a column
 SQUARE, SMALL = [(2, 1), (3, 1), (4, 1), (5, 1)], [(3, 2), (4, 2), (3, 4)]
 LARGER = [(6, 1), (7, 1), (8, 1), (5, 2), (4, 4), (3, 8)]
 
@@ -144,16 +143,6 @@ def test_its_plans_are_right_also_overlapped_and_as_many_bytes_are_received(shap
             assert max(Counter(m.dst for m in (*step.moves, *step.results) if m.kind == kind).values(), default=0) <= 2
 
 
-def test_steps_have_nearly_as_many_products_each():
-    for side in (6, 8, 12):
-        ranks = _ranks(side, 1)
-        for rank in (0, ranks // 2, ranks - 1):
-            counts = [len(step.computes) for step in _steps((side, 1), "forward")(rank)]
-            # its tile, and of the diagonal T - 1 full products, of which two halves may be one
-            assert sum(counts) == (side - 1) ** 2 + side
-            assert max(counts) <= side // 4 + 2
-
-
 # ---- what is received
 
 
@@ -188,26 +177,6 @@ def test_every_rank_receives_what_the_closed_form_says(shape, direction):
     if shape[1] == 1:
         assert wanted == _received(shape[0], direction, units)
         assert shape[0] > 12 or _plan(shape, direction).received(units) == wanted
-
-
-@SHAPES
-def test_a_rank_receives_its_strip_its_column_and_little_more(shape):
-    """Written out for each side alone: all that its tile needs but what it owns of it; of the staircase a few
-    k/v chunks, or its share of all before its strip where no column is, and one query at most."""
-    (blocks, strips), ranks = shape, _ranks(*shape)
-    long, axes = blocks - 1, _axes(shape)
-    q, kv = (
-        ITS.received(axes, "forward", "kv", units)
-        for units in ({"q": 1, "kv": 0, "out": 0}, {"q": 0, "kv": 1, "out": 0})
-    )
-    for rank in range(ranks):
-        i, p, j = tiling(ranks, strips).tile(rank)
-        taken = p * long if i == long else min(p * long, MOST[strips] * i)
-        assert kv[rank] == strips * long - 1 + len(range(j, taken, i))
-        assert q[rank] - (blocks - 2) in (0, 1)
-    # a query is lent for every early chunk of a strip whose row does not take all k/v before it
-    lent = sum(i for i in range(1, long) for p in range(strips) if p * long > MOST[strips] * i)
-    assert sum(q) == ranks * (blocks - 2) + lent
 
 
 MHA = {"q": 0.5, "kv": 1, "out": 0.5}  # of q, bf16, forward

@@ -106,23 +106,6 @@ def _dot(a, b):
     return sum((x * y).sum() for mine, yours in zip(a, b, strict=True) for x, y in zip(mine, yours, strict=True))
 
 
-@_forms
-@_cases
-def test_a_member_gets_its_heads_of_all_tokens_in_member_order(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
-    tensors = _random(batch, _tokens(ulysses_size, uneven), q_heads, kv_heads, kv_heads, strided=strided)
-    whole = [torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True)]
-    first = 0
-    for q, k, v in _inward(tensors, kv_heads):
-        queries = range(first, first := first + q.shape[2])
-        assert torch.equal(q, whole[0][:, :, list(queries)])
-        # verl#850: the ratio of query to key heads must hold on each Ulysses rank
-        needed = sorted({head * kv_heads // q_heads for head in queries})
-        assert torch.equal(k, whole[1][:, :, needed])
-        assert torch.equal(v, whole[2][:, :, needed])
-        assert len(queries) % len(needed) == 0
-    assert first == q_heads
-
-
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12))
 def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, ulysses_size):
     q_heads = kv_heads * group
@@ -138,33 +121,6 @@ def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, ulysses_s
     for q, k, v in _outward(ones, [q_heads, kv_heads, kv_heads], kv_heads, [1] * ulysses_size):
         assert q.eq(1).all()
         assert k.sum() == v.sum() == DIM * holders
-
-
-# queries travel without keys where they are held otherwise, results do always
-@_forms
-@_cases
-def test_tensors_that_travel_alone_are_dealt_as_together(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
-    tensors = _random(batch, _tokens(ulysses_size, uneven), q_heads, kv_heads, kv_heads, strided=strided)
-    together = _inward(tensors, kv_heads)
-    for kinds in (slice(0, 1), slice(1, 3)):
-        alone = [mine[kinds] for mine in tensors]
-        for found, wanted in zip(_inward(alone, kv_heads), together, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(found, wanted[kinds], strict=True))
-
-
-@_forms
-@_cases
-def test_outward_is_the_inverse_of_inward(ulysses_size, q_heads, kv_heads, batch, uneven, strided):
-    tensors = _random(batch, _tokens(ulysses_size, uneven), q_heads, kv_heads, kv_heads, strided=strided)
-    back = _outward(_inward(tensors, kv_heads), [q_heads, kv_heads, kv_heads], kv_heads, _counts(tensors))
-    # what several Ulysses ranks hold of one head comes back as their sum
-    shares = heads_by_ulysses_rank(q_heads, kv_heads, ulysses_size)
-    holders = [kv.start for _, kv in shares] if kv_heads < ulysses_size else range(kv_heads)
-    times = torch.tensor([[float(list(holders).count(head))] for head in range(kv_heads)], dtype=torch.float64)
-    for mine, found in zip(tensors, back, strict=True):
-        assert torch.equal(found[0], mine[0])
-        for x, y in zip(found[1:], mine[1:], strict=True):
-            torch.testing.assert_close(x, times * y, rtol=1e-12, atol=0)
 
 
 # deepspeed#8291, prime-rl#3042: gradients of shared heads

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...files import write_text
@@ -40,18 +40,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Events in any order, with times of one clock."""
+    """Events in any order, from time 0 on."""
 
     events: tuple[Event, ...]
 
     @functools.cached_property
-    def start(self) -> float:
-        return min((event.start for event in self.events), default=0.0)
-
-    @functools.cached_property
     def seconds(self) -> float:
-        """The time from the first start to the last end; for a simulation, which begins at 0, the critical path."""
-        return max((event.end for event in self.events), default=0.0) - self.start
+        """The time of the last end, from the beginning at 0: the critical path."""
+        return max((event.end for event in self.events), default=0.0)
 
     @functools.cached_property
     def _by_rank(self) -> dict[int, list[Event]]:
@@ -67,14 +63,6 @@ class Timeline:
     def of(self, rank: int, *kinds: str) -> list[Event]:
         """Return a rank's events of these kinds, in their order."""
         return [event for event in self._by_rank.get(rank, ()) if event.kind in kinds]
-
-    def busy(self, rank: int, *kinds: str) -> float:
-        """Return the seconds in which at least one of a rank's events of these kinds is active."""
-        total, until = 0.0, -float("inf")
-        for event in sorted(self.of(rank, *kinds), key=lambda event: event.start):
-            total += max(0.0, event.end - max(event.start, until))
-            until = max(until, event.end)
-        return total
 
     def alike(self, share: float = 0.01) -> list[tuple[int, ...]]:
         """Return the ranks in groups that do the same kinds of things at the same times.
@@ -94,13 +82,26 @@ class Timeline:
 
     def after(self, other: Timeline) -> Timeline:
         """Return both timelines as one, with this one beginning where the other ends."""
-        shift = other.start + other.seconds - self.start
-        moved = (dataclasses.replace(e, start=e.start + shift, end=e.end + shift) for e in self.events)
+        moved = (dataclasses.replace(e, start=e.start + other.seconds, end=e.end + other.seconds) for e in self.events)
         return Timeline((*other.events, *moved))
 
     def save(self, file: str | Path, title: str = "") -> None:
-        """Write the timeline as a trace (see `save_trace`)."""
-        save_trace({title: self}, file)
+        """Write a JSON file in Chrome's trace event format, for ui.perfetto.dev.
+
+        A rank is a process ("pid", named by an event "M"). Its tracks are "compute" and "receive", with a "receive 2"
+        where messages overlap. An Event is a complete event ("X"), its times in microseconds and its kind as "cat".
+
+        Args:
+            title: What ranks are called, before their number.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        events: list[dict[str, object]] = []
+        for pid, rank in enumerate(self.ranks):
+            events.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
+            events += _process(self, rank, pid)
+        write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", "a trace")
 
 
 def _is_near(first: list[Event], other: list[Event], tolerance: float) -> bool:
@@ -121,31 +122,6 @@ def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
     return placed
 
 
-def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
-    """Write timelines, by title, to one JSON file in Chrome's trace event format, for ui.perfetto.dev.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
-    write_text(file, json.dumps(trace_of(timelines)) + "\n", "a trace")
-
-
-def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
-    """Return timelines as {"traceEvents": [...], "displayTimeUnit": "ms"}.
-
-    A rank of a timeline is a process ("pid", named by an event "M"). Its tracks are "compute" and "receive", with a
-    "receive 2" where messages overlap. An Event is a complete event ("X"): "ts" and "dur" in microseconds from the
-    timeline's start, and its kind as "cat".
-    """
-    events: list[dict[str, object]] = []
-    for title, timeline in timelines.items():
-        for rank in timeline.ranks:
-            pid = len({event["pid"] for event in events})
-            events.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
-            events += _process(timeline, rank, pid)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
     """Return the trace events of a rank."""
     events, tid = [], 0
@@ -155,7 +131,7 @@ def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]
         count = 1 + max((lane for lane, _ in placed), default=-1)
         for lane in range(count):
             events.append(_named("thread_name", pid, tid + lane, track if not lane else f"{track} {lane + 1}"))
-        events += [_complete(event, pid, tid + lane, timeline.start) for lane, event in placed]
+        events += [_complete(event, pid, tid + lane) for lane, event in placed]
         tid += count
     return events
 
@@ -164,6 +140,6 @@ def _named(field: str, pid: int, tid: int, name: str) -> dict[str, object]:
     return {"ph": "M", "name": field, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _complete(event: Event, pid: int, tid: int, zero: float) -> dict[str, object]:
-    times = {"ts": (event.start - zero) * 1e6, "dur": (event.end - event.start) * 1e6}
+def _complete(event: Event, pid: int, tid: int) -> dict[str, object]:
+    times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
     return {"ph": "X", "name": event.label, "cat": event.kind, "pid": pid, "tid": tid, **times}

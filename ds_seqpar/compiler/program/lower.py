@@ -3,19 +3,20 @@
 This decides which copies are made, when each transfer is waited for, and which slots are used. `lower` first gives
 every unit a buffer of its own; `assign` then lets buffers of one size share a slot if they are not live at the same
 time. Over gloo a message is only sent once its receiver has reported that it is ready, and that report is queued behind
-the receiver's own sends. So `receives_ahead` posts a receive at the start of an earlier step.
+the receiver's own sends. So receives may be posted at the start of an earlier step.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from ..schedules.actions import ACCUMULATORS, OPERANDS, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
 from ..sharding.layout import Key, owned
 from . import instructions as op
 from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
+_Arrival = tuple[int, tuple[Transfer, ...]]  # a ticket to wait for, and the transfers that have then been received
 UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
@@ -29,15 +30,14 @@ def lower(
         comm_in_accum_dtype: whether results are sent in accum_dtype. If so, the accumulator is added to a result where
             it arrived, and is sent on from there.
         blocks_per_rank: number of blocks that each rank owns.
-        ahead: number of steps by which receives are posted early (see `receives_ahead`); 0 posts each in the step in
-            which the message is sent.
+        ahead: number of steps by which receives are posted early; 0 posts each in the step in which the message is
+            sent.
     """
     lowering = _Lowering(direction, rank, size, comm_in_accum_dtype, blocks_per_rank)
     for index, step in enumerate(steps):
+        for due in range(index + ahead if index else 0, min(index + ahead + 1, len(steps))) if ahead else ():
+            lowering.receive(index, due, steps[due])
         lowering.step(index, step)
-    code, buffers = lowering.finish(len(steps)), lowering.buffers
-    if ahead:
-        code = receives_ahead(code, buffers, ahead)
     return Program(
         name=name,
         direction=direction,
@@ -45,7 +45,7 @@ def lower(
         size=size,
         blocks_per_rank=blocks_per_rank,
         words=tuple(step.words(rank) for step in steps),
-        **assign(code, buffers),
+        **assign(lowering.finish(len(steps)), lowering.buffers),
     )
 
 
@@ -63,9 +63,10 @@ class _Lowering:
         }
         self.messages: dict[Unit, int] = {}  # local operand -> the buffer that it is sent from
         self.results: dict[Unit, int] = {}  # accumulator -> its buffer
-        self.arriving: dict[int, list[int]] = defaultdict(list)  # step -> tickets of operands that are due at its end
-        # step -> (ticket, transfers) of results that are merged after its products
-        self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)
+        self.result_role = "accum" if comm_in_accum_dtype else "comm"
+        self.posted: dict[tuple, list[_Arrival]] = {}  # (step, role, within) -> receives that were posted early
+        self.arriving: dict[int, list[_Arrival]] = defaultdict(list)  # step -> operands that are due at its end
+        self.merging: dict[int, list[_Arrival]] = defaultdict(list)  # step -> results to merge after its products
 
     def buffer(self, kind: str, role: str, key: Key) -> int:
         self.buffers.append(Slot(kind, role, (key,)))
@@ -79,22 +80,38 @@ class _Lowering:
             self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
-            receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
-            self.operands.update({move.unit: slot for move, slot in receives})
-            if sends or receives:
-                self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
+            arrivals = self.transfer(index, (index, "operand", within), sends, moves)
+            self.operands.update({transfer.unit: transfer.slot for _, received in arrivals for transfer in received})
+            self.arriving[index + within - 1] += arrivals
         for compute in step.computes:
             self.product(index, compute)
         self.merge(index, index)  # before results are sent: those that arrived may be merged into them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
-            role = "accum" if self.comm_in_accum_dtype else "comm"
-            receives = [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
-            if sends or receives:
-                self.merging[index + within].append(self.post(index, sends, receives))
+            self.merging[index + within] += self.transfer(index, (index, self.result_role, within), sends, moves)
         for reduce in [self.start_scatter(index, reduce) for reduce in step.reduces]:
             self.code += reduce
-        self.code += [op.Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
+        self.code += [op.Wait(index, ticket) for ticket, _ in self.arriving.pop(index, [])]
+
+    def receive(self, index: int, due: int, step: Step) -> None:
+        """Post in step `index` the receives of step `due`."""
+        for role, moves_of_step in (("operand", step.moves), (self.result_role, step.results)):
+            for within, moves in _by_within(moves_of_step):
+                self.posted[due, role, within] = self.transfer(index, (due, role, within), [], moves)
+
+    def transfer(
+        self, index: int, group: tuple[int, str, int], sends: list[tuple[Move, int]], moves: list[Move]
+    ) -> list[_Arrival]:
+        """Post the moves that are due together, but for receives that were posted early; return what to wait for.
+
+        Args:
+            group: (the step of the moves, role of the buffers that they are received into, within).
+            sends: this rank's sends among the moves, each with its buffer.
+        """
+        early = self.posted.pop(group, None)
+        received = [move for move in moves if move.dst == self.rank and early is None]
+        receives = [(move, self.buffer(move.kind, group[1], move.key)) for move in received]
+        return (early or []) + ([self.post(index, sends, receives)] if sends or receives else [])
 
     def finish(self, steps: int) -> list[Instruction]:
         """Complete a program of so many steps, and return its code."""
@@ -115,9 +132,7 @@ class _Lowering:
             self.code.append(op.Pack(index, unit, self.messages[unit]))
         return self.messages[unit]
 
-    def post(
-        self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]
-    ) -> tuple[int, tuple[Transfer, ...]]:
+    def post(self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]) -> _Arrival:
         """Post messages together. Return their ticket and the transfers that are received."""
         ticket = next(self.tickets)
         arriving = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
@@ -246,95 +261,3 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
     for slot, at in ends.items():
         frees[at].append(slot)
     return {"code": tuple(lowered), "slots": tuple(slots), "frees": tuple(map(tuple, frees))}
-
-
-# ---- receives that are posted ahead
-
-
-def receives_ahead(code: list[Instruction], buffers: list[Slot], ahead: int) -> list[Instruction]:
-    """Return the code with each receive posted at the start of an earlier step.
-
-    A receive is posted `ahead` steps before its message is sent, or even earlier where that needs no further slot.
-    Slots of two sizes may then be in use together that were not before. Nothing else is moved.
-    """
-    code, receives = _without_receives(code)
-    post_steps = [max(0, post.step - ahead) for post in receives]
-    return _with_receives(
-        code, receives, _earliest(_with_receives(code, receives, post_steps), buffers, receives, post_steps)
-    )
-
-
-def _without_receives(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
-    """Return the code without its receives, and the receives as separate posts with new tickets."""
-    tickets = itertools.count(
-        1 + max((instruction.ticket for instruction in code if isinstance(instruction, op.Post | op.Wait)), default=0)
-    )
-    receives: list[op.Post] = []
-    others: list[Instruction] = []
-    waits: dict[int, list[int]] = {}  # ticket -> the tickets that replace it
-    for instruction in code:
-        if isinstance(instruction, op.Post) and instruction.receives:
-            receives.append(instruction._replace(ticket=next(tickets), sends=()))
-            waits[instruction.ticket] = [receives[-1].ticket, *([instruction.ticket] if instruction.sends else [])]
-            others += [instruction._replace(receives=())] if instruction.sends else []
-        elif isinstance(instruction, op.Wait) and instruction.ticket in waits:
-            others += [instruction._replace(ticket=ticket) for ticket in waits[instruction.ticket]]
-        else:
-            others.append(instruction)
-    return others, receives
-
-
-def _with_receives(code: list[Instruction], receives: list[op.Post], post_steps: list[int]) -> list[Instruction]:
-    """Return the code with receives[i] posted at the start of step post_steps[i]."""
-    starting, next_step = defaultdict[int, list[Instruction]](list), 0
-    for post, step in zip(receives, post_steps, strict=True):
-        starting[step].append(post._replace(step=step))
-    joined: list[Instruction] = []
-    for instruction in code:
-        for step in range(next_step, instruction.step + 1):
-            joined += starting.pop(step, [])
-        next_step = max(next_step, instruction.step + 1)
-        joined.append(instruction)
-    return joined
-
-
-def _earliest(
-    code: list[Instruction], buffers: list[Slot], receives: list[op.Post], post_steps: list[int]
-) -> list[int]:
-    """Return the first step at which each receive may be posted; receives are moved one after the other.
-
-    No pool may then have more live buffers than its maximum in this code, in which the receives are posted at
-    `post_steps`. Messages of one tag stay in order.
-    """
-    first: dict[int, int] = {}  # buffer -> the first instruction that uses it
-    for index, instruction in enumerate(code):
-        for buffer in slots_of(instruction):
-            first.setdefault(buffer, index)
-    living: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(code))  # pool -> its live buffers, by instruction
-    for buffer, last in last_uses(code).items():
-        for index in range(first[buffer], last + 1):
-            living[pool_of(buffers[buffer])][index] += 1
-    peaks = {pool: max(counts) for pool, counts in living.items()}
-    begins = {
-        step: next(i for i, instruction in enumerate(code) if instruction.step >= step)
-        for step in range(max(post_steps, default=0) + 1)
-    }
-    previous: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step at which its previous message is received
-    earliest_steps = []
-    for post, step in zip(receives, post_steps, strict=True):
-        wanted = Counter(pool_of(buffers[transfer.slot]) for transfer in post.receives)
-        earliest_step = max(previous.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
-        index = first[post.receives[0].slot]
-        while step > earliest_step and all(
-            living[pool][i] + count <= peaks[pool]
-            for pool, count in wanted.items()
-            for i in range(begins[step - 1], index)
-        ):
-            step -= 1
-            for pool, count in wanted.items():
-                for i in range(begins[step], index):
-                    living[pool][i] += count
-            index = begins[step]
-        previous.update({(transfer.peer, transfer.tag): step for transfer in post.receives})
-        earliest_steps.append(step)
-    return earliest_steps

@@ -69,29 +69,6 @@ class HeadSplit(NamedTuple):
 UNSPLIT = HeadSplit()
 
 
-def saved_for_backward(
-    ulysses_size: int, head_chunks: int, checkpointed: bool, keeps: bool, overlap: bool = False,
-    chosen: bool | str = "auto",
-) -> SavedForBackward:  # fmt: skip
-    """Return what forward saves for backward; nothing without other Ulysses ranks, since nothing is exchanged then.
-
-    Args:
-        checkpointed: whether attention is inside an activation checkpoint.
-        keeps: whether that checkpoint keeps the results of attention.
-        overlap: whether the exchanges of a head chunk overlap with computation.
-        chosen: whether the exchanged q, k and v are saved. With "auto" they are not saved if head chunks are used to
-            save memory; they are saved if there is one head chunk, if head chunks hide the exchanges, or if a
-            checkpoint keeps the results of attention.
-    """
-    if ulysses_size == 1:
-        return SavedForBackward.NOTHING
-    if chosen == "auto":
-        chosen = head_chunks == 1 or overlap or (checkpointed and keeps)
-    if not chosen:
-        return SavedForBackward.NOTHING
-    return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
-
-
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of a call: the Ulysses group that shares them, and the head chunks in which they are attended to."""
@@ -154,16 +131,6 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
     outgoing, incoming = counts if exchange.inward else counts[::-1]
     dtype = shape.accum_dtype if per_row else shape.dtype
     return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
-
-
-def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
-    """Return the bytes that a Ulysses rank receives from the others in an exchange, per token of the CP rank.
-
-    All Ulysses ranks count as having equal shares. `shape` is that of the Ulysses rank's inner tensors.
-    """
-    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
-    head_bytes = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
-    return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size
 
 
 def exchanges(

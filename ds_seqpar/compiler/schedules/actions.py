@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..sharding.layout import Key
 
@@ -115,8 +115,7 @@ class Step:
 
     @property
     def actions(self) -> Iterator[Action]:
-        groups: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
-        yield from itertools.chain.from_iterable(groups)
+        yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
         """Return the step as text, which `text.parse` reads; "-" where the rank does nothing."""
@@ -130,6 +129,11 @@ class Step:
 
 
 Steps = tuple[Step, ...]
+
+
+def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Return the moves that a rank takes part in, each once, in one order on all ranks."""
+    return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
 
 
 def name_of(key: Key) -> str:

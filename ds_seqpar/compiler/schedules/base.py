@@ -48,17 +48,6 @@ def count(name: str, help: str) -> Setting:
     return Setting(name=name, help=help, wanted="a whole number from 1", accepts=is_count, option={"type": int})
 
 
-def three_counts(name: str, labels: tuple[str, str, str], help: str) -> Setting:
-    """Return a setting of three whole numbers from 1, which messages and the command line name by `labels`."""
-
-    def accepts(value: object) -> bool:
-        return isinstance(value, list | tuple) and len(value) == 3 and all(map(is_count, value))
-
-    option = {"type": int, "nargs": 3, "metavar": tuple(label.upper() for label in labels)}
-    wanted = f"three whole numbers [{', '.join(labels)}]"
-    return Setting(name=name, help=help, wanted=wanted, accepts=accepts, option=option)
-
-
 def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ...errors import ConfigError
 from ..sharding.layout import Axes, Topology
-from .actions import Compute, Move, Step, Steps
+from .actions import ACCUMULATORS, Compute, Move, Step, moves_of
 from .base import Schedule
 from .plan import BlockMask, StepsOf
 
@@ -33,57 +33,43 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
                 f"queries of block {i} that see keys of block {j}, use a causal mask and that layout, or schedule ring "
                 "or mesh"
             )
-    return _DistFlash(topology.size("ring"), block_mask, direction).of
+    size = topology.size("ring")
+    half = size // 2
 
-
-class _DistFlash:
-    def __init__(self, size: int, block_mask: BlockMask, direction: str) -> None:
-        self.size, self.block_mask, self.direction = size, block_mask, direction
-
-    def of(self, rank: int) -> Steps:
-        return tuple(self.step(rank, t) for t in range(self.size // 2 + 1))
-
-    def step(self, rank: int, t: int) -> Step:
-        # in step t + 1 this rank works with a block of t + 1 before it, and its own is with the rank t + 1 after it
-        coming = [self.product((rank + shift * (t + 1)) % self.size, t + 1) for shift in (0, 1)]
-        # a result of step t comes from the rank t before or after, or goes there
-        done = [self.product((rank + shift * t) % self.size, t) for shift in ((0, 1) if t else (0,))]
-        results = [move for compute in {c.rank: c for c in done if c}.values() for move in self.results(compute, t)]
-        return Step(
-            moves=_moves_of(
-                rank, [self.operand(compute) for compute in coming if compute] if t < self.size // 2 else []
-            ),
-            computes=(done[0],) if done[0] else (),
-            results=_moves_of(rank, results),
-        )
-
-    def product(self, p: int, t: int) -> Compute | None:
+    def product(p: int, t: int) -> Compute | None:
         """Return the product that worker p computes in step t."""
-        if p < t and 2 * t == self.size:
+        if p < t and 2 * t == size:
             return None
-        q, kv = (p, p - t) if p >= t else (p - t + self.size, p)
-        return Compute(rank=p, q=(q,), kv=(kv,)) if self.block_mask(q, kv) else None
+        q, kv = (p, p - t) if p >= t else (p - t + size, p)
+        return Compute(rank=p, q=(q,), kv=(kv,)) if block_mask(q, kv) else None
 
-    def operand(self, compute: Compute) -> Move:
-        """Return the move of the operand that the worker does not own, directly from its owner."""
-        foreign = compute.kv if compute.q == (compute.rank,) else compute.q
-        kind = "kv" if foreign is compute.kv else "q"
-        return Move(src=foreign[0], dst=compute.rank, kind=kind, key=foreign)
+    def steps(rank: int) -> Iterator[Step]:
+        for t in range(half + 1):
+            # in step t this rank works with a block of t before it, and the rank t after it with this rank's; the same
+            # of the next step, whose operands move now
+            computed, coming = (
+                [compute for p in {rank, (rank + turn) % size} if (compute := product(p, turn))] for turn in (t, t + 1)
+            )
+            yield Step(
+                moves=moves_of(rank, map(_operand, coming) if t < half else ()),
+                computes=tuple(compute for compute in computed if compute.rank == rank),
+                results=moves_of(rank, [move for c in computed for move in _results(c, direction)] if t else ()),
+            )
 
-    def results(self, compute: Compute, t: int) -> list[Move]:
-        """Return the moves of results whose block another rank owns, directly to that rank."""
-        (q,), (kv,), rank = compute.q, compute.kv, compute.rank
-        if t == 0:
-            return []
-        if q != rank:
-            return [Move(src=rank, dst=q, kind="out" if self.direction == "forward" else "dq", key=(q,))]
-        return [Move(src=rank, dst=kv, kind="dkv", key=(kv,))] if self.direction == "backward" else []
+    return lambda rank: tuple(steps(rank))
 
 
-def _moves_of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
-    """Return the moves that a rank takes part in, in one order on all ranks."""
-    local_moves = {move for move in moves if rank in move.ranks}
-    return tuple(sorted(local_moves, key=lambda move: (move.kind, move.key, move.dst)))
+def _operand(compute: Compute) -> Move:
+    """Return the move of the operand that the worker does not own, directly from its owner."""
+    foreign = compute.kv if compute.q == (compute.rank,) else compute.q
+    kind = "kv" if foreign is compute.kv else "q"
+    return Move(src=foreign[0], dst=compute.rank, kind=kind, key=foreign)
+
+
+def _results(compute: Compute, direction: str) -> list[Move]:
+    """Return the moves of results whose block another rank owns, directly to that rank."""
+    kinds = zip(ACCUMULATORS[direction], (compute.q, compute.kv), strict=False)
+    return [Move(src=compute.rank, dst=key[0], kind=kind, key=key) for kind, key in kinds if key != (compute.rank,)]
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:

@@ -5,6 +5,7 @@ Attention2D is a mesh without a ring; WallFacer is a mesh (C, C, A / C^2).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections import defaultdict
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import SECTION, ConfigError
 from ..sharding.layout import Axes, Key, Topology, divisors
-from .actions import OPERANDS, Collective, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
-from .base import HeadCounts, Schedule, ScheduleOptions, blocks_received, count, three_counts
+from .actions import ACCUMULATORS, OPERANDS, Collective, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
+from .base import HeadCounts, Schedule, ScheduleOptions, Setting, blocks_received, count, is_count
 from .plan import BlockMask, Counted, bits
 from .ring import Rotation, Round
 
@@ -31,48 +32,29 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     owners.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
+    plane, size = a * b, a * b * turns
 
-    def coordinates(rank: int) -> tuple[int, int, int]:
-        return rank % a, rank // a % b, rank // (a * b)
+    def keys(rank: int) -> tuple[Key, Key]:
+        """Return the blocks that a rank gathers: q of its row, k/v of its column."""
+        row, column = rank - rank % a, rank - rank % plane + rank % a
+        return tuple(range(row, row + a)), tuple(range(column, column + plane, a))
 
-    def row(rank: int) -> Key:
-        _, y, z = coordinates(rank)
-        return tuple(x + a * (y + b * z) for x in range(a))
-
-    def column(rank: int) -> Key:
-        x, _, z = coordinates(rank)
-        return tuple(x + a * (y + b * z) for y in range(b))
-
-    def shifted(rank: int, t: int) -> int:
-        x, y, z = coordinates(rank)
-        return x + a * (y + b * ((z + t) % turns))
-
-    keys = [(row(rank), column(rank)) for rank in range(a * b * turns)]
     route = Round(
-        size=len(keys),
-        there=shifted,
-        here=lambda rank, t: shifted(rank, -t),
-        keys=lambda rank: keys[rank],
-        gathers=lambda rank: _collectives(Gather, *zip(("q", "kv"), keys[rank], strict=True)),
-        reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
+        size=size,
+        there=lambda rank, t: (rank + plane * t) % size,
+        here=lambda rank, t: (rank - plane * t) % size,
+        keys=keys,
+        gathers=lambda rank: _collectives(Gather, *zip(("q", "kv"), keys(rank), strict=True)),
+        reduces=lambda rank: _collectives(ReduceScatter, *zip(ACCUMULATORS[direction], keys(rank), strict=False)),
     ).facing(moving_side)
-    if a * b == 1:
+    if plane == 1:
         return Rotation(route, turns, direction, moving_side, block_mask)
-    groups = _groups(route, turns, moving_side)
+    groups = [_group(route, rank, turns, moving_side) for rank in range(size)]
     reads = [_read(q, kv, block_mask) for q, kv in groups]
     # a gather brings all blocks of its group, so every one of them must be read
     if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
         return Rotation(route, turns, direction, moving_side, block_mask)
-    return Direct(
-        route.size,
-        direction,
-        lambda rank: _pairs(route, rank, turns, moving_side, block_mask),
-        lambda rank: reads[rank],
-    )
-
-
-def _results(direction: str, row: Key, column: Key) -> list[tuple[str, Key]]:
-    return [("out", row)] if direction == "forward" else [("dq", row), ("dkv", column)]
+    return Direct(size, direction, lambda rank: _pairs(route, rank, turns, moving_side, block_mask), reads.__getitem__)
 
 
 def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tuple:
@@ -81,18 +63,12 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
     )
 
 
-def _groups(route: Round, turns: int, moving_side: str) -> list[tuple[Key, int]]:
-    """Return for each rank all q blocks that come to it, and all kv blocks as a bitmask."""
-    keys = [route.keys(rank) for rank in range(route.size)]
-    held = [_mask(kv) for _, kv in keys]
-
-    def blocks_on(rank: int) -> tuple[Key, int]:
-        visitors = [route.here(rank, t) for t in range(turns)]
-        if moving_side == "kv":
-            return keys[rank][0], functools.reduce(operator.or_, [held[visitor] for visitor in visitors])
-        return tuple(block for visitor in visitors for block in keys[visitor][0]), held[rank]
-
-    return [blocks_on(rank) for rank in range(route.size)]
+def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, int]:
+    """Return all q blocks that come to a rank, and all kv blocks as a bitmask."""
+    visitors = [route.keys(route.here(rank, t)) for t in range(turns)]
+    if moving_side == "kv":
+        return route.keys(rank)[0], _mask(block for _, kv in visitors for block in kv)
+    return tuple(block for q, _ in visitors for block in q), _mask(route.keys(rank)[1])
 
 
 def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
@@ -162,7 +138,15 @@ MESH = Schedule(
     build=mesh,
     axes=lambda ranks, options: mesh_axes(*options["mesh"]),
     received=received,
-    settings=(three_counts("mesh", ("a", "b", "R"), "q is gathered over a ranks, k/v over b, R go round"),),
+    settings=(
+        Setting(
+            name="mesh",
+            help="q is gathered over a ranks, k/v over b, R go round",
+            wanted="three whole numbers [a, b, R]",
+            accepts=lambda value: isinstance(value, list | tuple) and len(value) == 3 and all(map(is_count, value)),
+            option={"type": int, "nargs": 3, "metavar": ("A", "B", "R")},
+        ),
+    ),
     shapes=shapes,
     resolve=resolve,
     collective_axes=("x", "y"),
@@ -252,26 +236,23 @@ WALLFACER = Schedule(
 Pairs = Sequence[tuple[int, int]]
 
 
+@dataclasses.dataclass(eq=False)
 class Direct(Counted):
     """The steps of any rank without collectives: a block is sent only to ranks that read it, and results directly home.
 
     A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. It sends at most as many
     bytes as the collectives.
 
-    Args:
+    Attributes:
         products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t, in step 0 only
             of its own blocks.
         reads: reads(rank) are bitmasks of the q and the kv blocks in these pairs.
     """
 
-    def __init__(
-        self,
-        size: int,
-        direction: str,
-        products: Callable[[int], Sequence[Pairs]],
-        reads: Callable[[int], tuple[int, int]],
-    ) -> None:
-        self.size, self.direction, self.products, self.reads = size, direction, products, reads
+    size: int
+    direction: str
+    products: Callable[[int], Sequence[Pairs]]
+    reads: Callable[[int], tuple[int, int]]
 
     @functools.cached_property
     def all_products(self) -> list[Sequence[Pairs]]:

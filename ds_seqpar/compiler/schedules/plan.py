@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,24 +27,19 @@ class Counted(abc.ABC):
         """Return what `Plan.received` returns for the plan of all ranks."""
 
 
+@dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """Which q blocks see which key/value blocks.
+    """Which q blocks see which key/value blocks."""
 
-    Attributes:
-        rows: rows[i] is a bitmask of the key/value blocks that any query of block i sees.
-        even: Whether all blocks of q, and all of k/v, have the same number of tokens, as collectives need.
-    """
+    rows: tuple[int, ...]  # rows[i] is a bitmask of the key/value blocks that any query of block i sees
+    even: bool = True  # whether all blocks of q, and all of k/v, have the same number of tokens, as collectives need
 
-    def __init__(self, rows: tuple[int, ...], even: bool = True) -> None:
-        self.rows, self.even = rows, even
-        self._key = rows, even
-        self._hash = hash(self._key)
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.even))
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # of many caches' keys
         return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockMask) and self._key == other._key
 
     @property
     def size(self) -> int:
@@ -77,12 +73,8 @@ class Plan:
 
     @classmethod
     def of(cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1) -> Plan:
-        return cls(
-            name=name,
-            direction=direction,
-            ranks=tuple(steps(rank) for rank in range(size)),
-            blocks_per_rank=blocks_per_rank,
-        )
+        ranks = tuple(map(steps, range(size)))
+        return cls(name=name, direction=direction, ranks=ranks, blocks_per_rank=blocks_per_rank)
 
     @property
     def size(self) -> int:

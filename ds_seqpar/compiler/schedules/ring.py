@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from ...errors import SECTION, ConfigError
 from ..sharding.layout import Axes, Key, Topology, divisors
 from . import plan
-from .actions import Compute, Gather, Move, ReduceScatter, Step, Steps
+from .actions import Compute, Gather, Move, ReduceScatter, Step, Steps, moves_of
 from .base import HeadCounts, Schedule, ScheduleOptions, blocks_received, count
 from .plan import BlockMask, Counted
 
@@ -92,9 +92,9 @@ class Rotation(Counted):
         leaving = [self.hop(u, t) for u in {unit, coming} if t < self.last[u] and t + 1 < self.steps]
         results = [self.result(u, t) for u in {unit, coming, rank} if self.first[u] <= t <= self.last[u]]
         return Step(
-            moves=_moves_of(rank, leaving),
+            moves=moves_of(rank, leaving),
             computes=(self.product(unit, rank),) if self.brings[unit] & self.wants[rank] else (),
-            results=_moves_of(rank, results) if self.follower else (),
+            results=moves_of(rank, results) if self.follower else (),
         )
 
     def hop(self, unit: int, t: int) -> Move:
@@ -127,11 +127,6 @@ class Rotation(Counted):
             if last:
                 received[unit] += follower * blocks
         return received
-
-
-def _moves_of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
-    """Return the moves that a rank takes part in, in one order on all ranks."""
-    return tuple(sorted((move for move in moves if rank in move.ranks), key=lambda move: move.key))
 
 
 # ---- the rings

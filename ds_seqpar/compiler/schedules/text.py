@@ -124,22 +124,19 @@ def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
     place = f"{SECTION}.schedule {name}"
     try:
         plans = parse(read_text(name.removeprefix(FILE), place, "plan"))
-        for plan in plans.values():
-            validate(plan, ())
         layouts = _layouts(plans, schedules)
         axes, collective_axes = _axes(plans)
     except PlanError as error:
         raise PlanError(f"{place} needs a plan of exact attention; {error}") from None
-    size = plans["forward"].size
-    computed = {direction: _computed(plan) for direction, plan in plans.items()}
+    size, computed = plans["forward"].size, {direction: _computed(plan) for direction, plan in plans.items()}
 
     def build(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str) -> StepsOf:
-        for q, kv in block_mask.pairs():
-            if not computed[direction](q, kv):
-                raise ConfigError(
-                    f"{place} needs a product for every two blocks that meet; got a {direction} plan without "
-                    f"q({q})*kv({kv}), add it, or use a causal mask and layout {layouts[0]}"
-                )
+        if missing := set(block_mask.pairs()) - computed[direction]:
+            q, kv = min(missing)
+            raise ConfigError(
+                f"{place} needs a product for every two blocks that meet; got a {direction} plan without "
+                f"q({q})*kv({kv}), add it, or use a causal mask and layout {layouts[0]}"
+            )
         if collective_axes and not block_mask.even:
             raise ConfigError(f"{place} gathers, which needs blocks of one length; got others, send blocks by > and <")
         return plans[direction].ranks.__getitem__
@@ -149,7 +146,6 @@ def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
             raise ConfigError(f"{place} is a plan for {size} CP ranks, size / ulysses; got {ranks}, change one of them")
         return {}
 
-    tables = "\n\n".join(plan.table() for plan in plans.values())
     return Schedule(
         name=name,
         summary=f"the plans of {name.removeprefix(FILE)}",
@@ -161,40 +157,35 @@ def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
         layouts=layouts,
         default_layout=layouts[0],
         moving_sides=("kv",),
-        can_compute=computed["forward"],
+        can_compute=lambda q, kv: (q, kv) in computed["forward"],
         collective_axes=collective_axes,
-        digest=hashlib.blake2b(tables.encode(), digest_size=8).hexdigest(),
+        digest=hashlib.blake2b(repr(sorted(plans.items())).encode(), digest_size=8).hexdigest(),
     )
 
 
-def _computed(plan: Plan) -> BlockMask:
-    """Return which products a plan has."""
-    rows = [0] * plan.blocks
-    for compute in (compute for steps in plan.ranks for step in steps for compute in step.computes):
-        for q in compute.q:
-            rows[q] |= sum(1 << kv for kv in compute.kv)
-    return BlockMask(tuple(rows))
+def _computed(plan: Plan) -> set[tuple[int, int]]:
+    """Return the (q block, kv block) products of a plan."""
+    computes = [compute for steps in plan.ranks for step in steps for compute in step.computes]
+    return {pair for compute in computes for pair in itertools.product(compute.q, compute.kv)}
 
 
 def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[str, ...]:
     """Return the layouts under which all plans compute what a causal mask leaves; raise PlanError if there is none."""
     size, blocks = plans["forward"].size, plans["forward"].blocks
+    computed = _computed(plans["forward"]) & _computed(plans["backward"])
     shapes = [schedule.at(size, options) for schedule in schedules for options in schedule.shapes(size)]
     missing: dict[str, set[tuple[int, int]]] = {}
     for layout in dict.fromkeys(layout for schedule in shapes for layout in schedule.layouts):
         shards = EvenShards(layout, 2 * multiple(layout, size, 1), size)
         if shards.blocks_per_rank * size == blocks:
             runs = [shards.runs("q", (block,)) for block in range(blocks)]
-            needed = set(BlockMask(visibility(runs, runs, CAUSAL)).pairs())
-            missing[layout] = set().union(*(needed - set(_computed(plan).pairs()) for plan in plans.values()))
+            missing[layout] = set(BlockMask(visibility(runs, runs, CAUSAL)).pairs()) - computed
     if not missing:
         raise PlanError(f"it is for {size} ranks of {blocks // size} blocks each, which no layout has")
-    fitting = tuple(layout for layout, products in missing.items() if not products)
-    if not fitting:
-        nearest = min(missing.values(), key=len)
-        for plan in plans.values():
-            validate(plan, nearest | set(_computed(plan).pairs()))
-    return fitting
+    nearest = min(missing.values(), key=len)
+    for plan in plans.values():
+        validate(plan, nearest)
+    return tuple(layout for layout, products in missing.items() if not products)
 
 
 def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
@@ -207,16 +198,14 @@ def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
     groups = {action.ranks for step in steps for action in (*step.gathers, *step.reduces)}
     lengths = {ranks[1] - ranks[0]: len(ranks) for ranks in groups if len(ranks) > 1}  # by the distance of neighbors
     axes: list[tuple[str, int]] = []
-    collective_axes: list[str] = []
     stride = 1
-    for distance, length in [*sorted(lengths.items()), (size, 1)]:
-        axes.append((f"axis{len(axes)}", distance // stride))
-        axes.append((f"axis{len(axes)}", length))
-        collective_axes += [axes[-1][0]] if length > 1 else []
+    for number, (distance, length) in enumerate([*sorted(lengths.items()), (size, 1)]):
+        axes += [(f"between{number}", distance // stride), (f"collective{number}", length)]
         stride = distance * length
     topology = Topology(axes=tuple(axes))
+    collective_axes = tuple(name for name, length in axes[1::2] if length > 1)
     known = {ranks for axis in collective_axes for ranks in topology.groups(axis)}
     if topology.world_size != size or groups - known:
         shown = ", ".join(map(str, sorted(groups)[:3]))
         raise PlanError(f"its collectives are along no axes of a grid of ranks: they join {shown}, use > and < instead")
-    return topology.axes, tuple(collective_axes)
+    return topology.axes, collective_axes

@@ -12,6 +12,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...errors import SECTION, ConfigError
+from .layout import divisors
+
 
 class HeadChunk(NamedTuple):
     """Heads whose attention is computed together."""
@@ -97,6 +100,37 @@ def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, 
 def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
     """Return whether all Ulysses ranks have equally many heads, and shared k/v heads equally many Ulysses ranks."""
     return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
+
+
+def legal_ulysses(size: int, q_heads: int) -> list[int]:
+    """Return the Ulysses sizes that divide `size` and leave no rank without a query head."""
+    return [u for u in divisors(size) if u <= q_heads]
+
+
+def even_ulysses(size: int, q_heads: int, kv_heads: int, head_chunks: int = 1) -> list[int]:
+    """Return the Ulysses sizes U that divide `size` and the heads equally, and leave each Ulysses rank a head in every
+    head chunk, ascending. Where U > kv_heads, U / kv_heads Ulysses ranks share a key/value head."""
+    even = [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
+    return [u for u in even if max_head_chunks(q_heads, kv_heads, u) >= head_chunks]
+
+
+def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: int | str = 1) -> None:
+    """Raise ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
+    if ulysses > q_heads:
+        raise ConfigError(
+            f"{SECTION}.ulysses must be at most the number of query heads, so that each Ulysses rank has one; got "
+            f"ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of "
+            f"{legal_ulysses(size, q_heads)}"
+        )
+    most = max_head_chunks(q_heads, kv_heads, ulysses)
+    if isinstance(head_chunks, int) and head_chunks > most:
+        raise ConfigError(
+            f"{SECTION}.head_chunks must leave every head chunk a key/value head, and a query head for each "
+            f"of {ulysses} Ulysses ranks; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
+            f"use at most {most}"
+        )
 
 
 # ---- an exchange of heads

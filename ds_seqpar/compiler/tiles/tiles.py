@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..sharding.layout import Runs
 from ..sharding.masks import END, FULL, Mask, Triple, between
@@ -57,6 +57,40 @@ def _sum_below(x: int) -> int:
     return x * (x - 1) // 2 if x > 0 else 0
 
 
+class Rows(NamedTuple):
+    """Rows, or columns, in `groups` groups of `size` neighboring ones."""
+
+    start: int  # the first row
+    size: int
+    groups: int = 1
+    step: int = 0  # from the first row of one group to that of the next
+
+    def of(self, x: Any) -> Any:
+        """Return a view of these rows of a tensor (B, n, ...): (B, size, ...), or (B, groups, size, ...) for several
+        groups."""
+        if self.size == x.shape[1]:
+            return x
+        if self.groups == 1:
+            return x.narrow(1, self.start, self.size)
+        return x.narrow(1, self.start, self.end - self.start).unfold(1, self.size, self.step).movedim(-1, 2)
+
+    @property
+    def end(self) -> int:
+        """Return the row after the last one."""
+        return self.start + self.step * (self.groups - 1) + self.size
+
+    def all_of(self, tokens: int) -> bool:
+        """Return whether these are all of `tokens` rows, each once."""
+        return self.size * self.groups == tokens == self.end - self.start
+
+    def apart(self) -> Iterator[tuple[slice, Rows]]:
+        """Yield (a slice of every group, the rows of that slice), so that the rows of one slice are all different."""
+        step = self.step if self.groups > 1 else self.size
+        for first in range(0, self.size, step):
+            last = min(self.size, first + step)
+            yield slice(first, last), Rows(self.start + first, last - first, self.groups, self.step)
+
+
 class Tile(NamedTuple):
     """Query rows [q0, q1) against key columns [k0, k1).
 
@@ -79,6 +113,14 @@ class Tile(NamedTuple):
     q_step: int = 0  # rows from the start of one group to the next
     k_step: int = 0  # columns from the start of one group to the next
     segments: Segments | None = None
+
+    @property
+    def sides(self) -> tuple[Rows, Rows]:
+        """The rows and the columns."""
+        return (
+            Rows(self.q0, self.q1 - self.q0, self.groups, self.q_step),
+            Rows(self.k0, self.k1 - self.k0, self.groups, self.k_step),
+        )
 
     @property
     def pairs(self) -> int:

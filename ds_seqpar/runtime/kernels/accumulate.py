@@ -9,53 +9,18 @@ value is 0. It is merged into (out, lse) once, after all partial results, and ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compiler.tiles.tiles import MERGED_AT_ONCE, Tile
+from ...compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
 from .reference import Kernel
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
 CAUSAL = ("causal", "upper")  # kinds of launches that are causal for a kernel: "upper" in reverse order
-
-
-class Rows(NamedTuple):
-    """Rows in `groups` groups of `size` neighboring rows."""
-
-    start: int  # the first row
-    size: int
-    groups: int = 1
-    step: int = 0  # from the first row of one group to that of the next
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return a view of these rows of x (B, n, ...): (B, size, ...), or (B, groups, size, ...) for several
-        groups."""
-        if self.size == x.shape[1]:
-            return x
-        if self.groups == 1:
-            return x.narrow(1, self.start, self.size)
-        span = x.narrow(1, self.start, self.step * (self.groups - 1) + self.size)
-        return span.unfold(1, self.size, self.step).movedim(-1, 2)
-
-    @property
-    def end(self) -> int:
-        """Return the row after the last one."""
-        return self.start + self.step * (self.groups - 1) + self.size
-
-    def all_of(self, tokens: int) -> bool:
-        """Return whether these are all of `tokens` rows, each once."""
-        return self.size * self.groups == tokens and self.end - self.start == tokens
-
-    def apart(self) -> Iterator[tuple[slice, Rows]]:
-        """Yield (a slice of every group, the rows of that slice), so that the rows of one slice are all different."""
-        step = self.step if self.groups > 1 else self.size
-        for first in range(0, self.size, step):
-            last = min(self.size, first + step)
-            yield slice(first, last), Rows(self.start + first, last - first, self.groups, self.step)
 
 
 class Accumulator:
@@ -233,12 +198,6 @@ def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 # ---- launches of a kernel
 
 
-def _sides(launch: Tile) -> tuple[Rows, Rows]:
-    """Return the rows and the columns of a launch."""
-    q0, q1, k0, k1, _, _, groups, q_step, k_step, _ = launch
-    return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
-
-
 def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
     """Return the rows of x as a kernel takes them: groups joined to the batch, reversed for upper; a view if
     possible."""
@@ -279,12 +238,12 @@ def forward(
         into: The accumulator, a `Softmax`.
     """
     for launch in launches:
-        into.expect(_sides(launch)[0])
-        into.add(_attend(kernel, q, k, v, launch, scale), _sides(launch)[0], q.shape[1])
+        into.expect(launch.sides[0])
+        into.add(_attend(kernel, q, k, v, launch, scale), launch.sides[0], q.shape[1])
 
 
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, launch: Tile, scale: float) -> Tensors:
-    (rows, columns), upper = _sides(launch), launch.kind == "upper"
+    (rows, columns), upper = launch.sides, launch.kind == "upper"
     operands = (_operand(q, rows, upper), _operand(k, columns, upper), _operand(v, columns, upper))
     results = kernel.forward(*operands, launch.kind in CAUSAL, scale, **_keywords(launch))
     del operands  # copies, where they are in reverse order
@@ -317,7 +276,7 @@ def backward(
 def _add_gradients(
     kernel: Kernel, operands: Tensors, launch: Tile, scale: float, dq: Accumulator, dkv: Accumulator
 ) -> None:
-    (rows, columns), upper = _sides(launch), launch.kind == "upper"
+    (rows, columns), upper = launch.sides, launch.kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
     dq.expect(rows)
     dkv.expect(columns)

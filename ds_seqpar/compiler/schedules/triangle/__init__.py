@@ -117,32 +117,22 @@ class _Triangle(Counted):
             yield chunk, [(r, hop) for hop, r in enumerate(ranks, 1) if chunk in self.reads(r)[side == "kv"]]
 
     def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
-        """Return all moves of a group: (field of `Step`, move, step)."""
-        moves = [("moves", *move) for move in self.moves(side, number)]
-        return moves + [("results", *move) for move in self.results(side, number)]
+        """Return all moves of a group: (field of `Step`, move, step).
 
-    def moves(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
-        """Yield the moves of operands in a group, with their steps.
-
-        A chunk's owner sends it to the first member that reads it, which passes it on.
+        A chunk's owner sends it to the first member that reads it, which passes it on. On the same route each member
+        adds its result, and the last sends the sum to the chunk's owner.
         """
+        rounds, kind = [], self.kind(side)
         for chunk, visits in self.visits(side, number):
-            holders = [chunk // 2, *(rank for rank, _ in visits)]
-            for src, (rank, hop) in zip(holders, visits, strict=False):
-                start, end = self.starts(side, hop), self.comes(side, hop)
-                yield Move(src=src, dst=rank, kind=side, key=(chunk,), within=end - start), start
-
-    def results(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
-        """Yield the moves of results on the same route, with their steps.
-
-        Each member adds its own, and the last sends the sum to the chunk's owner.
-        """
-        kind = self.kind(side)
-        for chunk, visits in self.visits(side, number) if kind else ():
-            ends = [*(rank for rank, _ in visits[1:]), chunk // 2]
-            for (rank, hop), dst in zip(visits, ends, strict=False):
-                within = self.comes(side, hop) - self.starts(side, hop)
-                yield Move(src=rank, dst=dst, kind=kind, key=(chunk,), within=within), self.leaves(side, hop)
+            stops = [chunk // 2, *(rank for rank, _ in visits), chunk // 2]
+            for (rank, hop), src, dst in zip(visits, stops, stops[2:], strict=False):
+                start = self.starts(side, hop)
+                within = self.comes(side, hop) - start
+                rounds.append(("moves", Move(src=src, dst=rank, kind=side, key=(chunk,), within=within), start))
+                if kind:
+                    result = Move(src=rank, dst=dst, kind=kind, key=(chunk,), within=within)
+                    rounds.append(("results", result, self.leaves(side, hop)))
+        return rounds
 
     def kind(self, side: str) -> str:
         """Return the kind of result of this side's chunks that leaves the rank; "" for none."""
