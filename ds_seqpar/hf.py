@@ -1,4 +1,4 @@
-"""The package hf_integration by its name of version 0.1; the name goes in 0.3."""
+"""The names of hf_integration under their module of version 0.1, which goes in 0.3."""
 
 from typing import Any
 

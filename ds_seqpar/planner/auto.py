@@ -116,7 +116,8 @@ def resolve_with_plan(
 def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> Request:
     """Return the planner's input for a job. A length that zigzag cannot share equally is rounded up, as padding
     would."""
-    documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.MAX_DOCUMENTS else ()
+    few = len(job.documents) <= limits.MAX_DOCUMENTS and seq <= limits.MAX_PACKED_TOKENS
+    documents = job.documents if few and sum(job.documents) == seq else ()
     share = 2 * world  # zigzag's chunks
     seq = seq if documents else -(-seq // share) * share
     sizes = job.sizes(world) if config.size == "auto" else ()

@@ -21,6 +21,7 @@ MAX_SHOWN_RANKS = 128  # CP ranks, in `show`: it prints and simulates all ranks 
 MAX_SHOWN_OVERLAP_RANKS = 64  # the same, with overlap
 MAX_DRAWN_RANKS = 64  # CP ranks in a picture: more could not be told apart
 MAX_DOCUMENTS = 2**12  # of a sequence: a plan distributes them over ranks, which takes milliseconds a document
+MAX_PACKED_TOKENS = 2**26  # of a sequence of documents: whether ranks hold all of them is checked one by one
 MAX_TOKENS = 2**40  # of a sequence: the search for the longest one ends here
 MAX_HEADS = 2**12
 # sizes of a model's configuration, which transformers makes without memory, in milliseconds a layer or expert

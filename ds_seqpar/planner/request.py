@@ -112,6 +112,7 @@ class Request:
     def __post_init__(self) -> None:
         limits.check("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS)
         limits.check("the documents of a sequence", len(self.documents), limits.MAX_DOCUMENTS)
+        limits.check("the tokens of documents together", sum(self.documents), limits.MAX_PACKED_TOKENS)
         sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
         if sizes:
             name = "the ranks of a sequence that is planned,"

@@ -79,6 +79,8 @@ def test_plan_with_documents(capsys, place, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("1\n" * 10**6, encoding="utf-8")
     _refused(capsys, limits.MAX_DOCUMENTS, "plan", "--model", place, "--documents", file)
+    file.write_text(str(10**12), encoding="utf-8")
+    _refused(capsys, limits.MAX_PACKED_TOKENS, "plan", "--model", place, "--documents", file)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,6 @@ def test_what_has_no_way_round_is_not_shortened():
 
 
 def test_runs_of_one_step_cover_what_their_positions_do():
-    """Striped shards are checked without looking at each token."""
     generator, right = random.Random(0), 0
     for _ in range(3000):
         step = generator.randint(2, 3)
@@ -236,5 +237,3 @@ def test_runs_of_one_step_cover_what_their_positions_do():
             assert covers
         right += covers
     assert right > 20
-    wide = 2**40
-    assert UnevenShards([(Run(n, 4, wide),) for n in range(4)]).tokens("q", (0,)) == wide
