@@ -154,15 +154,13 @@ def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any
     """
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
-            inside = refused_setting(value, _accepts_inside(content, key, accepts)) if isinstance(value, dict) else None
+
+            def accepts_inside(inner: dict[str, Any], key: str = key) -> bool:
+                return accepts({**content, key: inner})
+
+            inside = refused_setting(value, accepts_inside) if isinstance(value, dict) else None
             return (f"{key}.{inside[0]}", inside[1]) if inside else (key, value)
     return None
-
-
-def _accepts_inside(
-    content: Mapping[str, Any], key: str, accepts: Callable[[dict[str, Any]], bool]
-) -> Callable[[dict[str, Any]], bool]:
-    return lambda value: accepts({**content, key: value})
 
 
 def _accepts(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import SECTION, ConfigError
@@ -51,10 +51,12 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A setting is given by its old and its new name.
     """
-    check_one_name(f"{SECTION}.", given, SETTINGS)
     renamed = {}
     for name, value in given.items():
         if name in SETTINGS:
+            old, new = f"{SECTION}.{name}", f"{SECTION}.{SETTINGS[name]}"
+            if SETTINGS[name] in given:
+                raise ConfigError(f"{new} is the new name of {old}; got both, leave out {old}")
             not_value = " with the opposite value" if name == OPPOSITE else ""
             warn("setting", name, f"{SETTINGS[name]!r}{not_value}")
             value = not value if name == OPPOSITE and isinstance(value, bool) else value
@@ -76,13 +78,6 @@ def setting(config: Any, old: str) -> Any:
     value = getattr(config, SETTINGS[old])
     warn("setting", old, repr(SETTINGS[old]))
     return not value if old == OPPOSITE else value
-
-
-def check_one_name(prefix: str, given: Iterable[str], names: Mapping[str, str]) -> None:
-    """Raise ConfigError where both the old and the new of `names` (old -> new) are given."""
-    for old, new in names.items():
-        if old in given and new in given:
-            raise ConfigError(f"{prefix}{new} is the new name of {prefix}{old}; got both, leave out {old}")
 
 
 def argument(call: str, old: str, new: str, given: dict[str, Any], value: Any, default: Any = None) -> Any:

@@ -36,7 +36,7 @@ def _instruction_text(instruction: Instruction) -> str:
     operands = [f"{field} {_slot_text(getattr(instruction, field))}" for field in SLOTS[type(instruction)]]
     match instruction:
         case op.GatherStart() | op.ScatterStart() | op.ExchangeStart():
-            label = f"start {instruction.label}"
+            label = f"start {label}"
         case op.Post():
             operands = [f"{_slot_text(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in instruction.sends]
             operands += [f"{_slot_text(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in instruction.receives]

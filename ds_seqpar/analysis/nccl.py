@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import Program, Transfer
+from ..compiler.program.instructions import Program, Transfer, label_of
 from ..errors import MOST_SHOWN, PlanError, ranks_in_words
 
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
@@ -79,10 +79,10 @@ def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Oper
                 ranks = [peers[peer] for peer in instruction.ranks]
                 head_chunk = program.slots[instruction.received].head_chunk
                 content = type(instruction), instruction.collective, head_chunk
-                yield _collective(f"step {instruction.step}: {instruction.label}", "axis", rank, ranks, content)
+                yield _collective(f"step {instruction.step}: {label_of(instruction)}", "axis", rank, ranks, content)
             case op.ExchangeStart():
                 ranks = [ulysses_size * cp_rank + peer for peer in instruction.ranks]
-                text = f"step {instruction.step}: {instruction.label}"
+                text = f"step {instruction.step}: {label_of(instruction)}"
                 yield _collective(text, "ulysses", rank, ranks, instruction.exchange)
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from .. import renamed
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler.compile import Compiler, block_mask_of, visible_share
+from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
-from ..compiler.program.shape import shape_of
-from ..compiler.program.ulysses import Heads, HeadSplit, SavedForBackward, UlyssesGroup, exchange_bytes_per_token
+from ..compiler.program.instructions import HeadExchange
+from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
+from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
 from ..compiler.schedules import SCHEDULES, settings
 from ..compiler.schedules.validate import validate
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
-from ..compiler.sharding.masks import CAUSAL, FULL
-from ..compiler.sharding.shards import EvenShards
+from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.launches import PLAIN_KERNEL
+from ..compiler.tiles.tiles import tiles
 from ..config.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
 from ..planner import limits
@@ -154,3 +157,25 @@ def _check_limits(args: argparse.Namespace) -> None:
     limits.check_followed(cp_size, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
+
+
+def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
+    """Return a function that maps a q block and a kv block to the visible share of their product, from 0 to 1."""
+
+    @functools.cache
+    def share(q: int, kv: int) -> float:
+        all_pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
+        visible_pairs = sum(tile.pairs for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        return visible_pairs / all_pairs if all_pairs else 0.0
+
+    return share
+
+
+def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
+    """Return the bytes that a Ulysses rank receives from the others in an exchange, per token of the CP rank.
+
+    All Ulysses ranks count as having equal shares. `shape` is that of the Ulysses rank's inner tensors.
+    """
+    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
+    head_bytes = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+    return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size

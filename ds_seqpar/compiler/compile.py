@@ -177,6 +177,7 @@ class BoundProgram:
         """Return the bytes that a unit takes of a slot."""
         return self.unit_size(slot, kind, key)[1]
 
+    @_kept
     def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
         """Return the locations of a unit's tensors; the same object for units of the same number of tokens."""
         return self._locations(slot, self.tokens(kind, key))
@@ -299,18 +300,6 @@ def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
         [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
     )
     return BlockMask(visibility(q, kv, mask), even=shards.even)
-
-
-def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
-    """Return a function that maps a q block and a kv block to the visible share of their product, from 0 to 1."""
-
-    @functools.cache
-    def share(q: int, kv: int) -> float:
-        all_pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
-        visible_pairs = sum(tile.pairs for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
-        return visible_pairs / all_pairs if all_pairs else 0.0
-
-    return share
 
 
 def side_of(kind: str) -> str:

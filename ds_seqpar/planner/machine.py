@@ -168,16 +168,16 @@ class Machine:
         """Return the preset whose name is part of the device's name ("NVIDIA H100 80GB HBM3"), or `DEFAULT`. A dtype
         without rates gets those of bfloat16."""
         preset_by_prefix = {name.partition("-")[0].upper(): name for name in presets()}
-        machine = cls.load(
-            next((name for prefix, name in preset_by_prefix.items() if prefix in device.upper()), DEFAULT)
+        name = next((name for prefix, name in preset_by_prefix.items() if prefix in device.upper()), DEFAULT)
+        machine = cls.load(name)
+        if "float16" in dtype:  # bfloat16 too
+            return machine
+        attention, gemm = machine.attention, machine.gemm
+        return dataclasses.replace(
+            machine,
+            attention={dtype: attention["bfloat16"], **attention},
+            gemm={dtype: gemm["bfloat16"], **gemm},
         )
-        rates = {"attention": machine.attention, "gemm": machine.gemm}
-        with_dtype: Any = {
-            name: {dtype: rates_by_dtype["bfloat16"], **rates_by_dtype}
-            for name, rates_by_dtype in rates.items()
-            if "float16" not in dtype
-        }
-        return dataclasses.replace(machine, **with_dtype)
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
@@ -201,9 +201,7 @@ class Machine:
                 for dtype, tables_by_direction in core.attention.items()
             },
             gemm={dtype: rate * share for dtype, rate in core.gemm.items()},
-            memory_rate=core.memory_rate * share,
-            elementwise_rate=core.elementwise_rate * share,
-            offload_rate=core.offload_rate * share,
+            **{name: getattr(core, name) * share for name in ("memory_rate", "elementwise_rate", "offload_rate")},
             host_memory=float(memory),
             host_rate=core.host_rate * cores,
             memory=memory / per_node,

@@ -90,7 +90,8 @@ def admit(
     elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
         agree_on_inputs(runtime, q, k, v, options)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-    q, k, v = of_one_head_dim(q, k, v)
+    if q.shape[-1] != v_dim:
+        q, k, v = of_one_head_dim(q, k, v)
     head_chunks = runtime.head_chunks(q, k.shape[2], options.mask, options.shards) if parts == 1 else 1
     checkpointed = replay is not None
     saves = runtime.config.kept(max(head_chunks, parts), checkpointed, replay is not None and replay.checkpoint_saves)
@@ -105,7 +106,7 @@ def _can_be_op(runtime: Runtime, q: object, k: object, v: object, options: Atten
     """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
     distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    values = isinstance(options.mask, Mask) and (isinstance(options.shards, UnevenShards | None))
+    values = isinstance(options.mask, Mask) and isinstance(options.shards, UnevenShards | None)
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
     if not (tensors and values and scalars and isinstance(options.sinks, Tensor | None)):
         return False

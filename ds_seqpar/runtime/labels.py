@@ -35,12 +35,12 @@ def _transfers(bound: BoundProgram, instruction: op.Started) -> str:
     if isinstance(instruction, op.ExchangeStart):
         sizes = bound.exchange_sizes(instruction.exchange)
         received = sizes.arriving(bound.heads.ulysses.rank) * sizes.itemsize
-        return f"{instruction.label} of Ulysses ranks {name_of(instruction.ranks)} {received} B"
+        return f"{label_of(instruction)} of Ulysses ranks {name_of(instruction.ranks)} {received} B"
     collective = instruction.collective
     # members send equally many bytes
     slot = instruction.sent if isinstance(instruction, op.GatherStart) else instruction.received
     size = bound.unit_bytes(slot, collective.kind, collective.key_of(bound.program.rank))
-    return f"{instruction.label} of ranks {name_of(collective.ranks)} {(len(collective.ranks) - 1) * size} B"
+    return f"{label_of(instruction)} of ranks {name_of(collective.ranks)} {(len(collective.ranks) - 1) * size} B"
 
 
 def _message(bound: BoundProgram, transfer: Transfer, source: int, destination: int) -> str:

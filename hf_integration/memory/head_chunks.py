@@ -46,8 +46,11 @@ def use_head_chunks(module: Any) -> None:
     Their number comes from the settings of its SequenceParallel. ZeRO-3 then gathers all parameters of the module
     together, as a leaf.
     """
-    config, unhooked = module.sequence_parallel.config, not hasattr(module, ZERO_ID) or hasattr(module, LEAF)
-    if config.head_chunks == 1 or config.overlap or "forward" in vars(module) or not unhooked:
+    config = module.sequence_parallel.config
+    if config.head_chunks == 1 or config.overlap or STAGED in vars(module):
+        return
+    if "forward" in vars(module) or (hasattr(module, ZERO_ID) and not hasattr(module, LEAF)):
+        log_once(ALL_HEADS.format("attention with a forward of its own, or that DeepSpeed had before it was patched"))
         return
 
     @functools.wraps(type(module).forward)

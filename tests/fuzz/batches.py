@@ -152,7 +152,7 @@ def _batch(case, seq):
 def run(case):
     """What came of a window."""
 
-    def start(_):
+    def start():
         return SequenceParallel(SequenceParallelConfig.from_dict(case["section"])), "all"
 
     return ranks.outcome_of(case, start, lambda sp, wrong: _use(sp, case, wrong))

@@ -152,7 +152,7 @@ COMMANDS = {
         "--size": (1, ("4", "8", "6", "16", "1"), NUMBERS),
         "--ulysses": (0.3, ("1", "2"), NUMBERS),
         "--schedule": (1, tuple(SCHEDULES), WORDS),
-        "--layout": (0.2, LAYOUTS, WORDS),
+        "--layout": (0.2, tuple(LAYOUTS), WORDS),
         **{
             name: (0.06, ("2", "1", "4"), NUMBERS) for name in ("--ring-size", "--rows", "--cols", "--team", "--strips")
         },

@@ -16,10 +16,8 @@ from tests.fuzz.tables import CAUSAL, FORMS, SCALES
 def run(case):
     """What came of attention."""
 
-    def start(wrong):
-        section = wrong.get("section", case["section"])
-        config = wrong["config"] if "config" in wrong else SequenceParallelConfig.from_dict(section)
-        sp = SequenceParallel(config, heads=wrong.get("heads", case["heads"]))
+    def start():
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(case["section"]), heads=case["heads"])
         return sp, sp.data_rank
 
     return outcome_of(case, start, lambda sp, wrong: attend(sp, {**case["call"], **wrong.get("call", {})}))
@@ -28,7 +26,7 @@ def run(case):
 def outcome_of(case, start, use):
     """This rank's outcome as a dict. said: "right", "wrong", "refused" or "bare"; group: with whom it has to agree.
 
-    start(what is wrong here) gives the SequenceParallel and the group, use(it, what is wrong here) what is wrong with
+    start() gives the SequenceParallel and the group, use(it, what is wrong here) what is wrong with
     its results.
     """
     wrong = case["wrong"] or {}
@@ -45,7 +43,7 @@ def outcome_of(case, start, use):
 def _try(wrong, outcome, start, use):
     sp = None
     try:
-        sp, outcome["group"] = start(wrong)
+        sp, outcome["group"] = start()
         before = sp.comm.received.copy()
         faults = use(sp, wrong)
         outcome |= {"said": "wrong" if faults else "right", "words": str(faults)}

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from ds_seqpar.cli.show import exchange_bytes_per_token
 from ds_seqpar.compiler.compile import Compiler, block_mask_of
 from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
 from ds_seqpar.compiler.program import ulysses as exchanging
@@ -87,7 +88,7 @@ def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(directio
     recipe, shards = config.recipe(config.topology(4)), EvenShards("contiguous", 64, 1)
     shape = shape_of("fp32", "float32", 1, (8 // head_chunks, 8 // head_chunks, 8))
     plan = recipe.plan(direction, block_mask_of(CAUSAL, shards), shape)
-    bytes_each = functools.partial(exchanging.exchange_bytes_per_token, shape, 4)
+    bytes_each = functools.partial(exchange_bytes_per_token, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
     costs = Costs(transfer={}, product=1.0, exchange=lambda exchange: bytes_each(exchange) / all_bytes)
     seconds = [

@@ -251,7 +251,7 @@ class _Simulation:
 
     def join(self, rank: int, instruction: Start) -> None:
         """Let a rank join a collective, which starts when all members have joined and its links are free."""
-        ranks, label = instruction.ranks, instruction.label
+        ranks, label = instruction.ranks, label_of(instruction)
         name = ranks, label, type(instruction).__name__
         self.due[rank, instruction.ticket] = [self.expect((*name, rank), label)]
         self.joined[name].append((self.now[rank], self.at[rank]))
@@ -265,7 +265,7 @@ class _Simulation:
         start = self.occupy(since, links)
         kind = "exchange" if isinstance(instruction, op.ExchangeStart) else "move"
         for member, seconds in zip(instruction.ranks, times, strict=True):
-            self.arrive(member, (*name, member), start, seconds, instruction.label, kind)
+            self.arrive(member, (*name, member), start, seconds, label_of(instruction), kind)
 
     def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str, kind: str = "move") -> None:
         """Record the arrival of a transfer on a rank, and resume the rank if it was waiting for it."""

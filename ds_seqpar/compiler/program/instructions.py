@@ -76,10 +76,6 @@ class GatherStart(NamedTuple):
     def ranks(self) -> tuple[int, ...]:
         return self.collective.ranks
 
-    @property
-    def label(self) -> str:
-        return str(self.collective)
-
 
 class Assemble(NamedTuple):
     """Put a gathered operand in order of position."""
@@ -139,10 +135,6 @@ class ScatterStart(NamedTuple):
     def ranks(self) -> tuple[int, ...]:
         return self.collective.ranks
 
-    @property
-    def label(self) -> str:
-        return str(self.collective)
-
 
 class Fold(NamedTuple):
     """Merge the shards that the other members sent into the accumulator of `unit`."""
@@ -197,10 +189,6 @@ class ExchangeStart(NamedTuple):
     ranks: tuple[int, ...]  # Ulysses ranks
     sent: SlotNumber
     received: SlotNumber
-
-    @property
-    def label(self) -> str:
-        return self.exchange.words
 
 
 class Enter(NamedTuple):
@@ -263,6 +251,10 @@ def label_of(instruction: Instruction) -> str:
             return " ".join(["finish", *(unit_name(unit) for unit, _ in instruction.results)])
         case PackHeads() | UnpackHeads():
             return f"{name_of_kind(type(instruction))} {instruction.exchange.words}".replace("_heads", "")
+        case GatherStart() | ScatterStart():
+            return str(instruction.collective)
+        case ExchangeStart():
+            return instruction.exchange.words
         case Enter() | Leave():
             return f"{name_of_kind(type(instruction))} head chunk {instruction.head_chunk}"
         case _:

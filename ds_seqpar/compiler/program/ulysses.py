@@ -133,16 +133,6 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
     return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
 
 
-def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
-    """Return the bytes that a Ulysses rank receives from the others in an exchange, per token of the CP rank.
-
-    All Ulysses ranks count as having equal shares. `shape` is that of the Ulysses rank's inner tensors.
-    """
-    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
-    head_bytes = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
-    return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size
-
-
 def exchanges(
     direction: str, together: bool = True, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
 ) -> list[HeadExchange]:
