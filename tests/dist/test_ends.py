@@ -11,10 +11,8 @@ import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from tests import scripts
 from tests.dist.ranks import make
 from tests.launch import free_port, on_each_of, on_ranks
-from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -165,42 +163,3 @@ def test_a_refusal_is_told_once_where_ranks_write_to_one_place(tmp_path, monkeyp
         assert said.count("see rank") == len({*places}) - 1, said
         assert ("settings.py" in said) == whole, said
         assert said.count("test_ends.py") == 1, said
-
-
-MODEL = """
-import sys
-import ds_seqpar
-from transformers import LlamaConfig, LlamaForCausalLM
-
-model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2,
-))
-config = {"sequence_parallel": {"size": 3}, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
-more = {"mpu": model} if sys.argv[-1] == "early" else {}
-ds_seqpar.initialize(model=model, config=config, **more)
-"""
-
-
-WORDS = {"early": "no mpu", "late": "size 3 on {}"}
-
-
-@pytest.mark.parametrize(
-    ("when", "ranks"),
-    [("late", 2), *((when, 4) for when in WORDS)],
-)
-@pytest.mark.whole  # a launcher starts DeepSpeed three times over; what ranks print and how they end is tested above
-def test_the_launcher_shows_one_traceback(when, ranks, tmp_path):
-    """It was 118 lines of 4 ranks. early: before ranks can talk, so that others say the sentence in a line. late: they
-    know that they write to one place, and say nothing."""
-    (tmp_path / "train.py").write_text(MODEL)
-    ran = scripts.launch("deepspeed", ranks, tmp_path, "train.py", when, threads=1)
-    words = WORDS[when].format(ranks)
-    lines = [line for line in ran.stderr.splitlines() if line.startswith("[rank") or "Error" in line]
-    assert ran.failed
-    assert ran.stderr.count("Traceback (most recent call last)") == 1, ran.stderr
-    assert sum(missing(line, "errors.ConfigError: ", words) == [] for line in lines) == 1, lines
-    # ranks print at once, so that two may share a line
-    assert ran.stderr.count(words) == (1 if when == "late" else ranks), lines
-    assert "see rank" not in ran.stderr
-    assert len(lines) <= 12, lines

@@ -157,7 +157,7 @@ def cases(draw, virtual=False):
     call = draw(calls(section))
     told = draw(st.sampled_from([None, (call["heads"], call["kv_heads"])]))
     who = None if virtual else draw(st.sampled_from((None, *range(number))))
-    kind = draw(st.sampled_from(("none", "sure", "differs")))
+    kind = draw(st.sampled_from(("none", "none", "none", "sure", "differs")))
     wrong = None
     if kind == "sure":
         wrong = {"rank": who, "sure": True, "call": draw(surely_wrong(call))}

@@ -112,10 +112,10 @@ def test_a_compiled_model_refuses_all_that_an_eager_one_does():
 
 
 def engine_compiled(stage, how, backend):
-    """A step of a ZeRO engine with tiles whose model, or which itself, is compiled."""
+    """A step of a ZeRO engine whose model, or which itself, is compiled."""
     model = small()
     given = torch.compile(model, backend=backend) if how == "model" else model
-    config = settings({**SECTION, "mlp_tiles": 2}, stage, 1, 2)
+    config = settings(SECTION, stage, 1, 2)
     engine, *_ = ds_seqpar.initialize(
         model=given, model_parameters=list(model.parameters()), config=config,
         check_loss=backend != "eager",  # of another length, for which it would be compiled too

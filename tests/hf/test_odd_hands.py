@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 import ds_seqpar
 from hf_integration import patch_attention, whole_sequences
-from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.dist.ranks import lacking, make, refusal
 from tests.hf.families import gradients, model_of
 from tests.hf.llama import gap, small, with_lora
-from tests.launch import on_engine_ranks as on_ranks
+from tests.launch import on_each_of
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TILES = {"mlp_tiles": 3, "loss_tiles": 3}
@@ -75,26 +75,21 @@ def forwards(model):
     return given
 
 
-def plain_forwards():
-    """Names of what a patched model of one rank does not give as the plain one, with and without tiles."""
-    found, plain = [], forwards(small())
+@on_each_of(1, keep="deepspeed")
+def test_on_one_rank_a_patched_model_is_the_plain_one():
+    plain = forwards(small())
     for tiles in ({}, TILES):
         mine = forwards(small().patch_attention(make(size=1, **tiles)))
-        same = {name: torch.equal(x, mine[name]) if name != "text" else x == mine[name] for name, x in plain.items()}
-        found += [name for name, equal in same.items() if not equal]
-    return found
-
-
-def test_on_one_rank_a_patched_model_is_the_plain_one():
-    assert on_ranks(1, plain_forwards) == [[]]
+        for name, x in plain.items():
+            assert x == mine[name] if name == "text" else torch.equal(x, mine[name]), (name, tiles)
 
 
 # --- copies and what is made of it
 
 
-def others():
-    """What is wrong with what is made of a patched model, and with it after that."""
-    sp, wrong = make(size=1), []
+@on_each_of(1)
+def test_what_is_made_of_a_patched_model_is_not_patched():
+    sp = make(size=1)
     model, plain = small().patch_attention(sp).eval(), small().eval()
     with torch.no_grad():
         logits, loss = plain(IDS).logits, plain(IDS, labels=IDS).loss.item()
@@ -102,39 +97,28 @@ def others():
     made += [type(model)(copy.deepcopy(model.config)), type(model)(type(model.config)(**model.config.to_dict()))]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        wrong += ["saved"] * ("sequence_parallel" in Path(folder, "config.json").read_text())
+        assert "sequence_parallel" not in Path(folder, "config.json").read_text()
         made.append(AutoModelForCausalLM.from_pretrained(folder))
     for number, other in enumerate(made):
         other.load_state_dict(model.state_dict())
         with torch.no_grad():
-            same = torch.equal(other.eval()(IDS).logits, logits)
-        wrong += [] if same and other.config._attn_implementation == "sdpa" else [f"made {number}"]
+            assert torch.equal(other.eval()(IDS).logits, logits), number
+        assert other.config._attn_implementation == "sdpa", number
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        wrong += [] if abs(model(**shard(sp)).loss.item() - loss) < 1e-5 else ["set_attn_implementation"]
-    wrong += [] if model.unpatch_attention().config._attn_implementation == "eager" else ["unpatched"]
-    told = {"pickle": pickle.dumps, "torch.save": lambda model: torch.save(model, io.BytesIO())}
+        assert model(**shard(sp)).loss.item() == pytest.approx(loss, rel=1e-5)
+    assert model.unpatch_attention().config._attn_implementation == "eager"
     patched = small().patch_attention(sp)
-    said = {name: refusal(save, patched) for name, save in told.items()}
-    said["no SequenceParallel"] = refusal(patch_attention, small(), None)
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        assert lacking(refusal(save, patched), "ConfigError", "state_dict") == []
+    assert lacking(refusal(patch_attention, small(), None), "ConfigError") == []
     pickle.dumps(patched.unpatch_attention())
-    return wrong, said
 
 
-def test_what_is_made_of_a_patched_model_is_not_patched():
-    ((wrong, said),) = on_ranks(1, others)
-    assert wrong == []
-    for kind, message in said.values():
-        assert kind == "ConfigError"
-        assert is_one_sentence(message)
-    assert "state_dict" in said["pickle"][1]
-    assert said["pickle"] == said["torch.save"]
-
-
-def copied():
-    """Of a model with experts, checkpointing and tiles, and of its copies: what is wrong."""
-    sp, wrong = make(size=1, mlp_tiles="auto", loss_tiles=3), []
-    model = model_of("qwen3_moe").train()
+@on_each_of(1)
+def test_copies_are_patched_and_unpatched_by_themselves():
+    """Of a model with experts, checkpointing and tiles."""
+    sp, model = make(size=1, mlp_tiles="auto", loss_tiles=3), model_of("qwen3_moe").train()
     model.gradient_checkpointing_enable()
     model(IDS)  # in which transformers leaves hooks of its own
     plain = state(model)
@@ -147,19 +131,16 @@ def copied():
         other.zero_grad()
         loss = other(**shard(sp)).loss
         loss.backward()
-        wrong += [] if torch.equal(loss, expected) and gap(gradients(other), gradients(model)) == 0 else ["copy"]
+        assert torch.equal(loss, expected)
+        assert gap(gradients(other), gradients(model)) == 0
         with pytest.raises(ds_seqpar.SeqParError, match="position_ids"):  # sharded, though made in whole_sequences
             other(**shard(sp) | {"position_ids": IDS + 1})
     for other in (*copies, model):
-        wrong += [] if sp.keeps_masks else ["masks"]
+        assert sp.keeps_masks
         other.unpatch_attention()
-        wrong += [] if state(other) == plain else ["unpatched"]
+        assert state(other) == plain
     gc.collect()  # the copy of which the second is a copy
-    return wrong, sp.keeps_masks
-
-
-def test_copies_are_patched_and_unpatched_by_themselves():
-    assert on_ranks(1, copied) == [([], False)]
+    assert not sp.keeps_masks
 
 
 # --- another head
@@ -186,10 +167,8 @@ HEADS = {
 }
 
 
-def heads():
-    """By change: (gap of gradients, and difference of losses, to the model without tiles, whether unpatching left
-    nothing)."""
-    found = {}
+@on_each_of(1)
+def test_tiles_take_the_head_that_the_model_has():
     for name, change in HEADS.items():
         sp = make(size=1, **TILES)
         torch.manual_seed(5)
@@ -201,17 +180,9 @@ def heads():
         model.zero_grad()
         expected = model(IDS, labels=IDS).loss
         expected.backward()
-        left = [sorted(set(vars(m)) & {"forward", "_z3_leaf", "_sequence_parallel_tiling"}) for m in model.modules()]
-        found[name] = gap(mine, gradients(model)), float((loss - expected).abs()), not any(left)
-    return found
-
-
-def test_tiles_take_the_head_that_the_model_has():
-    (found,) = on_ranks(1, heads)
-    for name, (difference, loss, unpatched) in found.items():
-        assert difference < 1e-5, name
-        assert loss < 1e-5, name
-        assert unpatched, name
+        assert gap(mine, gradients(model)) < 1e-5, name
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5), name
+        assert not any(vars(m).keys() & {"forward", "_z3_leaf", "_sequence_parallel_tiling"} for m in model.modules())
 
 
 # --- backward
@@ -223,39 +194,27 @@ def checkpointed(model, reentrant):
     return model.train()
 
 
-def backwards():
-    """By how layers are checkpointed and tiled: gaps of gradients where backward runs in another context than forward,
-    and what is said where the model was unpatched between them."""
-    found, plain = {}, small().train()
-    plain(IDS, labels=IDS).loss.backward()
-    for tiles in ({}, TILES):
-        sp = make(size=1, **tiles)
-        for reentrant in (False, True):
-            model = checkpointed(small().patch_attention(sp), reentrant)
-            with whole_sequences(model):
-                loss = model(IDS, labels=IDS).loss
-            (1 * loss).backward()
-            gaps = [gap(gradients(model), gradients(plain))]
-            model.zero_grad()
-            loss = model(**shard(sp)).loss
-            with whole_sequences(model):
-                model.generate(IDS, **HOW)
-                loss.backward()
-            gaps.append(gap(gradients(model), gradients(plain)))
-            loss = model(**shard(sp)).loss
-            model.unpatch_attention()
-            found[bool(tiles), reentrant] = max(gaps), refusal(loss.backward)
-    return found
-
-
+@on_each_of(1)
 def test_backward_is_of_the_forward_that_was():
-    (found,) = on_ranks(1, backwards)
-    assert len(found) == 4
-    for how, (difference, (kind, message)) in found.items():
-        assert difference < 1e-5, how
-        assert kind == "ConfigError"
-        assert "unpatch_attention after backward" in message
-        assert is_one_sentence(message)
+    """Whatever the context of backward; and what is said where the model was unpatched between them."""
+    plain = small().train()
+    plain(IDS, labels=IDS).loss.backward()
+    for tiles, reentrant in itertools.product(({}, TILES), (False, True)):
+        sp = make(size=1, **tiles)
+        model = checkpointed(small().patch_attention(sp), reentrant)
+        with whole_sequences(model):
+            loss = model(IDS, labels=IDS).loss
+        (1 * loss).backward()
+        assert gap(gradients(model), gradients(plain)) < 1e-5
+        model.zero_grad()
+        loss = model(**shard(sp)).loss
+        with whole_sequences(model):
+            model.generate(IDS, **HOW)
+            loss.backward()
+        assert gap(gradients(model), gradients(plain)) < 1e-5
+        loss = model(**shard(sp)).loss
+        model.unpatch_attention()
+        assert lacking(refusal(loss.backward), "ConfigError", "unpatch_attention after backward") == []
 
 
 # --- inputs that are none, on the second of two ranks
@@ -274,47 +233,35 @@ INPUTS = {
 }
 
 
-def wrong_inputs():
-    """By input: what is said of it, and at the end the loss of a good batch."""
-    sp, said = make(size=2), {}
+@on_each_of(2)
+def test_inputs_that_are_none_are_refused_on_all_ranks():
+    sp = make(size=2)
     model, ids = small().patch_attention(sp), torch.arange(48).repeat(2, 1)
     good = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
-    for name, (key, change, _) in INPUTS.items():
+    for name, (key, change, word) in INPUTS.items():
         wrong = {**good, key: change(good.get(key))} if sp.rank == 1 else good
-        said[name] = refusal(model, **wrong)
-    return said, model(**good).loss.item()
-
-
-def test_inputs_that_are_none_are_refused_on_all_ranks():
-    for rank, (said, loss) in enumerate(on_ranks(2, wrong_inputs)):
-        assert loss > 0
-        for name, (_, _, word) in INPUTS.items():
-            kind, message = said[name]
-            assert kind == ("InputError" if rank == 1 else "DisagreementError"), name
-            assert word in message, name
-            assert is_one_sentence(message), name
+        kind = "InputError" if sp.rank == 1 else "DisagreementError"
+        assert lacking(refusal(model, **wrong), kind, word) == [], name
+    assert model(**good).loss.item() > 0
 
 
 # --- torch's own checkpoint inside of ours
 
 
-def inside():
-    """By way: gaps of gradients of functions that are checkpointed inside checkpointed ones."""
-    found = {}
-    for settings_of in ({}, {"head_chunks": 2, "offload_checkpoints": True}):
-        sp = make(size=2, ulysses=2, **settings_of)
+@on_each_of(2)
+def test_a_checkpoint_of_torchs_inside_of_ours():
+    for more in ({}, {"head_chunks": 2, "offload_checkpoints": True}):
+        sp = make(size=2, ulysses=2, **more)
         torch.manual_seed(sp.rank)
         given = [torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
         expected = None
         for ours, theirs in ((None, None), *itertools.product((False, True), repeat=2)):
-            run = layers_of(sp, ours, theirs)
-            run(*given).square().sum().backward()
-            found_now = torch.stack([x.grad for x in given])
-            expected = found_now if expected is None else expected
-            found[str(settings_of), ours, theirs] = float((found_now - expected).abs().max())
+            layers_of(sp, ours, theirs)(*given).square().sum().backward()
+            found = torch.stack([x.grad for x in given])
+            expected = found if expected is None else expected
+            assert (found - expected).abs().max() < 1e-12, (more, ours, theirs)
             for x in given:
                 x.grad = None
-    return found
 
 
 def layers_of(sp, ours, theirs):
@@ -328,9 +275,3 @@ def layers_of(sp, ours, theirs):
         return checkpoint(inner, first.cos(), k, v, use_reentrant=theirs)
 
     return outer if ours is None else lambda *given: sp.checkpoint(outer, *given, use_reentrant=ours)
-
-
-def test_a_checkpoint_of_torchs_inside_of_ours():
-    for found in on_ranks(2, inside):
-        assert len(found) == 2 * 5
-        assert max(found.values()) < 1e-12

@@ -2,6 +2,7 @@
 ZeRO stage; and nothing whole."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -15,13 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import ds_seqpar
 from hf_integration.memory import tiled_modules
 from hf_integration.model import whole_calls
-from tests.dist.ranks import is_one_sentence, lacking, make, refusal
+from tests.dist.ranks import lacking, make, refusal
 from tests.hf import trainers
 from tests.hf.families import batch_of, gradients, model_of
 from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
 from tests.launch import on_each_of
 from tests.launch import on_engine_ranks as on_ranks
-from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TILES = {"mlp_tiles": 5, "loss_tiles": 3}
@@ -136,9 +136,9 @@ def seen(part, kind, checkpointing, section):
     return found, gradients(model)
 
 
-def seen_by_hooks():
-    """By part and kind: errors of what is seen, and the gap of gradients."""
-    found = {}
+@on_each_of(1)
+def test_hooks_see_numbers():
+    """A norm whose output or gradient somebody looks at is computed by itself."""
     for part, kind, checkpointing in (
         ("input_layernorm", "forward", False),
         ("post_attention_layernorm", "before", True),
@@ -149,18 +149,9 @@ def seen_by_hooks():
         (plain, right), (mine, grads) = (
             seen(part, kind, checkpointing, section) for section in ({}, {"mlp_tiles": 3, "head_chunks": 2})
         )
-        pairs = zip(mine, plain, strict=True)
-        found[part, kind] = [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), gap(grads, right)]
-    return found
-
-
-def test_hooks_see_numbers():
-    """A norm whose output or gradient somebody looks at is computed by itself."""
-    (found,) = on_ranks(1, seen_by_hooks)
-    assert len(found) == 5
-    for case, errors in found.items():
-        assert len(errors) > 1, case
-        assert all(error < 1e-5 for error in errors), (case, errors)  # NaN is not
+        errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, plain, strict=True)]
+        assert errors, (part, kind)
+        assert all(error < 1e-5 for error in (*errors, gap(grads, right))), (part, kind)  # NaN is not
 
 
 def by_hand(section):
@@ -174,15 +165,12 @@ def by_hand(section):
     return torch.equal(given, before), x.grad
 
 
-def both_by_hand():
-    return by_hand(TILES), by_hand({})
-
-
+@on_each_of(1)
 def test_a_checkpoint_of_a_users_keeps_what_it_is_given():
     """In a layer's own checkpoint the gradient takes the place of what the MLP's norm is given; nobody else has it."""
-    (((kept, gradient), (_, expected)),) = on_ranks(1, both_by_hand)
+    kept, gradient = by_hand(TILES)
     assert kept
-    torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(gradient, by_hand({})[1])
 
 
 class Adapted(torch.nn.Module):
@@ -217,14 +205,11 @@ def with_other_readers(how, section):
     return {name.replace("mlp.mlp", "mlp"): x for name, x in gradients(model).items()}
 
 
-def other_readers():
-    both = {}, {"mlp_tiles": 3, "head_chunks": 2}
-    return [gap(*(with_other_readers(how, section) for section in both)) for how in ("reader", "layer")]
-
-
+@on_each_of(1)
 def test_a_norm_with_readers_of_other_kinds_is_computed():
-    (gaps,) = on_ranks(1, other_readers)
-    assert all(gap < 1e-5 for gap in gaps), gaps
+    for how in ("reader", "layer"):
+        plain, mine = (with_other_readers(how, section) for section in ({}, {"mlp_tiles": 3, "head_chunks": 2}))
+        assert gap(mine, plain) < 1e-5, how
 
 
 # --- under ZeRO
@@ -313,8 +298,9 @@ def test_training_is_that_of_one_process_that_saves_no_memory(cases, ranks):
         assert min(norms) > 0.1
 
 
-def under_ddp():
-    """The gap of gradients to one process', of a model with tied embeddings in DistributedDataParallel."""
+@on_each_of(2)
+def test_ddp_is_given_each_gradient_once():
+    """kernels-community#1081: "marked as ready twice". With tied embeddings."""
     sp, model = make(size=2, ulysses=1, **TILES), llama(tie_word_embeddings=True)
     window = ragged(MODES["r2"], 1, 2)
     expected, _ = one_process(llama(tie_word_embeddings=True), window)
@@ -322,41 +308,31 @@ def under_ddp():
     data_parallel = torch.nn.parallel.DistributedDataParallel(model)
     for batch in sp.shard_batches(window):
         (data_parallel(**batch).loss / len(window)).backward()
-    return gap(gradients(model), expected)
-
-
-def test_ddp_is_given_each_gradient_once():
-    """kernels-community#1081: "marked as ready twice"."""
-    assert max(on_ranks(2, under_ddp)) < 1e-5
+    assert gap(gradients(model), expected) < 1e-5
 
 
 # --- what else a model is asked for
 
 
-def sharded_and_local():
-    """What is not as it should be, by name."""
+@on_each_of(1)
+def test_local_forwards_and_copies_are_the_models_own():
+    """That they give what the plain model gives, and what unpatching leaves: test_odd_hands.py."""
     sp, model = make(size=1, **TILES), llama().eval()
     model.patch_attention(sp)
     tiled, shard = [], sp.shard_batch(batch_of("odd"))
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda *_: tiled.append(1))
     model(torch.arange(24).view(2, 12))
-    same = {"local ones are not tiled": len(tiled) == 2}
+    assert len(tiled) == 2  # which is no tile
     with torch.no_grad():
-        same["logits are whole without gradients"] = model(**shard).logits.shape == (2, 51, 64)
-    same["no logits with them"] = model(**shard).logits is None
-    same["as a tuple"] = len(model(**shard, return_dict=False)) == 1
+        assert model(**shard).logits.shape == (2, 51, 64)
+    assert model(**shard).logits is None
+    assert len(model(**shard, return_dict=False)) == 1
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.model.layers[0].mlp.down_proj.weight.zero_()
         copied.lm_head.weight.zero_()
-    same["a copy has its own weights"] = abs(copied(**shard).loss.item() / 4.158883 - 1) < 1e-5  # log 64
-    return [name for name, equal in same.items() if not equal]
-
-
-def test_local_forwards_and_copies_are_the_models_own():
-    """That they give what the plain model gives, and what unpatching leaves: test_odd_hands.py."""
-    assert on_ranks(1, sharded_and_local) == [[]]
+    assert copied(**shard).loss.item() == pytest.approx(math.log(64), rel=1e-5)  # its weights are its own
 
 
 class WithForward(torch.nn.Module):
@@ -372,47 +348,28 @@ def shadowed(part):
     return model
 
 
-def refusals():
-    one, zero3 = settings({"size": 1}, "3", 1, 1), settings({"size": 1, **TILES}, "3", 1, 1)
-    sps = {name: make(size=1, **tiles) for name, tiles in {
-        "both": TILES, "mlp": {"mlp_tiles": 2}, "loss": {"loss_tiles": "auto"}, "one": {}}.items()}  # fmt: skip
-    had = ds_seqpar.initialize(model=llama(), config=one)[0].module.unpatch_attention()
-    patched = llama().patch_attention(sps["both"])
-    shard = sps["both"].shard_batch(batch_of("odd"))
-    del shard["num_items_in_batch"]
-    own = {**zero3, "sequence_parallel": {"loss_tiles": "auto"}}
-    asked = {
-        "experts": lambda: model_of("gpt_oss").patch_attention(sps["mlp"]),
-        "base model": lambda: llama().model.patch_attention(sps["both"]),
-        "own mlp": lambda: shadowed(lambda model: model.model.layers[1].mlp).patch_attention(sps["both"]),
-        "own forward": lambda: shadowed(lambda model: model).patch_attention(sps["loss"]),
-        "an engine's": lambda: had.patch_attention(sps["both"]),
-        "no divisor": lambda: patched(**shard),
-        "own model": lambda: ds_seqpar.initialize(
-            model=WithForward(sps["one"]), config=own, sequence_parallel=sps["one"]
-        ),
-    }
-    return {name: refusal(call) for name, call in asked.items()}
-
-
-REFUSED = {
-    "experts": ("sequence_parallel.mlp_tiles", "got 2", "'gpt_oss' with experts"),
-    "base model": ("sequence_parallel.loss_tiles", "got 3", "LlamaModel"),
-    "own mlp": ("sequence_parallel.mlp_tiles", "forward", "got a LlamaMLP"),
-    "own forward": ("sequence_parallel.loss_tiles", "forward", "got a LlamaForCausalLM"),
-    "an engine's": ("ZeRO-3", "patch_attention first"),
-    "no divisor": ("tiled loss", "num_items_in_batch", "got none"),
-    "own model": ("sequence_parallel.loss_tiles", "transformers models", "got 'auto'"),
-}
-
-
+@on_each_of(1, keep="deepspeed")
 def test_what_cannot_be_tiled_is_refused():
-    (found,) = on_ranks(1, refusals)
-    assert found.keys() == REFUSED.keys()
-    for name, (kind, message) in found.items():
-        assert kind == ("InputError" if name == "no divisor" else "ConfigError"), (name, message)
-        assert missing(message, *REFUSED[name]) == [], (name, message)
-        assert is_one_sentence(message)
+    both, mlp, loss, one = (make(size=1, **x) for x in (TILES, {"mlp_tiles": 2}, {"loss_tiles": "auto"}, {}))
+    config = settings({"size": 1}, "3", 1, 1)
+    had = ds_seqpar.initialize(model=llama(), config=config)[0].module.unpatch_attention()
+    patched, shard = llama().patch_attention(both), both.shard_batch(batch_of("odd"))
+    del shard["num_items_in_batch"]
+    own = {**config, "sequence_parallel": {"loss_tiles": "auto"}}
+    for call, *words in (
+        (lambda: model_of("gpt_oss").patch_attention(mlp), "mlp_tiles", "got 2", "'gpt_oss' with experts"),
+        (lambda: llama().model.patch_attention(both), "loss_tiles", "got 3", "LlamaModel"),
+        (lambda: shadowed(lambda model: model.model.layers[1].mlp).patch_attention(both), "got a LlamaMLP"),
+        (lambda: shadowed(lambda model: model).patch_attention(loss), "loss_tiles", "got a LlamaForCausalLM"),
+        (lambda: had.patch_attention(both), "ZeRO-3", "patch_attention first"),
+        (
+            lambda: ds_seqpar.initialize(model=WithForward(one), config=own, sequence_parallel=one),
+            "loss_tiles",
+            "got 'auto'",
+        ),
+    ):
+        assert lacking(refusal(call), "ConfigError", *words) == [], words
+    assert lacking(refusal(lambda: patched(**shard)), "InputError", "num_items_in_batch", "got none") == []
 
 
 def not_additive(logits, labels, shift_labels, num_items_in_batch, **_):
@@ -421,42 +378,30 @@ def not_additive(logits, labels, shift_labels, num_items_in_batch, **_):
     return losses / num_items_in_batch * (1 if logits.shape[1] > 1 else 2)
 
 
-def own_loss():
-    model = llama()
-    model.loss_function = not_additive
-    found, ids = [], torch.arange(4)[None]  # tiles of one token are among those of the loss
-    for tiles in ({}, TILES):
-        engine, *_ = ds_seqpar.initialize(model=copy.deepcopy(model), config=settings({"size": 1, **tiles}, "2", 1, 1))
-        found.append(refusal(engine, **engine.sequence_parallel.shard_batch({"input_ids": ids, "labels": ids})))
-    return found
-
-
+@on_each_of(1, keep="deepspeed")
 def test_a_loss_that_is_no_sum_over_tokens_is_refused():
     """What is tried is the tiled loss."""
-    (((taken, _), (kind, message)),) = on_ranks(1, own_loss)
-    assert taken is None
-    assert kind == "ConfigError"
-    assert missing(message, "num_items_in_batch", "where that is", "check_loss=False") == []
+    model, ids = llama(), torch.arange(4)[None]  # tiles of one token are among those of the loss
+    model.loss_function = not_additive
+    for tiles in ({}, TILES):
+        engine, *_ = ds_seqpar.initialize(model=copy.deepcopy(model), config=settings({"size": 1, **tiles}, "2", 1, 1))
+        refused = refusal(engine, **engine.sequence_parallel.shard_batch({"input_ids": ids, "labels": ids}))
+        assert refused == (None, None) if not tiles else lacking(refused, "ConfigError", "check_loss=False") == []
 
 
-def without_logits():
-    """Losses of a model whose head and loss are one, with tiles and without."""
-    found = []
+@on_each_of(1)
+def test_a_loss_without_logits_is_not_compared_with_tiles_that_it_does_not_have():
+    losses = []
     for tiles in ({"mlp_tiles": 2}, {}):
         model = small()
         model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
         model.patch_attention(make(size=1, **tiles))
-        found.append(model(**whole_calls.moved_batch(batch_of("odd"), torch.device("cpu"))).loss.item())
-    return found
+        losses.append(model(**whole_calls.moved_batch(batch_of("odd"), torch.device("cpu"))).loss.item())
+    assert losses[0] == pytest.approx(losses[1])
 
 
-def test_a_loss_without_logits_is_not_compared_with_tiles_that_it_does_not_have():
-    ((tiled, whole),) = on_ranks(1, without_logits)
-    assert tiled == pytest.approx(whole)
-
-
-def bf16_errors():
-    """Of gradients in bf16 against fp64: (without tiles, in tiles)."""
+@on_each_of(1)
+def test_bf16_is_as_near_as_without_tiles():
     found, values = [], llama().bfloat16().state_dict()
     for dtype, tiles in (
         (torch.float64, {}),
@@ -468,12 +413,7 @@ def bf16_errors():
         model.patch_attention(sp)
         model(**sp.shard_batch(batch_of("odd"))).loss.backward()
         found.append(gradients(model))
-    return tuple(gap(each, found[0]) for each in found[1:])
-
-
-def test_bf16_is_as_near_as_without_tiles():
-    ((plain, mine),) = on_ranks(1, bf16_errors)
-    assert mine < 2 * plain < 0.2
+    assert gap(found[2], found[0]) < 2 * gap(found[1], found[0]) < 0.2
 
 
 def compiled():

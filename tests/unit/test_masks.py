@@ -225,17 +225,6 @@ def test_tiles_are_exact(runs, mask, square):
 
 
 @pytest.mark.parametrize("layout", COMMON)
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_of_every_window_are_exact(layout, causal):
-    for ranks, per_rank in ((1, 8), (2, 6), (3, 4)):
-        blocks, seq = _blocks(layout, ranks, per_rank), ranks * per_rank
-        for window in range(1, seq + 2):
-            for q, kv in itertools.product(blocks, repeat=2):
-                _assert_exact(q, kv, Mask(causal=causal, window=window))
-            _assert_exact(join(blocks), join(blocks), Mask(causal=causal, window=window), True)
-
-
-@pytest.mark.parametrize("layout", COMMON)
 def test_tiles_of_packed_documents_are_exact(layout):
     packs = [[1] * 24, [8, 8, 8], [5, 7, 12], [1, 22, 1], [24], [3, 1, 1, 9, 2, 8]]
     for lengths, ranks, window in itertools.product(packs, (1, 2, 4), (None, 1, 3, 8)):
@@ -317,14 +306,3 @@ def test_a_block_sees_another_where_any_query_sees_any_key(blocks, mask):
         seen = bool(_dense(q, kv, mask).any())
         assert found[i] >> j & 1 == seen, (q, kv, mask)
         assert bool(tiles(q, kv, mask)) == seen, (q, kv, mask)
-
-
-@pytest.mark.parametrize("layout", COMMON)
-def test_visibility_of_a_sequence_is_exact(layout):
-    for ranks, per_rank in ((4, 6), (6, 2), (8, 4)):
-        blocks, seq = _blocks(layout, ranks, per_rank), ranks * per_rank
-        for window, lengths in itertools.product((None, 1, 2, 5, seq), ([seq], [1] * seq, [seq - 7, 3, 4])):
-            for causal in (True, False):
-                mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
-                for q, found in zip(blocks, visibility(blocks, blocks, mask), strict=True):
-                    assert found == sum(1 << j for j, kv in enumerate(blocks) if _dense(q, kv, mask).any())
