@@ -79,7 +79,8 @@ def test_engines_attend_once_and_send_once():
         for case, ways in zip(CASES, found, strict=True):
             expected, forwards, arrived = ways["none"]
             calls = 2 if case[3] == {"head_chunks": 2} else 1  # with overlap all head chunks are one
-            arrived["qkv"] //= calls  # without a checkpoint these keep nothing that they have sent
+            if "qkv" in arrived:  # without a checkpoint head chunks keep nothing that they have sent
+                arrived["qkv"] //= calls
             arrived.pop("delta_heads", None)
             assert forwards == LAYERS * STEPS * calls
             assert norm(expected["gradients"]) > 0
@@ -127,7 +128,8 @@ def test_attention_runs_once_and_sends_once_unless_it_is_to_run_again(mode):
             also.pop("delta_heads", None)  # in place of an inner out: a head_dim-th of what do_heads are
             if name in ("none", "plain", "reentrant") and not again:
                 assert also == arrived, name
-            assert sum(also.values()) > sum(arrived.values()) or not twice
+            if twice and mode != "r2":  # a pack on two ranks may need no other's keys
+                assert sum(also.values()) > sum(arrived.values())
 
 
 def own_layers():

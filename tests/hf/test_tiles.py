@@ -17,6 +17,7 @@ import ds_seqpar
 from hf_integration.memory import tiled_modules
 from hf_integration.model import whole_calls
 from tests.dist.ranks import lacking, make, refusal
+from tests.grids import each_then_rest
 from tests.hf import trainers
 from tests.hf.families import batch_of, gradients, model_of
 from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
@@ -416,11 +417,11 @@ def test_bf16_is_as_near_as_without_tiles():
     assert gap(found[2], found[0]) < 2 * gap(found[1], found[0]) < 0.2
 
 
-def compiled():
+def compiled(asked):
     """(difference of gradients from those of one that is neither compiled nor tiled, whether there are no logits, tiles
     of an MLP, graphs)."""
     found, count = [], []
-    for tiles in ({}, TILES):
+    for tiles in ({}, asked):
         sp, model = make(size=1, **tiles), small()
         model.patch_attention(sp)
         model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: count.append(1))
@@ -431,12 +432,12 @@ def compiled():
     return gap(*found), output.logits is None, len(count), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.whole  # with fewer tiles: test_compile.py
-def test_a_compiled_model_has_tiles():
-    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, timeout=300)
+@pytest.mark.parametrize("asked", each_then_rest([{"mlp_tiles": 2}], [TILES]), ids=len)
+def test_a_compiled_model_has_tiles(asked):
+    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, asked, timeout=300)
     assert difference < 1e-5
-    assert no_logits
-    assert tiles == 1 + 2 * TILES["mlp_tiles"]
+    assert no_logits is ("loss_tiles" in asked)
+    assert tiles == 1 + 2 * asked["mlp_tiles"]
     assert graphs > 1
 
 
