@@ -45,7 +45,8 @@ ASKED = [
     (request(16, 1, model=SMALL, given={"size": 16}), "32 tokens"),
     (request(4, 16385, model=SMALL, given={"size": 4, "ulysses": 4}), "16388 tokens"),
     (request(8, 10**12, model=SMALL, given=RING), "tokens"),
-    (request(limits.MAX_RANKS, 10**12, model=SMALL, given=RING), "tokens"),  # no more ranks can be had
+    # no more ranks can be had
+    pytest.param(request(limits.MAX_RANKS, 10**12, model=SMALL, given=RING), "tokens", marks=pytest.mark.whole),
     (request(24, limits.MAX_TOKENS, model=SMALL, given={"size": 24, **RING}), "tokens"),  # nor a longer sequence
     (request(8, 2**23, documents=(2**23,), given=RING), "ranks"),
     (request(8, 2**13), "offload_optimizer"),
