@@ -17,7 +17,7 @@ def test_attention_on_virtual_ranks(count, record_property):
     fuzz(cases.cases(virtual=True), count, virtual.try_one, record_property)
 
 
-@counts(24, 300)
+@counts(12, 300)
 def test_attention_on_real_ranks(count, record_property):
     on_real_ranks(cases.cases(), ranks.run, count, record_property)
 
@@ -32,7 +32,7 @@ def on_real_ranks(drawn, run, count, record_property):
         fuzz(drawn, count, lambda case: ranks.verdict(case, *pools.call(case["ranks"], run, case)), record_property)
 
 
-@counts(30, 300)
+@counts(15, 300)
 def test_commands(count, record_property):
     """No traceback, no hang, little memory."""
     tried = Tried(shell.try_one)

@@ -34,6 +34,9 @@ def _planned(world=16, job=JOB, seen=_seen, **settings):
     return resolve_with_plan(Config(**settings), job, world, seen)
 
 
+SHORT = {"schedule": "ring", "layout": "zigzag", "rank_order": "ulysses_intra"}  # a short search
+
+
 def test_all_auto_is_what_the_planner_takes():
     found = _planned(world=8)
     its = plan(request_of(Config(), JOB, 65536, 8, _seen())).best.config
@@ -87,8 +90,8 @@ def test_stages_left_open_are_planned_with_overlap(rate, head_chunks):
 
 
 def test_a_length_said_goes_before_that_of_the_data():
-    assert _planned(seq_len=5000).plan.request.seq == 5024  # of which 2 x 16 ranks have equal parts
-    assert _planned().plan.request.seq == 65536
+    assert _planned(seq_len=5000, **SHORT).plan.request.seq == 5024  # of which 2 x 16 ranks have equal parts
+    assert _planned(**SHORT).plan.request.seq == 65536
 
 
 def test_a_length_without_a_model_is_refused():
@@ -101,7 +104,7 @@ def test_a_pack_is_planned_as_its_documents():
     pack = (1024,) * 64
     choice = _planned(job=dataclasses.replace(JOB, documents=pack)).plan
     assert choice.request.documents == pack
-    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072).plan
+    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072, **SHORT).plan
     assert said.request.documents == ()
 
 
@@ -119,7 +122,7 @@ def test_a_pack_is_planned_as_its_documents():
 def test_sizes_keep_the_sequences_of_a_step(job, sizes):
     job = dataclasses.replace(JOB, **job)
     assert job.sizes(16) == sizes
-    found = _planned(job=job, schedule="ring", layout="zigzag", rank_order="ulysses_intra")  # a short search
+    found = _planned(job=job, **SHORT)
     assert found.config.size in sizes
     assert all(one.config.size in sizes for one in found.plan.ranked)
     assert any("sequences cannot be" in why for _, why in found.plan.rejected)
