@@ -120,9 +120,16 @@ def test_what_is_missing_or_no_machine_at_all_is_named(tmp_path):
         machine_of("ours", {name: value for name, value in H100.items() if name != "memory"})
     with pytest.raises(ConfigError, match="an object; got 3"):
         machine_of("ours", 3)
-    with pytest.raises(ConfigError, match=r"got 'h100'.*'h100-ib'"):
+    with pytest.raises(ConfigError, match=r"got .h100..*'h100-ib'"):
         Machine.load("h100")
     with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
         Machine.load(str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"h100-ib.*bfloat16.*float64"):
         Machine.load("h100-ib").rated_dtype("float64")
+
+
+def test_a_name_of_any_length_is_refused_in_a_sentence():
+    with pytest.raises(ConfigError) as caught:
+        Machine.load("x" * 100_000)
+    assert missing(str(caught.value), "h100-ib", "a JSON file", "xxx") == []
+    assert len(str(caught.value)) < 500
