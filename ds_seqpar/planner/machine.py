@@ -19,7 +19,7 @@ from .. import renamed
 from ..compiler.tiles.launches import KERNELS
 from ..compiler.tiles.tiles import Tile
 from ..errors import ConfigError, did_you_mean
-from ..files import STRICT, read_as, read_json, shown
+from ..files import SHOWN, STRICT, read_as, read_json
 
 DEFAULT = "modest"  # the preset where no machine is named
 CORE = "cpu"  # the preset whose rates are those of one CPU core
@@ -160,7 +160,7 @@ class Machine:
         if place.endswith(".json"):
             return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
         raise ConfigError(
-            f"a machine is one of {', '.join(presets())}, or a JSON file; got {shown(place)}"
+            f"a machine is one of {', '.join(presets())}, or a JSON file; got {place[:SHOWN]!r}"
             f"{did_you_mean(place, presets())}"
         )
 
