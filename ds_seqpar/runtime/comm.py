@@ -236,7 +236,8 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
 
 EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`, far from a program's tags
 EARLY_OVER_GLOO = 1  # steps; see `Comm.early`
-SENDS_AHEAD = 3  # of a Ulysses exchange, before its first message has arrived; the fastest number over slow links
+# of a Ulysses exchange, before its first message has arrived; by benchmarks.cluster.attention at 20 Mbit/s
+SENDS_AHEAD = 3
 
 
 def _all_to_all_over_gloo(
