@@ -99,7 +99,7 @@ class SequenceParallel(Sharding):
         self.comm = TorchComm(created)
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank, measured)
-        self.calls = self.runtime.calls
+        self.calls, self.journal = self.runtime.calls, self.runtime.journal
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()

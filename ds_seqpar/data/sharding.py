@@ -24,6 +24,7 @@ from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.backward import Calls
 from ..runtime.comm import TorchComm, explaining_failure
 from ..runtime.groups import Groups, check_thread
+from ..runtime.journal import Journal
 from .batch_layout import BatchLayout, positions_held
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
@@ -39,6 +40,7 @@ class Sharding:
     data_size: int  # how many such groups there are
     comm: TorchComm
     calls: Calls
+    journal: Journal
     mask_users: weakref.WeakSet[Any]
     vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
 

@@ -20,6 +20,7 @@ from ..config.settings import SequenceParallelConfig
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
+from .journal import Journal
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
@@ -46,6 +47,7 @@ class Runtime:
         size: cp_size.
         ulysses: ulysses_size and this rank's Ulysses rank.
         calls: The calls whose backward the ranks agree on.
+        journal: What the ranks compare.
         checked: The key of the inputs that `input_checks` checked last, and what ranks compare of them.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
@@ -57,7 +59,8 @@ class Runtime:
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
         measured: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
-        self.calls = Calls(comm.groups if isinstance(comm, TorchComm) else None)
+        groups = comm.groups if isinstance(comm, TorchComm) else None
+        self.calls, self.journal = Calls(groups), Journal(groups)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.checked: tuple | None = None
         self.last_head_chunks: tuple[tuple, int] | None = None
