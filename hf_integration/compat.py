@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as of_all
 from torch.utils.data import DataLoader
 
-from ds_seqpar.compat import attribute, mark, missing
+from ds_seqpar.compat import attribute, mark, missing, private
 
 # ---- transformers: models
 
@@ -32,8 +32,23 @@ checkpoint_of = attribute(
 INPUT_GRADS = mark("transformers.modeling_utils:_require_grads_hook")
 # the name of the hook that adds NEFTune's noise, which would then depend on the number of ranks
 NEFTUNE = mark("transformers.integrations.neftune:neftune_post_forward_hook")
+set_output_recorders = private(
+    "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
+)
 # the function of "eager" attention, in the file of each model; local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
+
+def set_attention_name(config: Any, name: str) -> None:
+    """Set the attention of a config, and of those inside it, without a check that the model supports it."""
+    config._attn_implementation = name
+
+
+def new_model(cls: type, config: Any) -> Any:
+    """Make a model with random weights, as `from_config` does but without zero.Init."""
+    model = cls(config)
+    set_output_recorders(model)
+    return model
+
 
 # ---- transformers and trl: the Trainer
 
@@ -134,6 +149,20 @@ def whole_numel(parameter: torch.Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
+@contextlib.contextmanager
+def outside_zero_init() -> Iterator[None]:
+    """Context manager in which modules are made whole, also inside of `deepspeed.zero.Init`."""
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero is None:
+        yield
+        return
+    private(f"{zero.__name__}:shutdown_init_context", "a small copy of a model inside of zero.Init")()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
+
+
 # ---- peft
 
 
@@ -159,6 +188,20 @@ def hooks_around(module: nn.Module) -> Iterator[Callable]:
     for name in _HOOKS:
         yield from getattr(module, name).values()
         yield from getattr(of_all, f"_global{name}").values()
+
+
+def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable], bool]) -> None:
+    """Register hooks of a module's forward on another module too, with the same options."""
+    for hooks, options in (
+        ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
+        ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
+    ):
+        for key, hook in getattr(module, hooks).items():
+            if wanted(hook):
+                getattr(other, hooks)[key] = hook
+                for option in options:
+                    if key in getattr(module, option):
+                        getattr(other, option)[key] = True
 
 
 @contextlib.contextmanager

@@ -232,8 +232,8 @@ def is_plain_head(module: Any) -> bool:
     """
     if _is_of_peft(module):  # a tuner's forward may add to the loss
         tuner = next(cls for cls in type(module.base_model).__mro__ if "forward" in vars(cls))
-        return _is_of_library(module.forward) and tuner.__name__ == "BaseTuner"
-    return is_causal_lm(module) and _is_of_library(module.forward) and _is_of_library(type(module).forward)
+        return is_of_library(module.forward) and tuner.__name__ == "BaseTuner"
+    return is_causal_lm(module) and is_of_library(module.forward) and is_of_library(type(module).forward)
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -241,7 +241,8 @@ def is_causal_lm(model: nn.Module) -> bool:
     return any(cls.__name__.endswith("ForCausalLM") for cls in type(model).__mro__)
 
 
-def _is_of_library(forward: Any) -> bool:
+def is_of_library(forward: Any) -> bool:
+    """Return whether a function or a class is of a library, and not of a user."""
     while isinstance(forward, functools.partial):
         forward = forward.func
     return (getattr(inspect.unwrap(forward), "__module__", None) or "").partition(".")[0] in LIBRARIES

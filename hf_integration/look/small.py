@@ -1,0 +1,227 @@
+"""A small copy of a model: the same classes and kinds of layers, with few layers and small sizes.
+
+What a model does to tokens follows from its classes and its config, not from its size. So a copy that takes a second to
+make and run shows it, also of a model that is on the meta device or partitioned by ZeRO-3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ds_seqpar.errors import ConfigError
+
+from ..compat import copy_hooks, new_model, outside_zero_init, set_attention_name
+from ..families import is_of_library
+
+VOCABULARY, WIDTH, INNER, RANK = 96, 64, 48, 32
+WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
+# names of a config's numbers
+LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
+TOKENS = re.compile(r"(?!type_).*vocab_size(_.*)?")
+WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim)|word_embed_proj_dim")
+INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
+RANKS = re.compile(r".*lora_rank")
+WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
+HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_head_size|dim_head")
+NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
+
+
+def small_copy(model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0) -> tuple[Any, tuple[str, ...]]:
+    """Make a small copy of a model, with random fp32 weights and without dropout.
+
+    Neither zero.Init, the default device and dtype, nor torch's generators take part in it.
+
+    Args:
+        model: A transformers model, unwrapped. Its tensors are not read.
+        device: Where the copy lies.
+        seed: The copy is the same for the same seed.
+
+    Returns:
+        (the copy, in evaluation mode; what could not be made small).
+
+    Raises:
+        ConfigError: The model's class makes no model that runs of a copy of its config.
+    """
+    layers, number = layers_of(model), number_of_layers(model.config)
+    few = _prefix([_kind(model.config, layer, index) for index, layer in enumerate(layers)]) if layers else number
+    plans = {(few, True): "", (number, True): "the number of layers", (few, False): "the sizes of layers"}
+    for (count, sizes), kept in plans.items():
+        try:
+            copied = _made(model, count, sizes, seed)
+            carry_over(model, copied)
+            with torch.no_grad():
+                call(copied, tokens_for(copied.config, 1, 8))
+            if not _classes(layers) <= _classes(layers_of(copied)):
+                continue
+            return copied.to(device), (kept,) if kept else ()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+    raise ConfigError(
+        f"a model that is not among the tested families needs a small copy, to look at; got {type(model).__name__}, of "
+        f"whose config none could be made that runs ({reason}), set attention_mask, position_ids and use_cache aside in "
+        "its forward, or call sp.attention from a model of your own (docs/other_models.md)"
+    )
+
+
+def call(model: nn.Module, ids: Tensor, **inputs: Any) -> Any:
+    """Call a model without a cache."""
+    return model(input_ids=ids, **{"use_cache": False} if takes(model, "use_cache") else {}, **inputs)
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Return whether a model's forward takes an argument of this name."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
+    """Return (rows, tokens) random token ids, none of them special."""
+    text = config.get_text_config(decoder=True)
+    special = {x for c in (config, text) for name, x in vars(c).items() if name.endswith("_id") and isinstance(x, int)}
+    plain = torch.tensor([x for x in range(getattr(text, "vocab_size", VOCABULARY)) if x not in special][:VOCABULARY])
+    return plain[torch.randint(len(plain), (rows, tokens), generator=torch.Generator().manual_seed(seed))]
+
+
+def number_of_layers(config: PreTrainedConfig) -> int:
+    """Return the number of layers of a config's text model, 0 where it has no name that is known."""
+    text = config.get_text_config(decoder=True)
+    found = getattr(text, "num_hidden_layers", None)
+    return found or max((x for name, x in _numbers(text) if LAYERS.fullmatch(name)), default=0)
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model's text model."""
+    number = number_of_layers(model.config)
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+    return list(max(stacks, key=lambda stack: len(list(stack.modules())), default=()))
+
+
+def _numbers(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    return [(name, x) for name, x in vars(config).items() if type(x) is int]
+
+
+def _kind(config: PreTrainedConfig, layer: nn.Module, index: int) -> tuple:
+    """Return what tells a layer from layers of other kinds."""
+    text, number = config.get_text_config(decoder=True), number_of_layers(config)
+    by_layer = [x[index] for x in vars(text).values() if isinstance(x, list | tuple) and len(x) == number]
+    attributes = [
+        (name, type(module), *sorted((key, str(x)) for key, x in vars(module).items() if _tells(key, x)))
+        for name, module in layer.named_modules()
+    ]
+    return str(by_layer), *attributes
+
+
+def _tells(name: str, value: Any) -> bool:
+    return isinstance(value, bool | int | str | types.NoneType) and not NOT_KINDS.fullmatch(name)
+
+
+def _prefix(kinds: list[tuple]) -> int:
+    """Return the number of first layers that have all kinds; two at least, so that layers can act on one another."""
+    return min(len(kinds), max(2, 1 + max(kinds.index(kind) for kind in kinds)))
+
+
+def _classes(layers: list[nn.Module]) -> set[tuple]:
+    return {tuple(type(module) for module in layer.modules()) for layer in layers}
+
+
+def _made(model: PreTrainedModel, layers: int, sizes: bool, seed: int) -> Any:
+    config = copy.deepcopy(model.config)
+    number, text = number_of_layers(config), config.get_text_config(decoder=True)
+    for part in [config, *_parts(config)]:
+        _cut_layers(part, number if part in (config, text) else 2, layers if part in (config, text) else 2)
+        _quieten(part)
+        if sizes and part in (config, text):
+            _shrink(part)
+    set_attention_name(config, "eager")
+    with _own_world(seed):
+        small = new_model(type(model), config)
+        for parameter in small.parameters():
+            if parameter.dim() < 2 or not parameter.any():  # norms, biases, sinks, gates: 0 or 1 hides what they do
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    for module in small.modules():
+        if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
+            module.p = 0.0
+    return small.float().eval()
+
+
+@contextlib.contextmanager
+def _own_world(seed: int) -> Iterator[None]:
+    """Context manager in which torch's defaults are those of a new process, and which leaves all as it was."""
+    dtype = torch.get_default_dtype()
+    with outside_zero_init(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield part
+            yield from _parts(part)
+
+
+def _cut_layers(config: PreTrainedConfig, number: int, layers: int) -> None:
+    for name, value in list(vars(config).items()):
+        if type(value) is int and LAYERS.fullmatch(name):
+            setattr(config, name, min(value, layers))
+        elif isinstance(value, list | tuple) and len(value) == number > layers:
+            setattr(config, name, value[:layers])
+
+
+def _quieten(config: PreTrainedConfig) -> None:
+    """Leave out noise, with which two forwards could not be compared."""
+    for name, value in list(vars(config).items()):
+        if type(value) is float and re.fullmatch(r".*(drop|jitter|noise).*|.*pdrop", name):
+            setattr(config, name, 0.0)
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    numbers = dict(_numbers(config))
+    heads, width = getattr(config, "num_attention_heads", 0) or 1, getattr(config, "hidden_size", 0)
+    sized = any(HEAD_SIZE.fullmatch(name) for name in numbers)  # else a head has width / heads
+    narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
+    limits = [(TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK)]
+    for name, value in numbers.items():
+        limit = next((limit for pattern, limit in limits if pattern.fullmatch(name)), value)
+        if WINDOWS.fullmatch(name):
+            limit = WINDOW + sum(bool(WINDOWS.fullmatch(other)) for other in list(numbers)[: list(numbers).index(name)])
+        if name.endswith("_token_id") and value >= VOCABULARY:
+            limit = 0 if name == "pad_token_id" else value
+        setattr(config, name, min(value, limit))
+
+
+def carry_over(model: nn.Module, small: nn.Module) -> None:
+    """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes."""
+    for name, module in list(model.named_modules()):
+        twin = _submodule(small, name)
+        if twin is None:
+            continue
+        if type(twin) is not type(module) and not is_of_library(type(module)):
+            twin = copy.deepcopy(module).float()
+            setattr(small.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], twin)
+        copy_hooks(module, twin, lambda hook: not is_of_library(hook))
+        forward: Callable | None = vars(module).get("forward")
+        if forward is not None and not is_of_library(forward):
+            bound = getattr(forward, "__self__", None) is module
+            vars(twin)["forward"] = types.MethodType(forward.__func__, twin) if bound else forward  # type: ignore
+
+
+def _submodule(model: nn.Module, name: str) -> Any:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
