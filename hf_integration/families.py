@@ -173,10 +173,8 @@ NAME = "ds_seqpar"
 class ConfigView:
     """A view of a model's config, with the name of our attention, for the attention modules of a patched model."""
 
-    _attn_implementation = NAME
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
+    def __init__(self, original: Any, name: str = NAME) -> None:
+        self.original, self._attn_implementation = original, name
 
     def __getattr__(self, name: str) -> Any:
         if name == "original" or name.startswith("__"):  # copies and pickles read these before `original` is set

@@ -23,7 +23,7 @@ from ds_seqpar.errors import ConfigError
 from ..compat import copy_hooks, new_model, outside_zero_init, set_attention_name
 from ..families import is_of_library
 
-VOCABULARY, WIDTH, INNER, RANK = 96, 64, 48, 32
+VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
 WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
 # names of a config's numbers
 LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
@@ -32,6 +32,7 @@ WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim
 INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
+INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index picks: all of them in a short sequence
 HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_head_size|dim_head")
 NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
 
@@ -52,17 +53,17 @@ def small_copy(model: PreTrainedModel, device: str | torch.device = "cpu", seed:
     Raises:
         ConfigError: The model's class makes no model that runs of a copy of its config.
     """
-    layers, number = layers_of(model), number_of_layers(model.config)
+    reason, layers, number = "", layers_of(model), number_of_layers(model.config)
     few = _prefix([_kind(model.config, layer, index) for index, layer in enumerate(layers)]) if layers else number
-    plans = {(few, True): "", (number, True): "the number of layers", (few, False): "the sizes of layers"}
-    for (count, sizes), kept in plans.items():
+    plans = {(few, False): "the sizes of layers", (number, True): "the number of layers", (few, True): ""}
+    for (count, sizes), kept in reversed(plans.items()):
         try:
             copied = _made(model, count, sizes, seed)
             carry_over(model, copied)
+            if missing := _classes(layers) - _classes(layers_of(copied)):
+                raise ValueError(f"a copy with {count} layers has no {missing.pop()[0].__name__} as the model has")
             with torch.no_grad():
                 call(copied, tokens_for(copied.config, 1, 8))
-            if not _classes(layers) <= _classes(layers_of(copied)):
-                continue
             return copied.to(device), (kept,) if kept else ()
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
@@ -80,8 +81,13 @@ def call(model: nn.Module, ids: Tensor, **inputs: Any) -> Any:
 
 def takes(model: nn.Module, name: str) -> bool:
     """Return whether a model's forward takes an argument of this name."""
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def parameters_of(model: nn.Module) -> set[str]:
+    """Return the names of the arguments of a model's forward."""
+    return {*inspect.signature(model.forward).parameters}
 
 
 def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
@@ -113,7 +119,8 @@ def _numbers(config: PreTrainedConfig) -> list[tuple[str, int]]:
 def _kind(config: PreTrainedConfig, layer: nn.Module, index: int) -> tuple:
     """Return what tells a layer from layers of other kinds."""
     text, number = config.get_text_config(decoder=True), number_of_layers(config)
-    by_layer = [x[index] for x in vars(text).values() if isinstance(x, list | tuple) and len(x) == number]
+    lists = [x for x in vars(text).values() if isinstance(x, list | tuple) and len(x) == number and [*x] != [*range(number)]]
+    by_layer = [x[index] for x in lists]
     attributes = [
         (name, type(module), *sorted((key, str(x)) for key, x in vars(module).items() if _tells(key, x)))
         for name, module in layer.named_modules()
@@ -147,7 +154,9 @@ def _made(model: PreTrainedModel, layers: int, sizes: bool, seed: int) -> Any:
         small = new_model(type(model), config)
         for parameter in small.parameters():
             if parameter.dim() < 2 or not parameter.any():  # norms, biases, sinks, gates: 0 or 1 hides what they do
-                parameter.data += 0.1 * torch.randn_like(parameter)
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif (spread := float(parameter.std())) < (wanted := parameter.shape[-1] ** -0.5):
+                parameter.mul_(wanted / spread)
     for module in small.modules():
         if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
             module.p = 0.0
@@ -194,11 +203,12 @@ def _shrink(config: PreTrainedConfig) -> None:
     heads, width = getattr(config, "num_attention_heads", 0) or 1, getattr(config, "hidden_size", 0)
     sized = any(HEAD_SIZE.fullmatch(name) for name in numbers)  # else a head has width / heads
     narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
-    limits = [(TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK)]
+    limits = [(TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW)]
+    windows = [name for name in numbers if WINDOWS.fullmatch(name)]
     for name, value in numbers.items():
         limit = next((limit for pattern, limit in limits if pattern.fullmatch(name)), value)
-        if WINDOWS.fullmatch(name):
-            limit = WINDOW + sum(bool(WINDOWS.fullmatch(other)) for other in list(numbers)[: list(numbers).index(name)])
+        if name in windows:
+            limit = WINDOW + windows.index(name)
         if name.endswith("_token_id") and value >= VOCABULARY:
             limit = 0 if name == "pad_token_id" else value
         setattr(config, name, min(value, limit))

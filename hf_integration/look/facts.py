@@ -1,0 +1,58 @@
+"""What a patch must know of a model beside its config: recorded for tested families, looked at for all others."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a patch must know of a model. All fields can be written as JSON."""
+
+    attention: tuple[str, ...] = ("layers.*.self_attn",)  # the modules that attend, below `base`, with "*" for numbers
+    base: str | None = None  # the module that heads call, below the model; None: its base model
+    # (kind of layer of config.layer_types, "" without; "window" or "chunk"; the name of its length in the config)
+    masks: tuple[tuple[str, str, str], ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
+    keywords: bool = True  # whether keywords of the model's forward reach attention
+    positions: str = "relative"  # how position_ids act; or "absolute", or "none"
+    first_position: int = 0  # of a sequence's first token
+    balance: str = ""  # the attribute with the weight of the loss that balances experts
+    shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
+    norms_heads: bool = False  # whether q and k have norms over all heads: a head cannot be computed without the others
+    not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
+
+
+def starred(name: str) -> str:
+    """Return a module's name with "*" for each number in it."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def text_config(config: PreTrainedConfig) -> Any:
+    """Return the config of a model's text part."""
+    return config.get_text_config(decoder=True)
+
+
+def config_heads(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the (query heads, key/value heads) that a config names, 0 where it names none."""
+    text = text_config(config)
+    q_heads = getattr(text, "num_attention_heads", 0)
+    return q_heads, getattr(text, "num_key_value_heads", None) or q_heads
+
+
+def kind_of_layer(config: PreTrainedConfig, name: str) -> str:
+    """Return the kind of the layer in which the module of this name is, "" where the config has no kinds."""
+    types = getattr(text_config(config), "layer_types", None) or ()
+    index = next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    return types[index] if index < len(types) else ""
+
+
+def modules_of(model: PreTrainedModel, facts: Facts) -> dict[str, Any]:
+    """Return the modules of a model that attend, in the order of its layers, by their names in `base`."""
+    base: nn.Module = model.base_model if facts.base is None else model.get_submodule(facts.base)
+    return {name: module for name, module in base.named_modules() if starred(name) in facts.attention}

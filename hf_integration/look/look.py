@@ -1,0 +1,409 @@
+"""What a model does to tokens, seen in forwards of a small copy: where it attends, with what, and what else it mixes.
+
+The copy's attention is a function of ours. In some forwards it is softmax attention, in others each token attends to
+itself alone. Then a token must get the same whichever other tokens are there, since a rank computes its own tokens, and
+attention brings all that they need of others. A module that breaks this is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from ds_seqpar.data.batches import IGNORE
+from ds_seqpar.errors import ConfigError
+
+from ..families import ConfigView
+from .facts import Facts, config_heads, kind_of_layer, starred, text_config
+from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
+
+LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
+WATCH = "ds_seqpar_watch"  # an attribute of modules during a forward
+PROBE = "sequence_parallel"  # the keyword by which a patched model passes on what a forward is
+TOKENS = 23  # no size of a model is likely to be this
+SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
+TOLERANCE = 1e-4
+UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
+OWN_MODEL = "call sp.attention from a model of your own (docs/other_models.md)"
+
+
+def look(model: PreTrainedModel) -> Facts:
+    """Look at what a model does to tokens.
+
+    Args:
+        model: A transformers model, unwrapped. Its tensors are not read, so they may be partitioned or on the meta
+            device.
+
+    Returns:
+        What a patch must know of it.
+
+    Raises:
+        ConfigError: The model does what ranks that share a sequence cannot do. The sentence says what, where, and what
+            to do.
+    """
+    small, not_small = small_copy(model)
+    watch = Watch(small)
+    ids, positions = tokens_for(small.config, 1, TOKENS), torch.arange(TOKENS)[None]
+    plain = watch(ids)
+    base = watch.base = _called_base(small, plain)
+    if not takes(base, "position_ids"):
+        positions = None
+    first = _first_position(watch, ids, plain, positions)
+    positions = None if positions is None else positions + first
+    _check_tokens(watch, ids, positions)
+    _check_calls(plain, small)
+    prefix = watch.names[base]
+    names = [one.name.removeprefix(prefix).removeprefix(".") for one in plain.calls]
+    heads = tuple(dict.fromkeys((one.q.shape[1], one.k.shape[1]) for one in plain.calls))
+    return Facts(
+        attention=tuple(dict.fromkeys(map(starred, names))),
+        base=None if base is small.base_model else prefix,
+        masks=_masks(small, plain),
+        heads=() if heads == (config_heads(small.config),) else heads,
+        keywords=_reaches(watch, ids),
+        positions=_kind_of_positions(watch, ids, plain, positions),
+        first_position=first,
+        norms_heads=any(_norms_heads(small.get_submodule(one.name), one) for one in plain.calls),
+        **_loss(small, ids),
+        not_small=not_small,
+    )
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of attention."""
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    keywords: dict[str, Any]
+
+    def inputs(self) -> list[Tensor]:
+        settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
+        return [self.q, self.k, self.v, *(torch.as_tensor(x, dtype=torch.float32) for x in settings if x is not None)]
+
+
+@dataclasses.dataclass
+class Seen:
+    """One forward of a small copy."""
+
+    output: Any = None
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
+    events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
+
+    def result(self) -> list[Tensor]:
+        """Return all on which a rank's outcome depends: the output, and what attention gets."""
+        return [states(self.output), *(x for one in self.calls for x in one.inputs())]
+
+
+class Watch:
+    """Runs forwards of a small copy and keeps what its modules and its attention got."""
+
+    def __init__(self, small: Any) -> None:
+        AttentionInterface.register(LOOK, _attention)
+        self.small, self.base, self.alone, self.seen = small, small, False, Seen()
+        self.names = {module: name for name, module in small.named_modules()}
+
+    def __call__(self, ids: Tensor, *, alone: bool = False, positions: Tensor | None = None, **inputs: Any) -> Seen:
+        """Call the copy.
+
+        Args:
+            alone: Whether each token attends to itself alone.
+            positions: The position_ids of the module that heads call, whether or not heads pass them on.
+        """
+        self.alone, self.seen = alone, Seen()
+        with torch.no_grad(), self._attached(positions):
+            self.seen.output = call(self.small, ids, **inputs)
+        return self.seen
+
+    @contextlib.contextmanager
+    def _attached(self, positions: Tensor | None) -> Iterator[None]:
+        def give(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return args, {**kwargs, "position_ids": positions}
+
+        hooks = [] if positions is None else [self.base.register_forward_pre_hook(give, with_kwargs=True)]
+        views = [m for m in self.names if hasattr(m, "config") and not isinstance(m, PreTrainedModel)]
+        for module in self.names:
+            hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._after))
+        for module in views:
+            vars(module).update({"config": ConfigView(module.config, LOOK), WATCH: self})
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in views:
+                module.config = module.config.original
+                delattr(module, WATCH)
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._add(module, False, [*args, *kwargs.values()])
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._add(module, True, output)
+
+    def _add(self, module: nn.Module, is_output: bool, values: Any) -> None:
+        name = self.names[module]
+        count = sum(key[0] == name and key[2] is is_output for key in self.seen.events)
+        # masks are of pairs of tokens, and others where tokens are
+        kept = [x.clone() for x in tensors_in(values) if x.is_floating_point() and x.shape[-1:] != x.shape[-2:-1]]
+        self.seen.events[name, count, is_output] = kept
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **keywords: Any
+) -> tuple[Tensor, None]:
+    watch: Watch = getattr(module, WATCH)
+    keywords |= {"dropout": args[0]} if args else {}
+    mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    watch.seen.calls.append(Call(watch.names[module], query, key, value, mask, keywords))
+    k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    if watch.alone:
+        return v[:, :, -query.shape[2] :].transpose(1, 2).contiguous(), None
+    scale, softcap, sinks = (keywords.get(name) for name in ("scaling", "softcap", "s_aux"))
+    scores = query @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_visible(mask, query.shape[2], key.shape[2]), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ v).transpose(1, 2).contiguous(), None
+
+
+def states(output: Any) -> Tensor:
+    """Return the logits in a forward's output, or the hidden states of a base model's."""
+    return next(x for x in tensors_in(output) if x.dim() == 3)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, Mapping) else values if isinstance(values, list | tuple) else ()
+    return [x for value in inner for x in tensors_in(value)]
+
+
+def _refuse(found: str, advice: str = OWN_MODEL) -> NoReturn:
+    raise ConfigError(f"patch_attention needs a model whose tokens meet in causal attention alone; got {found}, {advice}")
+
+
+def _called_base(model: Any, seen: Seen) -> nn.Module:
+    """Return the outermost module that is called and is not a head: the base model, or a part of it."""
+    base: nn.Module = model.base_model
+    called = [model.get_submodule(name) for name, _, is_output in seen.events if not is_output]
+    inside = {*base.modules()} - ({model} if model.get_output_embeddings() is not None else set())
+    attending = {model.get_submodule(one.name) for one in seen.calls}
+    return next((m for m in called if m in inside and attending <= {*m.modules()}), base)
+
+
+# ---- tokens
+
+
+def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
+    """Refuse a model that gives tokens something else where others are missing, though they attend to none."""
+    shard = list(SHARD)
+    whole = watch(ids, alone=True, positions=positions)
+    part = watch(ids[:, shard], alone=True, positions=None if positions is None else positions[:, shard])
+    if not _differ(whole.result(), part.result()):
+        return
+    changed_ids, others = ids.clone(), [token for token in range(TOKENS) if token not in SHARD]
+    changed_ids[:, others] = ids[:, others].roll(1, 1)
+    changed = watch(changed_ids, alone=True, positions=positions)
+    if (name := _first_difference(whole, changed)) is not None:
+        _refuse(f"{_described(watch.small, name)} that mixes tokens outside of transformers' attention interface")
+    name = _first_difference(whole, part) or ""
+    _refuse(f"{_described(watch.small, name)} that depends on the index of a token in its batch, not on position_ids")
+
+
+def _described(model: Any, name: str) -> str:
+    kind = type(model.get_submodule(name)).__name__
+    return f"{name or 'the model'}, {'a convolution' if 'Conv' in kind else f'a module {kind}'}"
+
+
+def _first_difference(whole: Seen, other: Seen) -> str | None:
+    """Return the name of the module that first gives the tokens of a shard something else."""
+    for (name, count, is_output), values in whole.events.items():
+        if _differ(values, other.events.get((name, count, is_output), [])):
+            return name if is_output else re.sub(r"(^|\.)[^.]*(\.\d+)?$", "", name)
+    return None
+
+
+def _differ(whole: list[Tensor], other: list[Tensor]) -> bool:
+    """Return whether tensors of all tokens differ, in those of a shard, from tensors of all tokens or of the shard."""
+    return any(map(_differs, map(_of_shard, whole), map(_of_shard, other)))
+
+
+def _of_shard(x: Tensor) -> Tensor:
+    for axis, size in enumerate(x.shape):
+        x = x.index_select(axis, torch.tensor(SHARD)) if size == TOKENS else x
+    return x
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors differ by more than rounding. Those of unlike shapes are of other tokens, as in experts."""
+    return a.shape == b.shape and bool(((a - b).abs() > TOLERANCE * a.abs().max().clamp(min=1e-6)).any())
+
+
+# ---- positions
+
+
+def _first_position(watch: Watch, ids: Tensor, plain: Seen, positions: Tensor | None) -> int:
+    """Return the position of the first token where the model is given none."""
+    if positions is None:
+        return 0
+    pad = getattr(text_config(watch.small.config), "pad_token_id", None) or 0
+    for first in dict.fromkeys((0, pad + 1)):
+        if not _differs(states(plain.output), states(watch(ids, positions=positions + first).output)):
+            return first
+    _refuse(f"a model that begins with neither position 0 nor {pad + 1} where it is given no position_ids")
+
+
+def _kind_of_positions(watch: Watch, ids: Tensor, plain: Seen, positions: Tensor | None) -> str:
+    if positions is None or not _differs(states(plain.output), states(watch(ids, positions=positions.flip(1)).output)):
+        return "none"
+    shifted = states(watch(ids, positions=positions + 3).output)
+    return "absolute" if _differs(states(plain.output), shifted) else "relative"
+
+
+# ---- attention
+
+
+def _check_calls(seen: Seen, model: Any) -> None:
+    """Refuse a call of attention with more than our attention computes."""
+    if not seen.calls:
+        _refuse("one without attention that goes through transformers' attention interface")
+    known = UNDERSTOOD | parameters_of(model)
+    for one in seen.calls:
+        numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
+        if strange := sorted(numbers - known):
+            _refuse(f"{one.name}, whose attention takes {', '.join(strange)}")
+        if {one.q.shape[2], one.k.shape[2]} != {TOKENS}:
+            _refuse(f"{one.name}, which attends from {one.q.shape[2]} to {one.k.shape[2]} states of {TOKENS} tokens")
+        if isinstance(scale := one.keywords.get("scaling"), Tensor) and scale.numel() > 1:
+            _refuse(f"{one.name}, whose scores have a scale of {scale.numel()} numbers")
+
+
+def _reaches(watch: Watch, ids: Tensor) -> bool:
+    probe = object()
+    return takes(watch.small, PROBE) and all(
+        one.keywords.get(PROBE) is probe for one in watch(ids, **{PROBE: probe}).calls
+    )
+
+
+def _norms_heads(module: nn.Module, one: Call) -> bool:
+    heads = (one.q.shape[1] * one.q.shape[3], one.k.shape[1] * one.k.shape[3])
+    return any(p.dim() == 1 and "norm" in name and p.numel() in heads for name, p in module.named_parameters())
+
+
+def _masks(model: Any, seen: Seen) -> tuple[tuple[str, str, str], ...]:
+    rules: dict[str, tuple[str, str]] = {}
+    for one in seen.calls:
+        shape, length = _mask_of(one)
+        if not length:  # a window that is longer than the sequence is seen in the keyword alone
+            shape, length = "window", one.keywords.get("sliding_window") or 0
+        text = text_config(model.config)
+        name = next((name for name, x in vars(text).items() if WINDOWS.fullmatch(name) and x == length), "")
+        if length and not name:
+            _refuse(f"{one.name} with a {shape} of {length} keys, a number that its config has not")
+        kind, rule = kind_of_layer(model.config, one.name), (shape, name) if length else ("", "")
+        if rules.setdefault(kind, rule) != rule:
+            _refuse(f"{one.name}, whose window is not that of other layers, though layer_types does not tell them apart")
+    return tuple((kind, *rule) for kind, rule in rules.items() if rule[0])
+
+
+def _mask_of(one: Call) -> tuple[str, int]:
+    """Return ("window" or "chunk", its length) of a causal mask; ("", 0) without."""
+    if one.mask is None:
+        _refuse(f"{one.name}, which gets no mask, so that tokens see later ones", "use a causal model")
+    if one.mask.dtype != torch.bool and bool(((one.mask != 0) & (one.mask > -1e4)).any()):
+        _refuse(f"{one.name}, whose mask has values that are added to scores")
+    visible = _visible(one.mask, TOKENS, TOKENS).expand(1, one.q.shape[1], TOKENS, TOKENS)
+    if bool((visible != visible[:, :1]).any()):
+        _refuse(f"{one.name}, whose mask differs from head to head")
+    visible, at = visible[0, 0], torch.arange(TOKENS)
+    distance = at[:, None] - at
+    if bool(visible[distance < 0].any()):
+        _refuse(f"{one.name}, whose mask lets tokens see later ones", "use a causal model")
+    window = int(visible[-1].sum())
+    chunk = next((row for row in range(1, TOKENS) if int(visible[row].sum()) == 1), TOKENS)
+    shapes = {
+        ("", 0): distance >= 0,
+        ("window", window): (distance >= 0) & (distance < window),
+        ("chunk", chunk): (distance >= 0) & (at[:, None] // chunk == at // chunk),
+    }
+    for shape, expected in shapes.items():
+        if torch.equal(visible, expected):
+            return shape
+    _refuse(f"{one.name}, whose mask is not causal, with a window or in chunks")
+
+
+def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
+    if mask is None:
+        return torch.ones(queries, keys, dtype=torch.bool)
+    return mask if mask.dtype == torch.bool else mask > -1e4
+
+
+# ---- the loss
+
+
+def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Return the facts of a head's loss."""
+    if "labels" not in parameters_of(model):
+        return {}
+    shifted, items = F.pad(ids[:, 1:], (0, 1), value=IGNORE), torch.tensor(2.0 * TOKENS)
+    plain = _Loss.of(model, ids, shifted, TOKENS - 1)
+    if plain is None:
+        return {}
+    if plain.unshifted:
+        _refuse("a loss that does not shift labels, so that a token is predicted from itself", "shift them in its forward")
+    given = {"shift_labels": shifted, "num_items_in_batch": items}
+    taken = all(takes(model, name) for name in given) and _Loss.of(model, ids, shifted, items, **given)
+    return {
+        "shift_labels": bool(taken) and plain.balance is not None and taken.balance == plain.balance,
+        "balance": plain.balance or "",
+    }
+
+
+class _Loss:
+    """A loss beside the sum of token losses over their number."""
+
+    balance: str | None  # the weight of the loss that balances experts, "" without; None: another loss
+    unshifted: bool
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor, shifted: Tensor, items: Any, **given: Any) -> _Loss | None:
+        with torch.no_grad():
+            output = call(model, ids, labels=ids, **given)
+        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        if loss is None or logits is None or logits.shape[:2] != ids.shape:
+            return None
+        found, limit = cls(), TOLERANCE * abs(float(loss))
+        rest = float(loss - _token_losses(logits, shifted) / items)
+        found.balance = "" if abs(rest) <= limit else _weight(model, getattr(output, "aux_loss", None), rest, limit)
+        found.unshifted = found.balance is None and abs(float(loss - _token_losses(logits, ids) / TOKENS)) <= limit
+        return found
+
+
+def _weight(model: Any, part: Tensor | None, rest: float, limit: float) -> str | None:
+    """Return the name of the number of a model, or of its config, with which a part of the loss makes the rest."""
+    numbers = {**vars(model.config), **vars(model)}
+    for name in [name for name in numbers if name.endswith("loss_coef")]:
+        if part is not None and abs(rest - numbers[name] * float(part)) <= limit:
+            return name
+    return None
+
+
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
