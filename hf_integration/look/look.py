@@ -240,8 +240,11 @@ def _first_difference(whole: Seen, other: Seen) -> str | None:
 
 
 def _differ(whole: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether tensors of all tokens differ, in those of a shard, from tensors of all tokens or of the shard."""
-    return any(map(_differs, map(_of_shard, whole), map(_of_shard, other)))
+    """Return whether tensors of all tokens differ, in those of a shard, from tensors of all tokens or of the shard.
+
+    Those that have no dimension of tokens are of other tokens, as those of experts are.
+    """
+    return any(_differs(_of_shard(a), _of_shard(b)) for a, b in zip(whole, other, strict=False) if TOKENS in a.shape)
 
 
 def _of_shard(x: Tensor) -> Tensor:
@@ -251,7 +254,7 @@ def _of_shard(x: Tensor) -> Tensor:
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors differ by more than rounding. Those of unlike shapes are of other tokens, as in experts."""
+    """Return whether tensors differ by more than rounding."""
     return a.shape == b.shape and bool(((a - b).abs() > TOLERANCE * a.abs().max().clamp(min=1e-6)).any())
 
 

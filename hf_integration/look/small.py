@@ -22,8 +22,10 @@ from ds_seqpar.errors import ConfigError
 
 from ..compat import copy_hooks, new_model, outside_zero_init, set_attention_name
 from ..families import is_of_library
+from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
+LARGEST = 1 << 27  # parameters of a copy
 WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
 # names of a config's numbers
 LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
@@ -53,12 +55,13 @@ def small_copy(model: PreTrainedModel, device: str | torch.device = "cpu", seed:
     Raises:
         ConfigError: The model's class makes no model that runs of a copy of its config.
     """
-    reason, layers, number = "", layers_of(model), number_of_layers(model.config)
-    few = _prefix([_kind(model.config, layer, index) for index, layer in enumerate(layers)]) if layers else number
+    reason, layers = "", layers_of(model)
+    number = len(layers)
+    few = _prefix([_kind(model.config, layer, index, number) for index, layer in enumerate(layers)])
     plans = {(few, False): "the sizes of layers", (number, True): "the number of layers", (few, True): ""}
     for (count, sizes), kept in reversed(plans.items()):
         try:
-            copied = _made(model, count, sizes, seed)
+            copied = _made(model, number, count, sizes, seed)
             carry_over(model, copied)
             if missing := _classes(layers) - _classes(layers_of(copied)):
                 raise ValueError(f"a copy with {count} layers has no {missing.pop()[0].__name__} as the model has")
@@ -92,23 +95,16 @@ def parameters_of(model: nn.Module) -> set[str]:
 
 def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
     """Return (rows, tokens) random token ids, none of them special."""
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     special = {x for c in (config, text) for name, x in vars(c).items() if name.endswith("_id") and isinstance(x, int)}
     plain = torch.tensor([x for x in range(getattr(text, "vocab_size", VOCABULARY)) if x not in special][:VOCABULARY])
     return plain[torch.randint(len(plain), (rows, tokens), generator=torch.Generator().manual_seed(seed))]
 
 
-def number_of_layers(config: PreTrainedConfig) -> int:
-    """Return the number of layers of a config's text model, 0 where it has no name that is known."""
-    text = config.get_text_config(decoder=True)
-    found = getattr(text, "num_hidden_layers", None)
-    return found or max((x for name, x in _numbers(text) if LAYERS.fullmatch(name)), default=0)
-
-
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model's text model."""
-    number = number_of_layers(model.config)
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+    """Return the layers of a model's text model: the largest stack whose length is a number of its config."""
+    numbers = [x for name, x in _numbers(text_config(model.config)) if LAYERS.fullmatch(name)]
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) in numbers]
     return list(max(stacks, key=lambda stack: len(list(stack.modules())), default=()))
 
 
@@ -116,11 +112,10 @@ def _numbers(config: PreTrainedConfig) -> list[tuple[str, int]]:
     return [(name, x) for name, x in vars(config).items() if type(x) is int]
 
 
-def _kind(config: PreTrainedConfig, layer: nn.Module, index: int) -> tuple:
+def _kind(config: PreTrainedConfig, layer: nn.Module, index: int, number: int) -> tuple:
     """Return what tells a layer from layers of other kinds."""
-    text, number = config.get_text_config(decoder=True), number_of_layers(config)
-    lists = [x for x in vars(text).values() if isinstance(x, list | tuple) and len(x) == number and [*x] != [*range(number)]]
-    by_layer = [x[index] for x in lists]
+    lists = [x for x in vars(text_config(config)).values() if isinstance(x, list | tuple) and len(x) == number]
+    by_layer = [x[index] for x in lists if [*x] != [*range(number)]]
     attributes = [
         (name, type(module), *sorted((key, str(x)) for key, x in vars(module).items() if _tells(key, x)))
         for name, module in layer.named_modules()
@@ -134,23 +129,26 @@ def _tells(name: str, value: Any) -> bool:
 
 def _prefix(kinds: list[tuple]) -> int:
     """Return the number of first layers that have all kinds; two at least, so that layers can act on one another."""
-    return min(len(kinds), max(2, 1 + max(kinds.index(kind) for kind in kinds)))
+    return min(len(kinds), max(2, 1 + max(map(kinds.index, kinds), default=0)))
 
 
 def _classes(layers: list[nn.Module]) -> set[tuple]:
     return {tuple(type(module) for module in layer.modules()) for layer in layers}
 
 
-def _made(model: PreTrainedModel, layers: int, sizes: bool, seed: int) -> Any:
+def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int) -> Any:
     config = copy.deepcopy(model.config)
-    number, text = number_of_layers(config), config.get_text_config(decoder=True)
+    text = (config, text_config(config))
     for part in [config, *_parts(config)]:
-        _cut_layers(part, number if part in (config, text) else 2, layers if part in (config, text) else 2)
+        _cut_layers(part, *(number, layers) if part in text else (2, 2))
         _quieten(part)
-        if sizes and part in (config, text):
+        if sizes and part in text:
             _shrink(part)
     set_attention_name(config, "eager")
     with _own_world(seed):
+        with torch.device("meta"):
+            if (numbers := sum(x.numel() for x in type(model)(copy.deepcopy(config)).parameters())) > LARGEST:
+                raise ValueError(f"a copy with {layers} layers has {numbers} parameters")
         small = new_model(type(model), config)
         for parameter in small.parameters():
             if parameter.dim() < 2 or not parameter.any():  # norms, biases, sinks, gates: 0 or 1 hides what they do
@@ -186,7 +184,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def _cut_layers(config: PreTrainedConfig, number: int, layers: int) -> None:
     for name, value in list(vars(config).items()):
         if type(value) is int and LAYERS.fullmatch(name):
-            setattr(config, name, min(value, layers))
+            setattr(config, name, value // number * layers if value >= number > 2 else min(value, layers))
         elif isinstance(value, list | tuple) and len(value) == number > layers:
             setattr(config, name, value[:layers])
 
