@@ -38,6 +38,7 @@ set_output_recorders = private(
 # the function of "eager" attention, in the file of each model; local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
 
+
 def set_attention_name(config: Any, name: str) -> None:
     """Set the attention of a config, and of those inside it, without a check that the model supports it."""
     config._attn_implementation = name

@@ -18,6 +18,7 @@ class Facts:
     base: str | None = None  # the module that heads call, below the model; None: its base model
     # (kind of layer of config.layer_types, "" without; "window" or "chunk"; the name of its length in the config)
     masks: tuple[tuple[str, str, str], ...] = ()
+    window_keyword: bool = True  # whether attention gets its window by the keyword sliding_window too
     heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
     keywords: bool = True  # whether keywords of the model's forward reach attention
     positions: str = "relative"  # how position_ids act; or "absolute", or "none"

@@ -55,13 +55,13 @@ def look(model: PreTrainedModel) -> Facts:
     ids, positions = tokens_for(small.config, 1, TOKENS), torch.arange(TOKENS)[None]
     plain = watch(ids)
     base = watch.base = _called_base(small, plain)
-    if not takes(base, "position_ids"):
-        positions = None
-    first = _first_position(watch, ids, plain, positions)
-    positions = None if positions is None else positions + first
-    _check_tokens(watch, ids, positions)
+    prefix, kind, first = watch.names[base], "none", 0
+    if given := takes(base, "position_ids"):
+        states = plain.states(prefix)
+        first = _first_position(watch, ids, states, positions)
+        kind = _kind_of_positions(watch, ids, states, positions + first)
+    _check_tokens(watch, ids, positions + first if given else None)
     _check_calls(plain, small)
-    prefix = watch.names[base]
     names = [one.name.removeprefix(prefix).removeprefix(".") for one in plain.calls]
     heads = tuple(dict.fromkeys((one.q.shape[1], one.k.shape[1]) for one in plain.calls))
     return Facts(
@@ -70,8 +70,9 @@ def look(model: PreTrainedModel) -> Facts:
         masks=_masks(small, plain),
         heads=() if heads == (config_heads(small.config),) else heads,
         keywords=_reaches(watch, ids),
-        positions=_kind_of_positions(watch, ids, plain, positions),
+        positions=kind,
         first_position=first,
+        window_keyword=all(one.keywords.get("sliding_window") for one in plain.calls if _mask_of(one)[0] == "window"),
         norms_heads=any(_norms_heads(small.get_submodule(one.name), one) for one in plain.calls),
         **_loss(small, ids),
         not_small=not_small,
@@ -103,9 +104,14 @@ class Seen:
     # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
 
-    def result(self) -> list[Tensor]:
-        """Return all on which a rank's outcome depends: the output, and what attention gets."""
-        return [states(self.output), *(x for one in self.calls for x in one.inputs())]
+    def states(self, base: str) -> Tensor:
+        """Return the hidden states that the base model returned."""
+        return next(x for x in self.events[base, 0, True] if x.dim() == 3)
+
+    def result(self, base: str) -> list[Tensor]:
+        """Return all on which a rank's outcome depends: the outputs, and what attention gets."""
+        attention = [x for one in self.calls for x in one.inputs()]
+        return [self.states(base), *(x for x in tensors_in(self.output) if x.dim() == 3), *attention]
 
 
 class Watch:
@@ -127,6 +133,10 @@ class Watch:
         with torch.no_grad(), self._attached(positions):
             self.seen.output = call(self.small, ids, **inputs)
         return self.seen
+
+    def states(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the hidden states that the base model returns."""
+        return self(ids, positions=positions).states(self.names[self.base])
 
     @contextlib.contextmanager
     def _attached(self, positions: Tensor | None) -> Iterator[None]:
@@ -182,11 +192,6 @@ def _attention(
     return (scores.softmax(-1)[..., : key.shape[2]] @ v).transpose(1, 2).contiguous(), None
 
 
-def states(output: Any) -> Tensor:
-    """Return the logits in a forward's output, or the hidden states of a base model's."""
-    return next(x for x in tensors_in(output) if x.dim() == 3)
-
-
 def tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
@@ -195,7 +200,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def _refuse(found: str, advice: str = OWN_MODEL) -> NoReturn:
-    raise ConfigError(f"patch_attention needs a model whose tokens meet in causal attention alone; got {found}, {advice}")
+    raise ConfigError(
+        f"patch_attention needs a model whose tokens meet in causal attention alone; got {found}, {advice}"
+    )
 
 
 def _called_base(model: Any, seen: Seen) -> nn.Module:
@@ -215,7 +222,8 @@ def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
     shard = list(SHARD)
     whole = watch(ids, alone=True, positions=positions)
     part = watch(ids[:, shard], alone=True, positions=None if positions is None else positions[:, shard])
-    if not _differ(whole.result(), part.result()):
+    base = watch.names[watch.base]
+    if not _differ(whole.result(base), part.result(base)):
         return
     changed_ids, others = ids.clone(), [token for token in range(TOKENS) if token not in SHARD]
     changed_ids[:, others] = ids[:, others].roll(1, 1)
@@ -261,22 +269,19 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 # ---- positions
 
 
-def _first_position(watch: Watch, ids: Tensor, plain: Seen, positions: Tensor | None) -> int:
+def _first_position(watch: Watch, ids: Tensor, plain: Tensor, positions: Tensor) -> int:
     """Return the position of the first token where the model is given none."""
-    if positions is None:
-        return 0
     pad = getattr(text_config(watch.small.config), "pad_token_id", None) or 0
     for first in dict.fromkeys((0, pad + 1)):
-        if not _differs(states(plain.output), states(watch(ids, positions=positions + first).output)):
+        if not _differs(plain, watch.states(ids, positions + first)):
             return first
     _refuse(f"a model that begins with neither position 0 nor {pad + 1} where it is given no position_ids")
 
 
-def _kind_of_positions(watch: Watch, ids: Tensor, plain: Seen, positions: Tensor | None) -> str:
-    if positions is None or not _differs(states(plain.output), states(watch(ids, positions=positions.flip(1)).output)):
+def _kind_of_positions(watch: Watch, ids: Tensor, plain: Tensor, positions: Tensor) -> str:
+    if not _differs(plain, watch.states(ids, positions.flip(1))):
         return "none"
-    shifted = states(watch(ids, positions=positions + 3).output)
-    return "absolute" if _differs(states(plain.output), shifted) else "relative"
+    return "absolute" if _differs(plain, watch.states(ids, positions + 3)) else "relative"
 
 
 # ---- attention
@@ -298,9 +303,9 @@ def _check_calls(seen: Seen, model: Any) -> None:
 
 
 def _reaches(watch: Watch, ids: Tensor) -> bool:
-    probe = object()
+    probe: Any = object()
     return takes(watch.small, PROBE) and all(
-        one.keywords.get(PROBE) is probe for one in watch(ids, **{PROBE: probe}).calls
+        one.keywords.get(PROBE) is probe for one in watch(ids, sequence_parallel=probe).calls
     )
 
 
@@ -321,7 +326,9 @@ def _masks(model: Any, seen: Seen) -> tuple[tuple[str, str, str], ...]:
             _refuse(f"{one.name} with a {shape} of {length} keys, a number that its config has not")
         kind, rule = kind_of_layer(model.config, one.name), (shape, name) if length else ("", "")
         if rules.setdefault(kind, rule) != rule:
-            _refuse(f"{one.name}, whose window is not that of other layers, though layer_types does not tell them apart")
+            _refuse(
+                f"{one.name}, whose window is not that of other layers, though layer_types does not tell them apart"
+            )
     return tuple((kind, *rule) for kind, rule in rules.items() if rule[0])
 
 
@@ -369,13 +376,13 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     if plain is None:
         return {}
     if plain.unshifted:
-        _refuse("a loss that does not shift labels, so that a token is predicted from itself", "shift them in its forward")
+        _refuse(
+            "a loss that does not shift labels, so that a token is predicted from itself", "shift them in its forward"
+        )
     given = {"shift_labels": shifted, "num_items_in_batch": items}
-    taken = all(takes(model, name) for name in given) and _Loss.of(model, ids, shifted, items, **given)
-    return {
-        "shift_labels": bool(taken) and plain.balance is not None and taken.balance == plain.balance,
-        "balance": plain.balance or "",
-    }
+    taken = _Loss.of(model, ids, shifted, items, **given) if all(takes(model, name) for name in given) else None
+    right = taken is not None and plain.balance is not None and taken.balance == plain.balance
+    return {"shift_labels": right, "balance": plain.balance or ""}
 
 
 class _Loss:
@@ -409,4 +416,3 @@ def _weight(model: Any, part: Tensor | None, rest: float, limit: float) -> str |
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-

@@ -39,7 +39,9 @@ HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_
 NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
 
 
-def small_copy(model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0) -> tuple[Any, tuple[str, ...]]:
+def small_copy(
+    model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0
+) -> tuple[Any, tuple[str, ...]]:
     """Make a small copy of a model, with random fp32 weights and without dropout.
 
     Neither zero.Init, the default device and dtype, nor torch's generators take part in it.
@@ -72,14 +74,14 @@ def small_copy(model: PreTrainedModel, device: str | torch.device = "cpu", seed:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
     raise ConfigError(
         f"a model that is not among the tested families needs a small copy, to look at; got {type(model).__name__}, of "
-        f"whose config none could be made that runs ({reason}), set attention_mask, position_ids and use_cache aside in "
-        "its forward, or call sp.attention from a model of your own (docs/other_models.md)"
+        f"whose config none could be made that runs ({reason}), call sp.attention from a model of your own "
+        "(docs/other_models.md)"
     )
 
 
-def call(model: nn.Module, ids: Tensor, **inputs: Any) -> Any:
+def call(model: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
     """Call a model without a cache."""
-    return model(input_ids=ids, **{"use_cache": False} if takes(model, "use_cache") else {}, **inputs)
+    return model(input_ids=input_ids, **{"use_cache": False} if takes(model, "use_cache") else {}, **inputs)
 
 
 def takes(model: nn.Module, name: str) -> bool:
