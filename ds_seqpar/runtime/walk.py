@@ -16,7 +16,7 @@ from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
-from ..errors import CommunicationError
+from ..errors import CommunicationError, DisagreementError
 from . import profiling
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
@@ -64,6 +64,8 @@ class Walk:
         except CommunicationError as error:
             place = self.program.where(self.at)
             raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
+        except DisagreementError:
+            raise  # of the comparison before this call's first message
         except Exception as error:
             error.add_note(self.program.where(self.at))
             raise
