@@ -83,7 +83,7 @@ class Agreement:
         key = positions.device.type != "cpu" and (tokens.shape, positions.shape, positions.dtype, positions.device)
         if key in self.modes:
             return self.modes[key], ""
-        error = tokens_error(self.sp, tokens, None) or shard_error(self.sp, tokens, positions, reads=True)
+        error = tokens_error(self.sp, tokens, None) or shard_error(self.sp, tokens, positions, checks=ValueChecks())
         wrong = whole_error(inputs, *tokens.shape[:2])
         sharded = self.sp.journal.agree(
             "position_ids of a batch", None, number=int(error is None and wrong is not None), call=FORWARD
@@ -164,10 +164,11 @@ class Agreement:
             seed = dropout.prepare_and_seed(sources or [], shared=True)
         except ConfigError as reason:
             error = error or reason
+        checks = ValueChecks(at_once=("cpu",)) if batch is None else batch
         if error is None and tokens is not None:
             error = tokens_error(self.sp, tokens, layout)
         if error is None and tokens is not None and batch is None:
-            error = shard_error(self.sp, tokens, positions, mask, layout)
+            error = shard_error(self.sp, tokens, positions, mask, layout, checks=checks)
         value: dict[str, object] = {**(batch.fields if batch else {})}
         if batch is None:
             value["shape"] = None if tokens is None else tuple(tokens.shape)
@@ -184,8 +185,7 @@ class Agreement:
         else:
             self.sp.journal.note(name, value, error=error, call=FORWARD, advice=advice)
         self.compared = True
-        if batch is not None:
-            batch.post(self.sp.journal)
+        checks.post(self.sp.journal)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
         return seed
@@ -324,28 +324,29 @@ def shard_error(
     positions: Tensor | None,
     mask: Tensor | None = None,
     layout: BatchLayout | None = None,
-    reads: bool = False,
-) -> InputError | None:
+    *,
+    checks: ValueChecks,
+) -> SeqParError | None:
     """Return the error for a rank that was not given the positions of its tokens, and no mask; None where all is right.
 
     Args:
         layout: As for `tokens_error`.
-        reads: Whether the host waits for positions on a device. Otherwise the next forward raises what is wrong there.
+        checks: Takes what is to be read on a device later.
     """
     if positions is None or not _are_for(positions, tokens):
         return InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
     expected = sp.local_positions(tokens.shape[1] * sp.size if layout is None else layout, positions.device)
     found = [] if mask is None else [(WRONG_MASK, _is_wrong_mask(sp, mask, layout))]
-    for sentence, wrong in (*found, (_wrong_positions(layout), (positions != expected).any())):
-        if wrong.device.type != "cpu" and not reads:
-            sp.journal.later(wrong, functools.partial(_found_later, sentence))
-        elif bool(wrong):
-            return InputError(sentence)
+    try:
+        for sentence, wrong in (*found, (_wrong_positions(layout), (positions != expected).any())):
+            checks.require(wrong.long()[None], functools.partial(_judge, sentence))
+    except SeqParError as error:
+        return error
     return None
 
 
-def _found_later(sentence: str, wrong: Tensor) -> InputError | dict[str, object]:
-    return InputError(f"{sentence} (in an earlier forward: on a device it is seen one later)") if bool(wrong) else {}
+def _judge(sentence: str, wrong: list[int]) -> InputError | None:
+    return InputError(sentence) if wrong[0] else None
 
 
 def _is_wrong_mask(sp: SequenceParallel, mask: Tensor, layout: BatchLayout | None) -> Tensor:
