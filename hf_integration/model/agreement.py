@@ -109,7 +109,7 @@ class Agreement:
         wrong: str,
         backward: bool,
         sources: list[Any] | None,
-        batch: ValueChecks | None,
+        batch: ValueChecks | None = None,
     ) -> int:
         """Agree on a base model's forward, of its arguments by name.
 

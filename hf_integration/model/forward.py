@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.runtime.groups import check_thread
 from ds_seqpar.runtime.log import log_once
 
 from .. import dropout
@@ -44,7 +45,7 @@ class Patch:
     """The state of a patched base model."""
 
     sp: SequenceParallel
-    hooks: tuple[RemovableHandle, ...]
+    hooks: list[RemovableHandle]
     agreement: Agreement
     layers: tuple[Any, ...]  # those that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
@@ -53,11 +54,12 @@ class Patch:
     above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
     untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
     tiled: bool = False  # whether any module is tiled
-    whole: bool = False  # whether `whole_sequences` is active, which makes forwards local
+    # an item for each `whole_sequences` that is active, in whatever thread; they make forwards local
+    whole: list[None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> Patch:
         """Copy the state; a copy of a model is not inside `whole_sequences`, even where it is made there."""
-        return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
+        return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": []})
 
     @property
     def in_graph(self) -> bool:
@@ -104,9 +106,12 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
     whole sequences in any case, so there a forward is local too, except for batches of `shard_batches` and a Trainer's
     batches with labels, which have tiles and checkpoints as on several ranks.
     """
-    sharded = inputs.get("shift_labels") is not None or inputs.get("placement") is not None
-    moved = inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs))
-    if patch.whole or (patch.sp.size == 1 and not sharded and not moved):
+    if patch.whole or (
+        patch.sp.size == 1
+        and inputs.get("shift_labels") is None
+        and inputs.get("placement") is None
+        and not (inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs)))
+    ):
         return True
     cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
     return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
@@ -124,13 +129,17 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: 
     positions = inputs.get("position_ids")
     if _is_local(patch, module, inputs):
         return "local", ""
+    if not torch.compiler.is_compiling():
+        check_thread()
     if wrong_inputs(inputs):  # which the agreement will say
         return "sharded", ""
     if inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
         return "sharded", ""
-    if positions is None or is_whole or whole_calls.is_moved_batch(positions):
+    if positions is None or is_whole:
         return "whole", ""
-    return ("sharded", "") if torch.compiler.is_compiling() else patch.agreement.vote(inputs)
+    if torch.compiler.is_compiling():
+        return "sharded", ""
+    return ("whole", "") if whole_calls.is_moved_batch(positions) else patch.agreement.vote(inputs)
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
@@ -194,9 +203,9 @@ def _sharded_head(
     """Raise InputError on all ranks for a sharded batch that a module around the base model cannot take."""
     labelled = inputs.get("labels") is not None
     if not is_causal_lm(inner):
-        wrong = WHOLE_ONLY.format(type(inner).__name__)
+        wrong = wrong or WHOLE_ONLY.format(type(inner).__name__)
     elif labelled and inputs.get("shift_labels") is None:
-        wrong = UNSHIFTED
+        wrong = wrong or UNSHIFTED
     if wrong:
         patch.agreement.refuse(InputError(wrong))
     tries_loss = labelled and module in patch.untried
@@ -268,7 +277,7 @@ def _prepared(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool)
         context = dataclasses.replace(given, module=module, outer=given, within=True)
     mode, wrong = _decide(patch, module, inputs, context)
     context = dataclasses.replace(context, mode=mode)
-    sources = [] if compiled or not module.training or patch.whole else _noisy_modules(patch, module, mode)
+    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
     if mode == "local":
         if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
             warn_of_cache(patch.sp.rank)
@@ -292,12 +301,12 @@ def _prepared(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool)
     return {**inputs, KEYWORD: context} if mode == "local" else _for_layers(module, inputs, context)
 
 
-def _noisy_modules(patch: Patch, module: nn.Module, mode: str) -> list[Any]:
+def _noisy_modules(patch: Patch, module: nn.Module, context: ForwardContext) -> list[Any]:
     """Return the modules that draw by token in a training forward."""
-    if mode == "local" and patch.sp.size > 1:
+    if patch.whole or (context.mode == "local" and patch.sp.size > 1):
         return []
-    model = patch.agreement.model()
-    return dropout.noisy_modules(module if model is None else model)
+    head = context.outer.module if context.within and context.outer is not None else patch.agreement.model()
+    return dropout.noisy_modules(module if head is None else unwrapped(head))
 
 
 # ---- after a forward

@@ -77,7 +77,8 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         )
     check_patch(model, sp)
     inner = unwrapped(model)
-    if patched_with(inner) is sp:
+    if (patch := patch_of(inner)) is not None:
+        _patch_heads(patch, model)
         return model
     AttentionInterface.register(NAME, _attention)
     for module, window in zip(attentions(inner), windows(inner), strict=True):
@@ -85,30 +86,35 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
         head_chunks.use_head_chunks(module)
-    around = tuple(heads_around(model))
-    hooks = [handle for module in (inner.base_model, *around) for handle in hook(module, module is inner.base_model)]
     ropes = rope.embeddings(inner.base_model)
-    hooks += [handle for module in ropes for handle in rope.hook(module)]
-    hooks += [handle for module in token_modules(inner) for handle in whole_calls.compute_on_parts(module)]
-    sp.vocabularies[inner] = vocabulary
-    experts = ExpertBalance(sp) if has_experts(inner) else None
-    agreement = Agreement(sp, inner)
-    tiled_modules.tile(inner, sp.config)
-    tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
-    inner.base_model._sequence_parallel_patch = Patch(
+    patch = Patch(
         sp=sp,
-        hooks=tuple(hooks),
-        agreement=agreement,
+        hooks=[*hook(inner.base_model, True), *(handle for module in ropes for handle in rope.hook(module))],
+        agreement=Agreement(sp, inner),
         layers=checkpointing.layers_of(inner.base_model),
         ropes=ropes,
-        experts=experts,
-        heads=around,
-        above=tuple(head for head in around if not tiled and not is_plain_head(head)),
-        untried=around if is_causal_lm(inner) else (),
-        tiled=tiled_modules.is_tiled(inner),
+        experts=ExpertBalance(sp) if has_experts(inner) else None,
     )
+    tiled_modules.tile(inner, sp.config)
+    patch.tiled = tiled_modules.is_tiled(inner)
+    inner.base_model._sequence_parallel_patch = patch
+    _patch_heads(patch, model)
     accelerators.watch(inner.base_model)
     return model
+
+
+def _patch_heads(patch: Patch, model: nn.Module) -> None:
+    """Hook the modules around a patched base model that are not hooked yet; there may be several heads around one."""
+    inner = unwrapped(model)
+    around = tuple(head for head in heads_around(model) if head not in patch.heads)
+    tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
+    patch.heads += around
+    patch.above += tuple(head for head in around if not tiled and not is_plain_head(head))
+    patch.untried += around if is_causal_lm(inner) else ()
+    patch.hooks += [handle for head in around for handle in hook(head, False)]
+    if inner in around or inner is inner.base_model:
+        patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x)]
+    patch.sp.vocabularies[inner] = vocabulary
 
 
 @printed_once
@@ -192,7 +198,8 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
-    patch.sp.vocabularies.pop(inner, None)
+    for head in (inner, *patch.heads):
+        patch.sp.vocabularies.pop(head, None)
     if patch.experts is not None:
         patch.experts.close()
     tiled_modules.untile(inner)
@@ -230,14 +237,14 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
     """
     inner = unwrapped(model)
     patch = patch_of(inner)
-    if patch is None or patch.whole:
+    if patch is None:
         yield
         return
-    patch.whole = True
+    patch.whole.append(None)
     try:
         yield
     finally:
-        patch.whole = False
+        patch.whole.pop()
 
 
 def sees_whole_outputs(model: nn.Module) -> bool:

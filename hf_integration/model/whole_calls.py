@@ -28,7 +28,7 @@ from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState
-from ..families import is_of_liger
+from ..families import is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .agreement import Agreement, common_misuse, tokens_of
 from .losses import loss_function_error, tried_loss
@@ -67,6 +67,7 @@ def _moved(x: Any, device: torch.device) -> Any:
     return moved
 
 
+@between_graphs
 def is_moved_batch(x: Any) -> bool:
     """Return whether a tensor is from `moved_batch`, and was not written to since."""
     return isinstance(x, Tensor) and x in _on_cpu and _on_cpu[x][1] == tensor_version(x)
@@ -108,7 +109,8 @@ def shard_inputs(
 def _sharded(
     agreement: Agreement, inputs: dict[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
-    model: Any = agreement.model()
+    assert context.module is not None  # constants for graphs have none
+    model: Any = unwrapped(context.module)
     sp, labelled = agreement.sp, inputs.get("labels") is not None
     if wrong := _misuse(inputs):
         raise InputError(wrong)
@@ -144,11 +146,13 @@ def _copies(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 def _compared(inputs: Mapping[str, Any]) -> ValueChecks:
     checks = ValueChecks(at_once=("cpu",))
     checks.compare(inputs, _copies(inputs))
-    for name, x in inputs.items():
-        if isinstance(x, bool | int | float | str):
-            checks.fields[name] = repr(x)
+    fields: dict[str, Any] = checks.fields
+    fields |= {name: x for name, x in inputs.items() if isinstance(x, bool | int | float | str)}
     if isinstance(items := inputs.get("num_items_in_batch"), Tensor):
-        checks.compare({"num_items_in_batch": items.reshape(1)})
+        if items.device.type == "cpu":
+            fields["num_items_in_batch"] = float(items)
+        else:
+            checks.compare({"num_items_in_batch": items.reshape(1)})
     return checks
 
 
@@ -194,8 +198,9 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
         inputs: The arguments of the forward by name, with this rank's shard.
     """
     labelled, tiles = inputs.get("labels") is not None, context.state.losses
-    if tiles is not None:
-        _check_loss(agreement, inputs["shift_labels"], float(inputs["num_items_in_batch"]), output, tiles)
+    if tiles is not None and context.module is not None:
+        items = float(inputs["num_items_in_batch"])
+        _check_loss(agreement, unwrapped(context.module), inputs["shift_labels"], items, output, tiles)
     whole = functools.partial(_whole, agreement.sp, context, labelled, bool(inputs.get("fused_lm_head")))
     if isinstance(output, dict):
         whole_outputs = {name: whole(name, x) for name, x in output.items()}
@@ -206,10 +211,12 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
     return whole("outputs", output)
 
 
-def _check_loss(agreement: Agreement, labels: Tensor, items: float, output: Any, tiles: list[float]) -> None:
+def _check_loss(
+    agreement: Agreement, model: Any, labels: Tensor, items: float, output: Any, tiles: list[float]
+) -> None:
     """Raise ConfigError on all ranks of the sequence where a rank's loss is not its token losses' sum over `items`."""
     # of the balance of experts, each rank has a share
-    tried = tried_loss(agreement.model(), labels, items, output, 1 / agreement.sp.size, tiles)
+    tried = tried_loss(model, labels, items, output, 1 / agreement.sp.size, tiles)
     error = tried.error(agreement.loss_option_of or "") if tried is not None and tried.rest else None
     agreement.sp.journal.agree("loss of the model", None, error=error)
     agreement.loss_option_of = None  # not before: a loss that was refused is refused again
