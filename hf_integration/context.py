@@ -61,6 +61,11 @@ class ForwardContext:
         """Whether no module around this one has sharded the batch."""
         return self.outer is None or self.outer.state is not self.state
 
+    @property
+    def is_in_whole(self) -> bool:
+        """Whether a module around this one has whole outputs of it."""
+        return self.within and self.outer is not None and self.outer.mode == "whole"
+
     def recomputing(self) -> ForwardContext:
         """Return the context in which a checkpoint computes a part, in forward and again in backward."""
         return dataclasses.replace(self, recomputed=True, state=ForwardState(watched=self.state.watched))

@@ -339,7 +339,7 @@ def shard_error(
     found = [] if mask is None else [(WRONG_MASK, _is_wrong_mask(sp, mask, layout))]
     try:
         for sentence, wrong in (*found, (_wrong_positions(layout), (positions != expected).any())):
-            checks.require(wrong.long()[None], functools.partial(_judge, sentence))
+            checks.require(wrong.long().reshape(1), functools.partial(_judge, sentence))
     except SeqParError as error:
         return error
     return None

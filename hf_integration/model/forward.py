@@ -150,26 +150,68 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     outer = current()
     context = ForwardContext(module=module, outer=outer)
     if outer is not None and outer.module in patch.heads and outer.module is not module:
-        plain = outer.mode is not None and not (outer.mode == "whole" and outer.spec is None)
-        if plain and not outer.state.begun and inputs.get("position_ids") is outer.positions:
-            context = dataclasses.replace(outer, module=module, outer=outer, within=True)
-        elif not plain:
+        if outer.mode is None or (outer.mode == "whole" and outer.spec is None):
             context = dataclasses.replace(context, within=True)
+        elif not outer.state.begun and inputs.get("position_ids") is outer.positions:
+            context = dataclasses.replace(outer, module=module, outer=outer, within=True)
     set_current(context)
     return context
 
 
-def _decide(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], context: ForwardContext) -> tuple[Any, str]:
-    outer = context.outer
-    is_whole = context.within and outer is not None and outer.mode == "whole"
-    return (context.mode, "") if context.mode is not None else _mode(patch, module, inputs, is_whole)
+def _complete(
+    patch: Patch, module: nn.Module, inputs: dict[str, Any], context: ForwardContext, wrong: str, compiled: bool = False
+) -> tuple[dict[str, Any], ForwardContext]:
+    """Shard a whole batch, agree with the other ranks, and complete the context of a forward.
+
+    Args:
+        module: The outermost module that has no whole outputs inside of it.
+        inputs: Its arguments by name.
+        context: Its context, with the mode.
+        wrong: What is wrong with the arguments, as a sentence; "" where they are right.
+        compiled: Whether this runs between the graphs of a compiled model.
+
+    Returns:
+        (the arguments, with this rank's shard; the context).
+    """
+    if context.mode == "whole":
+        inputs, context = whole_calls.shard_inputs(patch.agreement, inputs, context)
+    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
+    layout, seed, rope_tokens, local = None, 0, None, context.mode == "local"
+    if local:
+        if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
+            warn_of_cache(patch.sp.rank)
+        if mistake := wrong_inputs(inputs):
+            raise InputError(mistake)
+        seed = dropout.prepare_and_seed(sources, shared=False)
+    else:
+        layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
+        seed = patch.agreement.agree_on(inputs, wrong, backward, None if compiled else sources, context.compared)
+        if patch.ropes:
+            rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
+    return inputs, dataclasses.replace(
+        context,
+        layout=layout,
+        positions=inputs.get("position_ids"),
+        noise=dropout.noise_of(patch.sp, seed, tokens_of(inputs), layout, local),
+        rope_tokens=rope_tokens,
+    )
+
+
+def _noisy_modules(patch: Patch, module: nn.Module, context: ForwardContext) -> list[Any]:
+    """Return the modules that draw by token in a training forward."""
+    if patch.whole or (context.mode == "local" and patch.sp.size > 1):
+        return []
+    head = context.outer.module if context.within and context.outer is not None else None
+    if head is None and module not in patch.heads:
+        head = patch.agreement.model()
+    return dropout.noisy_modules(unwrapped(head or module))
 
 
 # ---- modules around the base model
 
 
 def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Shard a whole batch, unless the module gets whole outputs: then the base model shards it."""
+    """Begin a forward of a module around the base model. One that gets whole outputs leaves sharding to that."""
     inner, inputs = unwrapped(module), bind(args, kwargs)
     patch = patch_of(inner)
     if patch is None:
@@ -177,45 +219,35 @@ def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, A
     if torch.compiler.is_compiling():
         return _before_compiled_head(patch, module, inner, args, kwargs, inputs)
     context = _begin(patch, module, inputs)
-    if context.mode is not None:
+    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
         return args, kwargs
-    if wrong_inputs(inputs) and not _is_local(patch, module, inputs):  # arguments with names of their own
-        return args, kwargs
-    mode, wrong = _decide(patch, module, inputs, context)
-    context = dataclasses.replace(context, mode=mode, positions=inputs.get("position_ids"))
+    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
+    context = dataclasses.replace(context, mode=mode)
     if mode != "local" and patch.experts is not None:
         check_output(inner, inputs)
-    if mode == "whole" and module not in patch.above:
-        inputs, context = whole_calls.shard_inputs(patch.agreement, inputs, context)
-        args, kwargs = (), inputs
-    elif mode == "whole":
+    if mode == "whole" and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs)
-    elif mode == "sharded":
-        context = _sharded_head(patch, module, inner, inputs, context, wrong)
+    else:
+        if mode == "sharded":
+            wrong = wrong or _wrong_shard(inner, inputs)
+            tries_loss = module in patch.untried and inputs.get("labels") is not None
+            context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
+        inputs, context = _complete(patch, module, inputs, context, wrong)
     set_current(context)
-    return args, kwargs
+    return ((), inputs) if mode == "whole" and context.spec is not None else (args, kwargs)
 
 
-@between_graphs
-def _sharded_head(
-    patch: Patch, module: nn.Module, inner: nn.Module, inputs: Mapping[str, Any], context: ForwardContext, wrong: str
-) -> ForwardContext:
-    """Raise InputError on all ranks for a sharded batch that a module around the base model cannot take."""
-    labelled = inputs.get("labels") is not None
+def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
+    """Return why a module around the base model cannot take a sharded batch; "" where it can."""
     if not is_causal_lm(inner):
-        wrong = wrong or WHOLE_ONLY.format(type(inner).__name__)
-    elif labelled and inputs.get("shift_labels") is None:
-        wrong = wrong or UNSHIFTED
-    if wrong:
-        patch.agreement.refuse(InputError(wrong))
-    tries_loss = labelled and module in patch.untried
-    return dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
+        return WHOLE_ONLY.format(type(inner).__name__)
+    return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
 
 
 def _before_compiled_head(
     patch: Patch, module: nn.Module, inner: Any, args: tuple, kwargs: dict[str, Any], inputs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Do what `_before_head` does in a graph. The keyword of layers hands on what a whole batch has become."""
+    """Do what `_before_head` does in a graph. The base model agrees on shards; whole ones are made between graphs."""
     mode, _ = _mode(patch, module, inputs)
     if KEYWORD in kwargs or mode == "local" or wrong_inputs(inputs):
         return args, kwargs
@@ -225,15 +257,15 @@ def _before_compiled_head(
         whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled=True)
     elif mode == "whole":
         return (), _whole_in_graph(patch, module, inputs)
-    elif not is_causal_lm(inner) or (inputs.get("labels") is not None and inputs.get("shift_labels") is None):
-        _sharded_head(patch, module, inner, inputs, SHARDED, "")
+    elif wrong := _wrong_shard(inner, inputs):
+        torch.compiler.disable(patch.agreement.refuse)(InputError(wrong))
     return args, kwargs
 
 
 @between_graphs
 def _whole_in_graph(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     context = dataclasses.replace(_begin(patch, module, inputs), mode="whole")
-    inputs, context = whole_calls.shard_inputs(patch.agreement, inputs, context)
+    inputs, context = _complete(patch, module, inputs, context, "", compiled=True)
     set_current(context)
     return {**inputs, KEYWORD: context}
 
@@ -248,7 +280,7 @@ def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
         mode, _ = _mode(patch, module, inputs)
         if mode != "whole":
             return (), _in_graph(patch, module, inputs, mode)
-    return (), _prepared(patch, module, inputs, torch.compiler.is_compiling())
+    return (), _between(patch, module, inputs, torch.compiler.is_compiling())
 
 
 def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> dict[str, Any]:
@@ -261,52 +293,28 @@ def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> d
     return _for_layers(module, {**inputs, "position_ids": positions}, SHARDED)
 
 
-def _for_layers(module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
-    if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
-        log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
-    inputs.pop("placement", None)
-    return {**inputs, "attention_mask": NO_MASK, "use_cache": False, KEYWORD: context}
-
-
 @between_graphs
-def _prepared(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) -> dict[str, Any]:
-    """Return the arguments of a base model by name, with this rank's shard and the context for its layers."""
+def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) -> dict[str, Any]:
+    """Return the arguments of a base model by name, with this rank's shard, and with the context for its layers."""
     given = inputs.pop(KEYWORD, None)  # a compiled head's
     context = _begin(patch, module, inputs)
     if given is not None:
         context = dataclasses.replace(given, module=module, outer=given, within=True)
-    mode, wrong = _decide(patch, module, inputs, context)
-    context = dataclasses.replace(context, mode=mode)
-    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
-    if mode == "local":
-        if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
-            warn_of_cache(patch.sp.rank)
-        if mistake := wrong_inputs(inputs):
-            raise InputError(mistake)
-        seed, layout = dropout.prepare_and_seed(sources, shared=False), None
-    else:
-        if mode == "whole" and context.spec is None:
-            inputs, context = whole_calls.shard_inputs(patch.agreement, inputs, context)
-        layout = inputs.get("placement")
-        backward = torch.is_grad_enabled() and module.training
-        seed = patch.agreement.agree_on(inputs, wrong, backward, None if compiled else sources, context.compared)
-    if context.outer is not None:
-        context.outer.state.begun = True
-    tokens, rope_tokens = tokens_of(inputs), None
-    if patch.ropes and mode != "local":
-        rope_tokens = rope.tokens_up_to_the_longest(tokens.shape[1], patch.sp.size, layout)
-    noise = dropout.noise_of(patch.sp, seed, tokens, layout, mode == "local")
-    context = dataclasses.replace(context, layout=layout, noise=noise, rope_tokens=rope_tokens)
+    if context.mode is None:
+        mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
+        context = dataclasses.replace(context, mode=mode)
+        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
+    context.state.begun = True
     set_current(context)
-    return {**inputs, KEYWORD: context} if mode == "local" else _for_layers(module, inputs, context)
+    return {**inputs, KEYWORD: context} if context.mode == "local" else _for_layers(module, inputs, context)
 
 
-def _noisy_modules(patch: Patch, module: nn.Module, context: ForwardContext) -> list[Any]:
-    """Return the modules that draw by token in a training forward."""
-    if patch.whole or (context.mode == "local" and patch.sp.size > 1):
-        return []
-    head = context.outer.module if context.within and context.outer is not None else patch.agreement.model()
-    return dropout.noisy_modules(module if head is None else unwrapped(head))
+def _for_layers(module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
+    """Return the arguments with which the base model makes no mask and no cache."""
+    if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
+        log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
+    inputs.pop("placement", None)
+    return {**inputs, "attention_mask": NO_MASK, "use_cache": False, KEYWORD: context}
 
 
 # ---- after a forward
