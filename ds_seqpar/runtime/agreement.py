@@ -38,7 +38,7 @@ def assert_ranks_agree(
 ) -> int:
     """Raise on all ranks of a group unless all pass the same value and none passes an error.
 
-    It takes log4(ranks) steps of four integers.
+    Ranks send four integers, directly or through a tree.
 
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
