@@ -38,7 +38,7 @@ def assert_ranks_agree(
 ) -> int:
     """Raise on all ranks of a group unless all pass the same value and none passes an error.
 
-    It takes log4(ranks) steps of four integers.
+    Ranks send four integers, directly or through a tree.
 
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
@@ -136,13 +136,14 @@ class Comparison:
         end_unfinished()
         self.group, self.subject, self.numbers = group, subject, [wrong, digest, -digest, number]
         # a selective checkpoint would look for the tensors' operations among those that it saved
-        with compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
+        span = profiling.span(f"agree on {subject}")
+        with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
             self.end = all_reduce_max(self.numbers, group, wait) if group is not None and _size(group) > 1 else None
 
     def result(self) -> tuple[int, int]:
         """Wait for the other ranks. Return (1 if any is wrong or digests differ, else 0; the greatest number)."""
         if self.end is not None:
-            span = profiling.span(f"agree on {self.subject}")
+            span = profiling.span(f"agreed on {self.subject}")
             with span, compat.without_dispatch_modes(), explaining_failure(self.subject, self.group) as wait:
                 self.numbers = self.end(wait)
         wrong, greatest, negated_least, number = self.numbers

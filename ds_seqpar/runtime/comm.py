@@ -17,7 +17,7 @@ from . import profiling
 from .devices import communicator_device
 from .groups import Groups, is_up, timeout
 from .process_exit import LOST
-from .waits import Wait
+from .waits import Awaited, Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
@@ -198,55 +198,83 @@ def _reason(message: str, wait: Wait) -> str:
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
-AGREEMENT_TAG = 0x5EA9  # first tag of `all_reduce_max`; unusual, since users may send in the group of all ranks too
+AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> Callable[[Wait], list[int]]:
     """Start to compute the maximum over ranks of each number. Return a function that ends it and returns the maxima.
 
-    It takes log4(ranks) steps, where gloo's own reductions are rings over all ranks. In step s a rank sends its maximum
-    so far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice
-    does not change a maximum. All receives are posted at the start, so that no peer waits for this rank to post one,
-    and so are the sends of the first step.
+    Few ranks tell one another; more of them go through a tree, by far fewer messages than gloo's own reductions, which
+    are rings over all ranks. All receives are posted at the start, so that no peer waits for this rank to post one,
+    and so is what this rank can tell by itself.
 
     Args:
         numbers: integers of at most 63 bits, as many on all ranks.
         group: a group that carries CPU tensors.
         wait: is told which rank is waited for, and so is that of the end.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    steps = distances(size)
-    others = [torch.empty(len(step), len(numbers), dtype=torch.int64, device="cpu") for step in steps]
+    steps = steps_of_max(dist.get_world_size(group), dist.get_rank(group))
+    others = [torch.empty(len(step.receives), len(numbers), dtype=torch.int64, device="cpu") for step in steps]
+    receives: list[list[tuple[Any, Awaited]]] = []
+    for step, buffers in zip(steps, others, strict=True):
+        receives.append([])
+        for (peer, awaited), buffer in zip(step.receives, buffers, strict=True):
+            wait.awaited = awaited
+            receives[-1].append((dist.irecv(buffer, group=group, group_src=peer, tag=AGREEMENT_TAG), awaited))
 
-    def post(
-        start: Callable[..., Any], tensor: Tensor, step: int, peer: int, count: int
-    ) -> tuple[Any, tuple[int, int]]:
-        wait.awaited = peer, count
-        peers = {"group_src" if start is dist.irecv else "group_dst": peer % size}
-        return start(tensor, group=group, tag=AGREEMENT_TAG + step, **peers), (peer, count)
-
-    def send(numbers: Sequence[int], step: int) -> list[tuple[Any, tuple[int, int]]]:
+    def send(numbers: Sequence[int], peers: Sequence[int], wait: Wait) -> list[tuple[Any, Awaited]]:
         others.append(local := torch.tensor(numbers, dtype=torch.int64, device="cpu"))  # which must live until the end
-        # a send completes once its receiver takes part
-        return [post(dist.isend, local, step, rank + distance, 1) for distance in steps[step]]
+        sends: list[tuple[Any, Awaited]] = []
+        for peer in peers:
+            wait.awaited = peer, 1
+            sends.append((dist.isend(local, group=group, group_dst=peer, tag=AGREEMENT_TAG), wait.awaited))
+        return sends
 
-    receives = [
-        [post(dist.irecv, buffer, s, rank - distance, 4**s) for buffer, distance in zip(others[s], step, strict=True)]
-        for s, step in enumerate(steps)
-    ]
-    sends = send(numbers, 0)
+    sends = [send(numbers, steps[0].sends, wait)]
 
-    def end(waiting: Wait) -> list[int]:
-        nonlocal wait
-        wait, maxima = waiting, [*numbers]
-        for s in range(len(steps)):
-            for work, awaited in (*receives[s], *(sends if s == 0 else send(maxima, s))):
+    def end(wait: Wait) -> list[int]:
+        maxima = [*numbers]
+        for s, step in enumerate(steps):
+            if s:
+                sends.append(send(maxima, step.sends, wait))
+            for work, awaited in (*receives[s], *sends[s]):  # a send completes once its receiver takes part
                 wait.awaited = awaited
                 work.wait()
             maxima = [max(column) for column in zip(maxima, *others[s].tolist(), strict=True)]
         return maxima
 
     return end
+
+
+class StepOfMax(NamedTuple):
+    """A rank first sends the maxima that it knows to some peers, then hears those of others."""
+
+    sends: Sequence[int]
+    receives: Sequence[tuple[int, Awaited]]  # (peer, whose numbers its message has)
+
+
+DIRECT = 4  # ranks that tell one another, so that each knows which one does not
+FAN = 16  # ranks that tell one rank of a tree
+
+
+@functools.lru_cache(maxsize=64)
+def steps_of_max(size: int, rank: int) -> list[StepOfMax]:
+    """Return the steps of `all_reduce_max` on a rank."""
+    if size <= DIRECT:
+        others = [(rank + distance) % size for distance in range(1, size)]
+        return [StepOfMax(others, [(peer, (peer, 1)) for peer in others])]
+    first, end, parent = 0, size, None  # the ranks below `first`, itself included, are those before `end`
+    while True:
+        width = max(1, -(-(end - first - 1) // FAN))
+        if rank == first:
+            break
+        parent, first = first, first + 1 + (rank - first - 1) // width * width
+        end = min(first + width, end)
+    below = [(start, min(start + width, end)) for start in range(first + 1, end, width)]
+    up = StepOfMax([], [(start, (stop - 1, stop - start)) for start, stop in below])
+    across = [] if parent is None else [StepOfMax([parent], [(parent, None)])]
+    down = StepOfMax([start for start, _ in below], [])
+    return [up, *across, down] if below else across
 
 
 # ---- a comparison of ranks that runs beside what follows; at most one, since one thread of a process communicates
@@ -262,7 +290,16 @@ def end_later(end: Callable[[], object]) -> None:
 def end_unfinished() -> None:
     """End the comparison that was left unfinished, if one was. It raises where ranks differ."""
     if _unfinished:
-        _unfinished.pop()()
+        try:
+            _unfinished.pop()()
+        except SeqParError as error:
+            vars(error)["of_comparison"] = True
+            raise
+
+
+def is_of_comparison(error: SeqParError) -> bool:
+    """Return whether an error was raised by `end_unfinished`, and so is not one of what ran then."""
+    return hasattr(error, "of_comparison")
 
 
 @functools.lru_cache(maxsize=64)

@@ -57,8 +57,9 @@ class Journal:
         self.overlaps = not on_devices and not at_once  # whether a comparison may run beside the packing of messages
         self.defers = self.overlaps and agreement == "deferred"  # and beside their sending
         self.salt = 0
-        self._entries: list[Entry] = []  # what was noted since ranks agreed last
+        self._entries: list[Entry] = []  # what was noted since ranks agreed or failed last
         self._before = 0  # how many calls of the step were compared before those
+        self._failures = 0  # of the group, when those were noted
         self._known: dict[int, None] = {}  # digests of what ranks agreed on, the oldest first; the same on all ranks
         self._last = NOTHING
         self._looks: list[_Look] = []
@@ -70,6 +71,7 @@ class Journal:
     ) -> int:  # fmt: skip
         """Compare a value between the ranks, and wait for them. For the arguments see `assert_ranks_agree`."""
         entry = Entry.of(name, value, call, advice)
+        self._forget_failed()
         error = self._judge(entry) or error
         return self._begin(entry, error, number)()
 
@@ -79,11 +81,14 @@ class Journal:
     ) -> None:  # fmt: skip
         """Compare a value between the ranks, without waiting for them where that is possible.
 
+        A value that may differ by its `advice` must be given to `agree`.
+
         Args:
             name: As for `assert_ranks_agree`, and so are the others.
             overlap: Whether all that is sent next is sent by `TorchComm`, which ends the comparison in time.
         """
         entry = Entry.of(name, value, call, advice)
+        self._forget_failed()
         error = self._judge(entry) or error
         if self.notes and error is None and entry.compared.digest in self._known:
             self._entries.append(entry)
@@ -119,6 +124,7 @@ class Journal:
             last: Whether no forward follows. Then it waits for the device too, and judges what that has still to say.
         """
         end_unfinished()
+        self._forget_failed()
         judges = last and bool(self._looks)
         error = self._judge() if judges else None
         if self._entries or judges:
@@ -139,6 +145,13 @@ class Journal:
         """End the comparison that was begun."""
         end_unfinished()
 
+    def _forget_failed(self) -> None:
+        """Forget what was noted before all ranks of the group raised, whatever they compared then."""
+        if self.notes and self.groups is not None and self.groups.control is not None:
+            found = failures[self.groups.control.group_name]
+            if found != self._failures:
+                self._failures, self._entries, self._before = found, [], 0
+
     def _begin(self, entry: Entry, error: SeqParError | None = None, number: int = 0) -> Callable[[], int]:
         """Begin to compare what was noted and one entry more. Return what ends that; it returns the greatest number."""
         group = None if self.groups is None else self.groups.control
@@ -153,7 +166,6 @@ class Journal:
         def end() -> int:
             differs, greatest = comparison.result()
             if differs:
-                self._before = 0
                 raise_difference(group, entries, error, before=before if self.notes else None)
             elif self.notes:
                 self._known[entry.compared.digest] = None
