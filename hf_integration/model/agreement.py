@@ -28,7 +28,6 @@ from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.runtime import mismatch_hints
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe, shape_of
-from ds_seqpar.runtime.trusted import is_trusted, is_trusted_of_any
 
 from .. import dropout
 from .checkpointing import is_checkpointed, layers_of
@@ -254,7 +253,7 @@ def _origin_error(agreement: Agreement, inputs: Mapping[str, Any]) -> str:
     positions = inputs.get("position_ids")
     if positions is None or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
         return ""
-    if torch.compiler.is_compiling() or is_trusted_of_any(positions):
+    if torch.compiler.is_compiling():
         return ""
     if positions.device.type != "cpu" and agreement.compared:
         return ""
@@ -299,7 +298,7 @@ def shard_error(
     if device_checks is not None and positions.device.type != "cpu":
         device_checks.start(sp, layout, positions, mask)
         return None
-    if mask is not None and not is_trusted(mask, sp) and not bool((mask == 1).all()):
+    if mask is not None and not sp.keeps_masks and not bool((mask == 1).all()):
         return InputError(WRONG_MASK)
     wrong = bool((positions.cpu() != _expected(sp, layout)).any())
     return InputError(_wrong_positions(layout)) if wrong else None
@@ -391,10 +390,9 @@ class DeviceChecks:
 
     def start(self, sp: SequenceParallel, layout: int | BatchLayout, positions: Tensor, mask: Tensor | None) -> None:
         """Start the checks of positions and mask on their device."""
-        if not is_trusted(positions, layout if isinstance(layout, BatchLayout) else sp):
-            wrong = (positions != self._of_device(sp, layout, positions.device)).any()
-            self._start(_wrong_positions(layout), wrong)
-        if mask is not None and not is_trusted(mask, sp):
+        wrong = (positions != self._of_device(sp, layout, positions.device)).any()
+        self._start(_wrong_positions(layout), wrong)
+        if mask is not None and not sp.keeps_masks:
             self._start(WRONG_MASK, (mask != 1).any())
 
     def error(self) -> InputError | None:

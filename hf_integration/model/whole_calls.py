@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compat import tensor_version
 from ds_seqpar.data.batches import fingerprint, shard_call
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime import mismatch_hints, trusted
+from ds_seqpar.runtime import mismatch_hints
 from ds_seqpar.runtime.agreement import Fields, assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
@@ -72,7 +73,7 @@ def is_whole(sp: SequenceParallel, inputs: Mapping[str, Any]) -> bool:
         return False
     if positions is None or torch.compiler.is_compiling():
         return positions is None
-    if hasattr(positions, CALL) or trusted.is_trusted_of_any(positions):
+    if hasattr(positions, CALL):
         return False
     if is_moved_batch(positions):
         return True
@@ -80,10 +81,7 @@ def is_whole(sp: SequenceParallel, inputs: Mapping[str, Any]) -> bool:
     fits_shard_only = assert_ranks_agree(
         sp.groups.control, "position_ids of a batch", None, number=int(fits_shard and not fits_whole), call=FORWARD
     )
-    sharded = bool(fits_shard_only)
-    if sharded and fits_shard:
-        trusted.trust(positions, sp)
-    return not sharded and fits_whole
+    return not fits_shard_only and fits_whole
 
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
@@ -173,7 +171,7 @@ def _prepare(
         add_up_losses(model, True)
     others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: _on_cpu(x) for name, x in inputs.items() if name not in others}
-    shard, counted = shard_call(sp, batch)
+    shard, counted = shard_call(sp, batch, ValueChecks())
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
     rows, tokens = tokens_of(inputs).shape[:2]
