@@ -164,7 +164,7 @@ class Sharding:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
         # torch cannot select from 1-d uint16, 32 and 64
-        return x.unsqueeze(0).index_select(dim % x.dim() + 1, self._held_here(seq, placement, x.device)).squeeze(0)
+        return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, placement, x.device))[0]
 
     def gather(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
         """Return the whole tensor, in global order, on every rank: the inverse of `shard`.
