@@ -89,7 +89,7 @@ class _Judgement:
         for count, judge in self.parts:
             part, numbers = numbers[:count], numbers[count:]
             if isinstance(judge, str):
-                fields[f"an earlier forward's {judge}"] = f"{part[0] % 2**64:016x}"
+                fields[judge] = f"with values {part[0] % 2**64:016x}"
             elif error := judge(part):
                 return InputError(f"{error} (in an earlier forward: on a device it is seen one later)")
         return fields

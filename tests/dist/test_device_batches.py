@@ -76,8 +76,8 @@ def test_what_is_read_later_is_sharded_as_what_is_read_at_once():
         assert isinstance(counted, float)
         assert float(other_counted) == counted
         later.compare(given)
+        sp.journal.agree("whole batch", later.fields)
         later.post(sp.journal)
-        sp.journal.agree("a call", name)
     del model
 
 
@@ -93,12 +93,13 @@ def test_a_wrong_value_is_raised_in_the_next_comparison_and_computed_with_by_nob
         assert 0 <= shard["input_ids"].min() <= shard["input_ids"].max() < TOKENS
         assert -100 <= shard["shift_labels"].min() <= shard["shift_labels"].max() < CLASSES
         assert not ((shard["shift_labels"] < 0) & (shard["shift_labels"] != -100)).any()
+        sp.journal.agree("whole batch", name)
         checks.post(sp.journal)
         with pytest.raises(InputError) as later:
-            sp.journal.agree("the next call", name)
+            sp.journal.agree("whole batch", name)
         assert str(later.value) == f"{at_once.value} (in an earlier forward: on a device it is seen one later)"
         assert is_one_sentence(str(later.value))
-        sp.journal.agree("one more call", name)  # it is raised once
+        sp.journal.agree("whole batch", name)  # it is raised once
     del model
 
 
@@ -114,7 +115,7 @@ def test_another_batch_of_one_rank_is_raised_in_the_next_comparison():
         checks.post(sp.journal)
         with pytest.raises(DisagreementError) as raised:
             sp.journal.agree("whole batch", 0)
-        assert missing(str(raised.value), f"an earlier forward's {name}", "rank 0", "rank 1") == []
+        assert missing(str(raised.value), f"{name} 'with values", "rank 0", "rank 1") == []
         others = {"input_ids", "labels"} - {name}
         assert missing(str(raised.value), *others) == list(others)
 
