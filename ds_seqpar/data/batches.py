@@ -192,7 +192,7 @@ class CheckedBatch:
     tensors: dict[str, Any]
     rows: int
     seq: int  # tokens of a row
-    mask: Tensor | None  # bool (B, S) on the CPU, False for padding; None: no padding
+    mask: Tensor | None  # bool (B, S), False for padding; None: no padding
     placement: BatchLayout | None  # None where the configured layout is enough
     counted: float | Tensor  # labels that count: a float where they are on the CPU
     from_padding: Tensor | None  # labels that only left padding could predict, int64 (1,); None: no padding
@@ -225,14 +225,7 @@ def _checked(
             )
     usable = check_range(known, sp.vocabulary, checks)
     tensors, labels = {**tensors, **usable}, {**known, **usable}.get("labels")
-    mask = _checked_mask(known.get("attention_mask"), shape)
-    on_left = mask is not None and not bool(mask[:, 0].all())
-    documents = segments = _documents_of(known, mask, rows, seq)
-    if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
-        segments = _padding_as_documents(documents or (seq,) * rows, mask)
-    placement = sp.place(rows * seq, segments, causal=causal) if segments else sp.place(seq, causal=causal)
-    if segments and placement is not None:
-        placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
+    mask, segments, placement = _layout_of(sp, known, rows, seq, causal)
     counted: float | Tensor = 0.0
     from_padding = None
     if labels is not None:
@@ -242,18 +235,37 @@ def _checked(
         counts = shifted != IGNORE
         counted = float(counts.sum()) if checks.reads(counts) else counts.sum()
         if mask is not None:
-            checks.require((counts & ~to_device(mask, labels.device)).sum()[None], _padding_error)
+            mask = to_device(mask, labels.device)
+            checks.require(counts.masked_fill(mask, False).sum()[None], _padding_error)
             from_padding = predicted_from_padding(labels, mask)
     return CheckedBatch(tensors, rows, seq, mask, placement, counted, from_padding)
+
+
+def _layout_of(
+    sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool
+) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
+    """Return (the padding mask, tokens of each document and stretch of padding, the layout). The host reads these.
+
+    None: nothing is padding; each row is one document; the configured layout is enough.
+    """
+    mask = _checked_mask(batch.get("attention_mask"), (rows, seq))
+    on_left = mask is not None and not bool(mask[:, 0].all())
+    documents = segments = _documents_of(batch, mask, rows, seq)
+    if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
+        segments = _padding_as_documents(documents or (seq,) * rows, mask)
+    placement = sp.place(rows * seq, segments, causal=causal) if segments else sp.place(seq, causal=causal)
+    if segments and placement is not None:
+        placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
+    return mask, segments, placement
 
 
 def _shifted(sp: Sharding, labels: Tensor, rows: int, seq: int, segments: Lengths | None) -> Tensor:
     """Return labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
 
     def ends() -> Tensor:
-        starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
-        starts[[*Mask.documents_of(segments or (seq,) * rows), rows * seq]] = True
-        return starts[1:].view(rows, seq)
+        starts = Mask.documents_of(segments or (seq,) * rows)
+        last = torch.tensor([*starts[1:], rows * seq], device="cpu") - 1
+        return torch.zeros(rows * seq, dtype=torch.bool, device="cpu").index_fill_(0, last, True).view(rows, seq)
 
     key = "ends", rows, seq, segments
     return labels.roll(-1, 1).masked_fill(sp.layout_tensors.get(key, labels.device, ends), IGNORE)

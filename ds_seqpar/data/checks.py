@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .on_devices import to_device
 from .sharding import Vocabulary
 from .value_checks import ValueChecks, describe
 
@@ -102,11 +101,10 @@ def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         labels: int64 (rows, tokens).
-        mask: bool of the same shape on the CPU, False for padding.
+        mask: bool of the same shape and device, False for padding.
     """
-    first = mask & ~mask.roll(1, 1)
-    first[:, 0] = False
-    return ((labels != IGNORE) & to_device(first, labels.device)).sum()[None]
+    is_first = torch.nn.functional.pad(mask[:, 1:] > mask[:, :-1], (1, 0), value=False)
+    return ((labels != IGNORE) & is_first).sum()[None]
 
 
 @functools.cache

@@ -45,19 +45,20 @@ class DeviceCache:
             make: called for a key that is not kept.
         """
         device = torch.device(device)
-        if (key, device) in self._kept:
-            self._kept.move_to_end((key, device))
-            return self._kept[key, device][0]
-        with torch.inference_mode(False):  # else autograd could not save it
-            made = tree_map(lambda x: _kept_on(x, device) if isinstance(x, Tensor) else x, make())
-        size = sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
-        self._kept[key, device] = made, size
+        # what one stream has made, another one might read too early, or give to others while it is still read
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
+        entry = self._kept.pop((key, device, stream), None)  # in one step: threads that load data may shard it too
+        if entry is None:
+            with torch.inference_mode(False):  # else autograd could not save it
+                made = tree_map(lambda x: _kept_on(x, device) if isinstance(x, Tensor) else x, make())
+            entry = made, sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
+        self._kept[key, device, stream] = entry
         while len(self._kept) > self.MOST or (len(self._kept) > self.FEW and self._bytes() > self.BYTES):
             self._kept.popitem(last=False)
-        return made
+        return entry[0]
 
     def _bytes(self) -> int:
-        return sum(size for _, size in self._kept.values())
+        return sum(size for _, size in list(self._kept.values()))
 
 
 def _kept_on(x: Tensor, device: torch.device) -> Tensor:

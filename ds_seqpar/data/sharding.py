@@ -163,11 +163,8 @@ class Sharding:
         if placement is not None and placement.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
-        key = "held", seq if placement is None else placement
-        positions = self.layout_tensors.get(
-            key, x.device, lambda: self.held(seq, placement or self.place(seq), self.rank)
-        )
-        return x[None].index_select(dim % x.dim() + 1, positions)[0]  # torch cannot select from 1-d uint16, 32 and 64
+        # torch cannot select from 1-d uint16, 32 and 64
+        return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, placement, x.device))[0]
 
     def gather(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
         """Return the whole tensor, in global order, on every rank: the inverse of `shard`.
@@ -224,6 +221,11 @@ class Sharding:
         shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
         return positions_held(shards, self.config.ulysses, rank)
 
+    def _held_here(self, seq: int, placement: BatchLayout | None, device: torch.device | str) -> Tensor:
+        """Return the positions of this rank's tokens, on a device."""
+        key = "held", seq if placement is None else placement
+        return self.layout_tensors.get(key, device, lambda: self.held(seq, placement or self.place(seq), self.rank))
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks that share the sequence.
 
@@ -273,7 +275,7 @@ class Sharding:
             )
         if placement is None and seq is None:
             return None  # all ranks' tokens are not known yet
-        expected = len(self.held(seq or 0, placement, self.rank))
+        expected = len(self._held_here(seq or 0, placement, "cpu"))
         if x.shape[dim] != expected:
             return InputError(
                 f"gather needs this rank's {expected} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
@@ -317,7 +319,7 @@ def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None,
     local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
     if len(local) < order.longest:  # all_gather needs shards of one size
         local = torch.cat([local, local.new_zeros(order.longest - len(local), *local.shape[1:])])
-    shards = local[None]
+    shards = local.unsqueeze(0)
     if group is not None:
         shards = local.new_empty(order.ranks, *local.shape)
         with explaining_failure(call, group):

@@ -89,7 +89,7 @@ class _Judgement:
         for count, judge in self.parts:
             part, numbers = numbers[:count], numbers[count:]
             if isinstance(judge, str):
-                fields[f"an earlier forward's {judge}"] = f"{part[0] % 2**64:016x}"
+                fields[judge] = f"with values {part[0] % 2**64:016x}"
             elif error := judge(part):
                 return InputError(f"{error} (in an earlier forward: on a device it is seen one later)")
         return fields
@@ -108,7 +108,7 @@ def device_digest(x: Tensor) -> Tensor:
     x = x.detach().resolve_conj().resolve_neg().reshape(-1)
     x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
     bits = x.view(INTEGERS[x.dtype.itemsize]).to(torch.int64)
-    places = torch.arange(len(bits), device=bits.device)
+    places = torch.arange(1, len(bits) + 1, device=bits.device)
     # the sum of hashes of (value, place), in integers that wrap around
     mixed = torch.add(bits, places, alpha=STEP).mul_(FIRST)
     mixed = (mixed ^ (mixed >> 31)).mul_(SECOND)
