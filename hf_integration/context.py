@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,10 +20,16 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole.shard_spec import ShardSpec
 
-if TYPE_CHECKING:
-    from .dropout import Draw
-
 KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Noise:
+    """The random numbers of one forward."""
+
+    seed: int
+    tokens: Tensor  # (rows, local tokens) int64: a number of each token (`dropout`)
+    length: int  # tokens of a whole sequence
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -49,7 +55,7 @@ class ForwardContext:
     spec: ShardSpec | None = None  # of a whole batch that was sharded
     logits: ShardSpec | None = None  # of its tokens that get logits
     compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
-    noise: Draw | None = None  # None: torch's own noise
+    noise: Noise | None = None  # None: torch's own noise
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
     recomputed: bool = False  # whether a checkpoint computes this part, which it does in forward and in backward

@@ -27,7 +27,7 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError
 
 from . import compat
-from .context import current, entered
+from .context import Noise, current, entered
 from .graph_breaks import between_graphs
 
 GOLDEN, *FACTORS = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # as int64
@@ -36,27 +36,19 @@ STEPS = 2**16  # values of a 16-bit number; one 64-bit number is cut into four o
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Draw:
-    """The random numbers of one forward."""
-
-    seed: int
-    tokens: Tensor  # (rows, local tokens) int64: sample * SAMPLE + position of each token
-    length: int  # tokens of a whole sequence
-
-    def numbers(self, module: Any, x: Tensor) -> Tensor:
-        """Draw uniform int16 numbers in the shape of x, (rows, local tokens, ...) or (rows * local tokens, ...)."""
-        tokens = self.tokens if x.shape[:2] == self.tokens.shape else self.tokens.flatten()
-        if x.shape[: tokens.dim()] != tokens.shape:
-            raise InputError(
-                f"dropout of a patched model needs all of a rank's tokens, {tuple(self.tokens.shape)}; got "
-                f"{tuple(x.shape)} in a {type(module).__name__}, set its p to 0"
-            )
-        channels = x.numel() // tokens.numel()
-        words_per_token = -(-channels // 4)
-        counts = (tokens * words_per_token)[..., None] + torch.arange(words_per_token, device=tokens.device)
-        seed = int(split_mix(torch.tensor([module.noise_number], device="cpu"), self.seed))
-        return split_mix(counts, seed).view(torch.int16)[..., :channels].reshape(x.shape)
+def _numbers(noise: Noise, module: Any, x: Tensor) -> Tensor:
+    """Draw uniform int16 numbers in the shape of x, (rows, local tokens, ...) or (rows * local tokens, ...)."""
+    tokens = noise.tokens if x.shape[:2] == noise.tokens.shape else noise.tokens.flatten()
+    if x.shape[: tokens.dim()] != tokens.shape:
+        raise InputError(
+            f"dropout of a patched model needs all of a rank's tokens, {tuple(noise.tokens.shape)}; got "
+            f"{tuple(x.shape)} in a {type(module).__name__}, set its p to 0"
+        )
+    channels = x.numel() // tokens.numel()
+    words_per_token = -(-channels // 4)
+    counts = (tokens * words_per_token)[..., None] + torch.arange(words_per_token, device=tokens.device)
+    seed = int(split_mix(torch.tensor([module.noise_number], device="cpu"), noise.seed))
+    return split_mix(counts, seed).view(torch.int16)[..., :channels].reshape(x.shape)
 
 
 def split_mix(x: Tensor, seed: int) -> Tensor:
@@ -83,7 +75,7 @@ def drawing_by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Ten
     return run
 
 
-def _draw() -> Draw | None:
+def _noise() -> Noise | None:
     """Return the numbers of the forward that runs; None where modules draw torch's."""
     context = current()
     if context is None and graph_task() >= 0:  # in a backward, which no checkpoint of ours has told what forward it was
@@ -152,7 +144,7 @@ def prepare_and_seed(modules: list[Any], shared: bool) -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, 2**62)) if modules else 0
 
 
-def noise_of(sp: SequenceParallel, seed: int, tokens: Tensor, layout: BatchLayout | None, local: bool) -> Draw | None:
+def noise_of(sp: SequenceParallel, seed: int, tokens: Tensor, layout: BatchLayout | None, local: bool) -> Noise | None:
     """Return the numbers of a forward; None where modules draw torch's.
 
     Args:
@@ -172,7 +164,7 @@ def noise_of(sp: SequenceParallel, seed: int, tokens: Tensor, layout: BatchLayou
         rows, row, positions = layout.rows, (positions // length)[None], positions % length
     # rows of a step are dealt to groups in their order
     counters = ((sp.data_rank * rows + row) * SAMPLE + positions).to(tokens.device, non_blocking=True)
-    return Draw(seed=seed, tokens=counters, length=length)
+    return Noise(seed=seed, tokens=counters, length=length)
 
 
 def restore_modules(model: nn.Module) -> None:
@@ -197,11 +189,11 @@ class TokenDropout(nn.Dropout):
 
     @between_graphs
     def _dropped(self, x: Tensor) -> Tensor:
-        draw = _draw()
-        if draw is None or self.p == 1:
+        noise = _noise()
+        if noise is None or self.p == 1:
             return super().forward(x)
         dropped = min(round(self.p * STEPS), STEPS - 1)
-        return x * (draw.numbers(self, x) >= dropped - STEPS // 2) * (STEPS / (STEPS - dropped))
+        return x * (_numbers(noise, self, x) >= dropped - STEPS // 2) * (STEPS / (STEPS - dropped))
 
 
 def _neftune(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
@@ -213,8 +205,8 @@ def _neftune(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tens
 
 @between_graphs
 def _noisy(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
-    draw = _draw()
-    if draw is None:
+    noise = _noise()
+    if noise is None:
         return hook(module, args, output)
-    size = module.neftune_noise_alpha / math.sqrt(draw.length * output.shape[2])
-    return output + (draw.numbers(module, output).to(output.dtype) + 0.5) * (size * 2 / STEPS)
+    size = module.neftune_noise_alpha / math.sqrt(noise.length * output.shape[2])
+    return output + (_numbers(noise, module, output).to(output.dtype) + 0.5) * (size * 2 / STEPS)
