@@ -170,7 +170,7 @@ def few():
 
 
 def fifty():
-    return {name: train(name, *STEPS["all"], 50, layers) for name, layers in zip(MAIN, (4, 2, 2), strict=True)}
+    return {name: train(name, TILES, CHECKPOINTS, 50, layers) for name, layers in zip(MAIN, (4, 1, 1), strict=True)}
 
 
 def grid():
