@@ -262,7 +262,7 @@ def steps_of_max(size: int, rank: int) -> list[StepOfMax]:
     """Return the steps of `all_reduce_max` on a rank."""
     if size <= DIRECT:
         others = [(rank + distance) % size for distance in range(1, size)]
-        return [StepOfMax(others, [(peer, (peer, 1)) for peer in others])]
+        return [StepOfMax(others, [(peer, (peer, 1)) for peer in reversed(others)])]
     first, end, parent = 0, size, None  # the ranks below `first`, itself included, are those before `end`
     while True:
         width = max(1, -(-(end - first - 1) // FAN))
