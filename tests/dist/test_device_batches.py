@@ -82,6 +82,24 @@ def test_what_is_read_later_is_sharded_as_what_is_read_at_once():
 
 
 @on_each_of(2)
+def test_values_that_are_on_the_cpu_too_are_read_there_at_once():
+    sp = make(ulysses=1)
+    model = vocabulary(sp)
+    for given in (RIGHT["a pack"], RIGHT["padding on the left"]):
+        on_cpu = {name: x for name, x in given.items() if not x.is_floating_point()}
+        on_device = {name: x + 1 if name in batches.READ else x for name, x in given.items()}  # these are not read
+        later = ValueChecks(at_once=())
+        expected, counted = shard_call(sp, given, ValueChecks())
+        shard, other = shard_call(sp, on_device, later, on_cpu)
+        assert float(other) == counted
+        assert all(torch.equal(x, shard[name]) for name, x in expected.items() if isinstance(x, torch.Tensor))
+        assert shard["placement"] == expected["placement"]
+    with pytest.raises(InputError, match="labels must be tokens"):
+        shard_call(sp, batch(), ValueChecks(at_once=("cpu",)), {"labels": WRONG["an unknown label"]["labels"]})
+    del model
+
+
+@on_each_of(2)
 def test_a_wrong_value_is_raised_in_the_next_comparison_and_computed_with_by_nobody():
     sp = make(ulysses=1)
     model = vocabulary(sp)
