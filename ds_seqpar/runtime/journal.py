@@ -77,7 +77,7 @@ class Journal:
 
     def note(
         self, name: str, value: object, *, error: SeqParError | None = None, call: str = "",
-        advice: Advice | None = None, overlap: bool = False,
+        advice: Advice | None = None, overlap: bool = False, like: object = None,
     ) -> None:  # fmt: skip
         """Compare a value between the ranks, without waiting for them where that is possible.
 
@@ -86,16 +86,18 @@ class Journal:
         Args:
             name: As for `assert_ranks_agree`, and so are the others.
             overlap: Whether all that is sent next is sent by `TorchComm`, which ends the comparison in time.
+            like: What of the value must be as in an earlier call, to be noted; None: all of it.
         """
         entry = Entry.of(name, value, call, advice)
         self._forget_failed()
         error = self._judge(entry) or error
-        if self.notes and error is None and entry.compared.digest in self._known:
+        key = entry.compared.digest if like is None else Entry.of(name, like).compared.digest
+        if self.notes and error is None and key in self._known:
             self._entries.append(entry)
             if len(self._entries) >= MOST_NOTED:
                 self._begin(END)()
             return
-        end = self._begin(entry, error)
+        end = self._begin(entry, error, key=key)
         if overlap and self.overlaps and error is None:
             end_later(end)
         else:
@@ -152,7 +154,9 @@ class Journal:
             if found != self._failures:
                 self._failures, self._entries, self._before = found, [], 0
 
-    def _begin(self, entry: Entry, error: SeqParError | None = None, number: int = 0) -> Callable[[], int]:
+    def _begin(
+        self, entry: Entry, error: SeqParError | None = None, number: int = 0, key: int | None = None
+    ) -> Callable[[], int]:
         """Begin to compare what was noted and one entry more. Return what ends that; it returns the greatest number."""
         group = None if self.groups is None else self.groups.control
         before, entries, self._entries = self._before, [*self._entries, entry], []
@@ -168,7 +172,7 @@ class Journal:
             if differs:
                 raise_difference(group, entries, error, before=before if self.notes else None)
             elif self.notes:
-                self._known[entry.compared.digest] = None
+                self._known[entry.compared.digest if key is None else key] = None
                 if len(self._known) > MOST_KNOWN:
                     del self._known[next(iter(self._known))]
             return greatest

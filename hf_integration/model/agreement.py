@@ -177,14 +177,17 @@ class Agreement:
         value["backward"], value["autocast"] = backward, _autocast_dtype(tokens)
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value["dropout"] = dropout.describe_modules(sources or [])
-        value |= fingerprint(model) if model is not None and not self.compared else {}
+        journal = self.sp.journal
+        if not self.compared and model is not None:
+            journal.agree("models", fingerprint(model), call=FORWARD, advice=mismatch_hints.of_models)
+            self.compared = True
+        like = {key: x for key, x in value.items() if batch is None or key not in batch.fields}
         name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
-        if seed or not self.compared:
+        if seed:
             number = seed if self.sp.rank == 0 else 0
-            seed = self.sp.journal.agree(name, value, error=error, number=number, call=FORWARD, advice=advice)
+            seed = journal.agree(name, value, error=error, number=number, call=FORWARD, advice=advice)
         else:
-            self.sp.journal.note(name, value, error=error, call=FORWARD, advice=advice)
-        self.compared = True
+            journal.note(name, value, error=error, call=FORWARD, advice=advice, like=like)
         checks.post(self.sp.journal)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
