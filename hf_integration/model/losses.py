@@ -28,7 +28,6 @@ from ds_seqpar.whole import WholeTensor
 
 from ..families import FAMILIES, is_causal_lm, unwrapped
 from ..memory.tiled_loss import token_losses
-from ..memory.tiled_modules import add_up_losses
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
@@ -109,7 +108,9 @@ def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigErr
     return None if alike else tried.error("initialize")
 
 
-def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: float) -> TriedLoss | None:
+def tried_loss(
+    model: Any, labels: Tensor, items: float, output: Any, share: float, tiles: list[float] | None = None
+) -> TriedLoss | None:
     """Make the trial of a forward's loss.
 
     Args:
@@ -117,13 +118,14 @@ def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: flo
         items: The divisor of their losses.
         output: What the forward returned.
         share: The fraction of the balance of experts that the loss includes.
+        tiles: The sum of token losses of each tile, of a tiled loss, which gives no logits.
 
     Returns:
         The trial; None where the loss cannot be tried, as without logits and without a tiled loss.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
-    losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
+    losses = sum(tiles) if tiles else None
     if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
         losses = token_losses(logits, labels)
     if loss is None or losses is None or not items:
