@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from ds_seqpar.errors import ConfigError
+
+from ..families import is_of_library
+
+VERSIONS = ("5.18", "5.23")  # releases of transformers in which the tested families were looked at
+# what these bring into a model does what the module that it replaces did
+QUANTISERS = ("bitsandbytes", "torchao", "kernels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +33,7 @@ class Facts:
     keywords: bool = True  # whether keywords of the model's forward reach attention
     positions: str = "relative"  # how position_ids act; or "absolute", or "none"
     first_position: int = 0  # of a sequence's first token
-    balance: str = ""  # the attribute with the weight of the loss that balances experts
+    balance: bool = False  # whether the loss may have a part that balances experts
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
     norms_heads: bool = False  # whether q and k have norms over all heads: a head cannot be computed without the others
     not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
@@ -57,3 +67,94 @@ def modules_of(model: PreTrainedModel, facts: Facts) -> dict[str, Any]:
     """Return the modules of a model that attend, in the order of its layers, by their names in `base`."""
     base: nn.Module = model.base_model if facts.base is None else model.get_submodule(facts.base)
     return {name: module for name, module in base.named_modules() if starred(name) in facts.attention}
+
+
+WINDOWS_BY_KIND = (("sliding_attention", "window", "sliding_window"),)
+WINDOW_EVERYWHERE = (("", "window", "sliding_window"),)
+# model_type -> facts. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model's, and
+# tests/hf/test_look.py what a look finds
+TESTED = {
+    "cohere2": Facts(masks=WINDOWS_BY_KIND),
+    "gemma2": Facts(masks=WINDOWS_BY_KIND),
+    "gemma3_text": Facts(masks=WINDOWS_BY_KIND),
+    "glm4": Facts(),
+    "gpt_oss": Facts(masks=WINDOWS_BY_KIND, balance=True),
+    "granite": Facts(),
+    "llama": Facts(),
+    "mistral": Facts(masks=WINDOW_EVERYWHERE),
+    "olmo2": Facts(norms_heads=True),
+    "olmo3": Facts(masks=WINDOWS_BY_KIND, norms_heads=True),
+    "phi3": Facts(masks=WINDOW_EVERYWHERE),
+    "qwen2": Facts(masks=WINDOWS_BY_KIND),
+    "qwen3": Facts(masks=WINDOWS_BY_KIND),
+    "qwen3_moe": Facts(masks=WINDOW_EVERYWHERE, balance=True),
+    "smollm3": Facts(masks=WINDOWS_BY_KIND),
+}
+_seen: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
+
+
+def facts_of(model: PreTrainedModel) -> Facts:
+    """Return the facts of a model: recorded, or else from a look at it.
+
+    Raises:
+        ConfigError: The model cannot be patched.
+    """
+    if is_tested(model):
+        return TESTED[model.config.model_type]
+    if model not in _seen:
+        from .look import look
+
+        _seen[model] = look(model)
+    return _seen[model]
+
+
+def is_tested(model: PreTrainedModel) -> bool:
+    """Return whether a model is of a tested family, with all modules of its base model from libraries."""
+    release = ".".join(transformers.__version__.split(".")[:2])
+    if model.config.model_type not in TESTED or release not in VERSIONS:
+        return False
+    return all(is_of_library(type(m)) or type(m).__module__.startswith(QUANTISERS) for m in model.base_model.modules())
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    """Return whether a model's attention can be patched. A class of a user's own may call sp.attention itself."""
+    if is_tested(model) or not is_of_library(type(model)):
+        return is_tested(model)
+    try:
+        facts_of(model)
+    except ConfigError:
+        return False
+    return True
+
+
+def heads(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the numbers of heads of a transformers model.
+
+    Args:
+        model: A causal model.
+
+    Returns:
+        (query heads, key/value heads); where layers differ, the fewest of each.
+    """
+    return tuple(map(min, zip(*heads_by_layer(model), strict=True)))
+
+
+def heads_by_layer(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """Return the different (query heads, key/value heads) that layers of a model have."""
+    return facts_of(model).heads or (config_heads(model.config),)
+
+
+def masks(model: PreTrainedModel, facts: Facts) -> list[tuple[str, int | None]]:
+    """Return ("window" or "chunk", its length in keys, None without) for each attention module."""
+    text = text_config(model.config)
+    rules = {kind: rule for kind, *rule in facts.masks}
+    found = [rules.get(kind_of_layer(model.config, name), ("window", "")) for name in modules_of(model, facts)]
+    return [(shape, getattr(text, length, None)) for shape, length in found]
+
+
+def windows(model: PreTrainedModel) -> list[int | None]:
+    """Return the sliding window of each attention module, in keys.
+
+    A window counts the query's own position; None: all keys up to the query.
+    """
+    return [length if shape == "window" else None for shape, length in masks(model, facts_of(model))]

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
 
-from ..families import ConfigView
+from ..families import ConfigView, balance_weight
 from .facts import Facts, config_heads, kind_of_layer, starred, text_config
 from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
 
@@ -382,36 +382,28 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     given = {"shift_labels": shifted, "num_items_in_batch": items}
     taken = _Loss.of(model, ids, shifted, items, **given) if all(takes(model, name) for name in given) else None
     right = taken is not None and plain.balance is not None and taken.balance == plain.balance
-    return {"shift_labels": right, "balance": plain.balance or ""}
+    return {"shift_labels": right, "balance": bool(plain.balance)}
 
 
 class _Loss:
     """A loss beside the sum of token losses over their number."""
 
-    balance: str | None  # the weight of the loss that balances experts, "" without; None: another loss
+    balance: bool | None  # whether a part of it balances experts; None: it has other parts
     unshifted: bool
 
     @classmethod
     def of(cls, model: Any, ids: Tensor, shifted: Tensor, items: Any, **given: Any) -> _Loss | None:
         with torch.no_grad():
             output = call(model, ids, labels=ids, **given)
-        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        loss, logits, part = (getattr(output, name, None) for name in ("loss", "logits", "aux_loss"))
         if loss is None or logits is None or logits.shape[:2] != ids.shape:
             return None
         found, limit = cls(), TOLERANCE * abs(float(loss))
         rest = float(loss - _token_losses(logits, shifted) / items)
-        found.balance = "" if abs(rest) <= limit else _weight(model, getattr(output, "aux_loss", None), rest, limit)
+        balance = 0.0 if part is None else balance_weight(model) * float(part)
+        found.balance = part is not None if abs(rest - balance) <= limit else None
         found.unshifted = found.balance is None and abs(float(loss - _token_losses(logits, ids) / TOKENS)) <= limit
         return found
-
-
-def _weight(model: Any, part: Tensor | None, rest: float, limit: float) -> str | None:
-    """Return the name of the number of a model, or of its config, with which a part of the loss makes the rest."""
-    numbers = {**vars(model.config), **vars(model)}
-    for name in [name for name in numbers if name.endswith("loss_coef")]:
-        if part is not None and abs(rest - numbers[name] * float(part)) <= limit:
-            return name
-    return None
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:

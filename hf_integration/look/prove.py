@@ -22,8 +22,8 @@ from ds_seqpar.runtime.log import log_once
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
-from ..families import is_causal_lm
-from .facts import Facts
+from ..families import BALANCE, is_causal_lm
+from .facts import Facts, text_config
 from .look import tensors_in
 from .small import call, layers_of, small_copy, tokens_for
 
@@ -48,7 +48,7 @@ def prove(
     model: PreTrainedModel,
     sp: SequenceParallel,
     facts: Facts,
-    patch: Callable[[Any, Facts], object],
+    patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
 ) -> None:
     """Compare a small copy of a model, patched, with the same copy unpatched. Collective over the sequence's ranks.
@@ -59,7 +59,7 @@ def prove(
         model: A transformers model, unwrapped. Its tensors are not read.
         sp: What it is to be patched with.
         facts: What is known of it.
-        patch: Patches the copy, given the facts.
+        patch: Patches the copy.
         unpatch: Restores what it had.
 
     Raises:
@@ -98,9 +98,11 @@ def _compared(
     small.train()
     for kind, batch in _batches(small, sp).items():
         if kind == "packed" and facts.balance:  # a mean over all documents
-            _set_number(small, facts.balance, 0.0)
+            for owner, name in itertools.product((small, small.config, text_config(small.config)), BALANCE):
+                if hasattr(owner, name):
+                    setattr(owner, name, 0.0)
         expected = _outcome(small, _documents(batch) if kind == "packed" else [batch])
-        patch(small, facts)
+        patch(small)
         try:
             got = _outcome(small, [batch], sp)
             wrong = _difference(expected, got)
@@ -229,12 +231,6 @@ def _unlike_layer(expected: _Outcome, got: _Outcome) -> str:
         if not _gap(whole, shared, 0.0) <= TOLERANCE:
             return f" from layer {number} on"
     return ""
-
-
-def _set_number(model: Any, name: str, value: float) -> None:
-    for owner in (model, model.config):
-        if hasattr(owner, name):
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from ds_seqpar.runtime.work import rowsum
 
 from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
 from ..context import KEYWORD, ForwardContext
-from ..families import FAMILIES
+from ..look.facts import TESTED
 from .tiled_function import ForwardConditions, Source, tile_count, tile_slices, trained_parameters
 from .tiled_loss import STAGED, TILING
 from .tiled_modules import before_leaf, normed
@@ -115,8 +115,8 @@ def _has_head_chunks(module: Any) -> bool:
     """Return whether head chunks can project their own heads. Otherwise only attention itself is in head chunks."""
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
-    elif FAMILIES[module.config.original.model_type].norms_heads:
-        log_once(ALL_HEADS.format("a model that norms them all together"))
+    elif (facts := TESTED.get(module.config.original.model_type)) is None or facts.norms_heads:
+        log_once(ALL_HEADS.format("a model that norms them all together, or is not of a tested family"))
     elif not all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD)):
         log_once(ALL_HEADS.format("projections with hooks, with dropout in LoRA, or that are not plain linear layers"))
     else:

@@ -26,6 +26,7 @@ from ds_seqpar.errors import ConfigError, InputError
 
 from ..compat import LEAF, ZERO_ID, hooks_around
 from ..context import ForwardState, current
+from ..families import balance_weight, base_of
 from ..graph_breaks import between_graphs
 from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
@@ -165,7 +166,7 @@ def _wants_tiles(model: Any, inputs: dict[str, Any]) -> bool:
     tiling = getattr(model, TILING)
     if inputs.get("labels") is None or inputs.get("shift_labels") is None or inputs.get("logits_to_keep"):
         return False
-    if model.base_model._sequence_parallel_patch.whole:
+    if base_of(model)._sequence_parallel_patch.whole:
         return False
     return torch.is_grad_enabled() or tiling.evaluating
 
@@ -176,7 +177,7 @@ def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
     base, rest = _output_without_tokens(model, inputs)
     loss = _loss(model, inputs, base)
     if rest.get("aux_loss") is not None:
-        loss = loss + model.router_aux_loss_coef * rest.aux_loss.to(loss.device)
+        loss = loss + balance_weight(model) * rest.aux_loss.to(loss.device)
     output = type(rest)(**{**rest, "loss": loss, "logits": None})
     return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
 

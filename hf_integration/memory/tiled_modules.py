@@ -24,7 +24,7 @@ from ds_seqpar.runtime.log import log_once
 
 from ..compat import LEAF, ZERO_ID
 from ..context import current
-from ..families import attentions, is_of_liger, unwrapped
+from ..families import attentions, base_of, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .tiled_function import tile_count, tiled, trained_parameters
 from .tiled_loss import STAGED, TILING, Tiling, check_read, model_forward
@@ -79,7 +79,7 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     if head:
         forwards.append((model, model_forward))
     hooks = tuple(mlp.register_forward_pre_hook(before_leaf) for mlp in mlps)
-    modules = (*(module for module, _ in forwards), *head, model.base_model)
+    modules = (*(module for module, _ in forwards), *head, base_of(model))
     tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=hooks)
     for layer, reader, norm in _norms_before(model, mlps):
         tiling.norms[reader], tiling.layers[norm] = norm, layer
@@ -139,7 +139,7 @@ def is_tiled(model: Any) -> bool:
 
 def _tiling(model: Any) -> Tiling | None:
     """Return the Tiling that `tile` has set on a model; None: it has no tiles."""
-    return getattr(getattr(model, "base_model", None), TILING, None)
+    return getattr(base_of(model), TILING, None) if hasattr(model, "base_model") else None
 
 
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
@@ -147,10 +147,11 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
 
     Experts are left out: hooks read their routers once per layer, for the loss that balances them.
     """
-    layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
-    if not all(hasattr(layer.mlp, "down_proj") for layer in layers):
+    layers = getattr(base_of(model), "layers", ()) if tiles != 1 else ()
+    mlps = [layer.mlp for layer in layers if hasattr(getattr(layer, "mlp", None), "down_proj")]
+    if len(mlps) < len(layers):
         log_once(f"{SECTION}.mlp_tiles: experts are not tiled")
-    return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
+    return mlps
 
 
 def _norms(model: Any) -> list[nn.Module]:
@@ -158,7 +159,7 @@ def _norms(model: Any) -> list[nn.Module]:
 
     With their fp32 copies they take more memory than attention does.
     """
-    base = model.base_model
+    base = base_of(model)
     children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     norms = [module for module in (*children, *base.children()) if _is_norm(module)]
     for other in filter(_has_other_forward, norms):
@@ -171,11 +172,11 @@ def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module
 
     The reader is an attention in head chunks or a tiled MLP.
     """
-    for layer in getattr(model.base_model, "layers", ()):
+    for layer in getattr(base_of(model), "layers", ()):
         first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
-        if layer.mlp not in mlps or first is None:
+        if getattr(layer, "mlp", None) not in mlps or first is None:
             continue
-        chunked_by_heads = hasattr(layer.self_attn, STAGED)
+        chunked_by_heads = hasattr(getattr(layer, "self_attn", None), STAGED)
         if chunked_by_heads and not _has_other_forward(first):
             yield layer, layer.self_attn, first
         norm = next(getattr(layer, name) for name in NORMS_BEFORE_MLP if hasattr(layer, name))

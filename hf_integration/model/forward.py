@@ -29,8 +29,9 @@ from ds_seqpar.runtime.log import log_once
 
 from .. import dropout
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, current, set_current
-from ..families import is_causal_lm, unwrapped
+from ..families import base_of, is_causal_lm, unwrapped
 from ..graph_breaks import between_graphs
+from ..look.facts import Facts
 from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, warn_of_cache, wrong_inputs
@@ -45,6 +46,7 @@ class Patch:
     """The state of a patched base model."""
 
     sp: SequenceParallel
+    facts: Facts
     hooks: list[RemovableHandle]
     agreement: Agreement
     layers: tuple[Any, ...]  # those that can be checkpointed
@@ -64,11 +66,11 @@ class Patch:
     @property
     def in_graph(self) -> bool:
         """Whether nothing in a compiled forward needs the context between its graphs."""
-        return torch.compiler.is_compiling() and not self.ropes and not self.tiled
+        return torch.compiler.is_compiling() and self.facts.keywords and not self.ropes and not self.tiled
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    return getattr(getattr(model, "base_model", None), checkpointing.PATCH, None)
+    return getattr(base_of(model), checkpointing.PATCH, None) if hasattr(model, "base_model") else None
 
 
 def hook(module: nn.Module, is_base: bool) -> list[RemovableHandle]:
@@ -290,7 +292,7 @@ def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> d
             raise InputError(wrong)
         return {**inputs, KEYWORD: LOCAL}
     positions = agree_in_graph(patch.agreement, inputs, torch.is_grad_enabled() and module.training)
-    return _for_layers(module, {**inputs, "position_ids": positions}, SHARDED)
+    return _for_layers(patch, module, {**inputs, "position_ids": positions}, SHARDED)
 
 
 @between_graphs
@@ -306,15 +308,20 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
         inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
     context.state.begun = True
     set_current(context)
-    return {**inputs, KEYWORD: context} if context.mode == "local" else _for_layers(module, inputs, context)
+    if context.mode != "local":
+        return _for_layers(patch, module, inputs, context)
+    return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
 
-def _for_layers(module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
+def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """Return the arguments with which the base model makes no mask and no cache."""
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
     inputs.pop("placement", None)
-    return {**inputs, "attention_mask": NO_MASK, "use_cache": False, KEYWORD: context}
+    if patch.facts.first_position and inputs.get("position_ids") is not None:
+        inputs["position_ids"] = inputs["position_ids"] + patch.facts.first_position
+    inputs |= {"attention_mask": NO_MASK, "use_cache": False}
+    return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
 
 # ---- after a forward
@@ -326,7 +333,7 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     context = None if patch is None else _context_after(patch, module, inputs)
     if patch is None or context is None or context.mode == "local":
         return output
-    is_base, is_whole = module is inner.base_model, context.spec is not None
+    is_base, is_whole = module is base_of(inner), context.spec is not None
     if is_base and not patch.in_graph:
         between_graphs(check_read)(context.state)
     if not context.is_outermost:

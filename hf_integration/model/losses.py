@@ -26,7 +26,7 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.whole import WholeTensor
 
-from ..families import FAMILIES, is_causal_lm, unwrapped
+from ..families import balance_weight, is_causal_lm, unwrapped
 from ..memory.tiled_loss import token_losses
 
 
@@ -130,7 +130,7 @@ def tried_loss(
         losses = token_losses(logits, labels)
     if loss is None or losses is None or not items:
         return None
-    balance = 0.0 if experts is None else share * model.router_aux_loss_coef * float(experts.detach())
+    balance = 0.0 if experts is None else share * balance_weight(model) * float(experts.detach())
     tried = TriedLoss.of(loss, losses / items + balance, tokens=labels.numel())
     return tried._replace(rounding=tried.rounding + 8 * torch.finfo(loss.dtype).eps * abs(balance))
 
@@ -173,36 +173,27 @@ class ExpertBalance:
         """
         if getattr(output, "aux_loss", None) is None or isinstance(output.router_logits[0], WholeTensor):
             return output
-        settings = model.num_experts, model.num_experts_per_tok
-        whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))
+        chosen, mask = model.num_experts_per_tok, kwargs.get("attention_mask")
+        whole = torch.compiler.disable(balance)(self.sp, output.router_logits, chosen, mask)
         if output.get("loss") is not None:
             # subtracting the term that the model has added cancels its gradient too, exactly
-            output.loss = output.loss + model.router_aux_loss_coef * (share * whole - output.aux_loss)
+            output.loss = output.loss + balance_weight(model) * (share * whole - output.aux_loss)
         output.aux_loss = whole
         return output
 
 
-def has_experts(model: Any) -> bool:
-    """Return whether the loss of a known model may have a term that balances experts."""
-    family = FAMILIES.get(model.config.model_type)
-    return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
-
-
-def balance(
-    sp: SequenceParallel, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
-) -> Tensor:
+def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int, mask: Tensor | None) -> Tensor:
     """Compute the loss that balances experts, over all layers and all tokens of the group's sequences.
 
     It is experts * sum over e of (share of tokens that chose e) * (mean probability of e).
 
     Args:
         router_logits: (tokens, experts) of each layer.
-        experts: The number of experts.
         chosen: The number of experts per token.
         mask: 0 for tokens that do not count; None: all count.
     """
     weight = None if mask is None else mask.reshape(-1, 1).float()
-    sums = []
+    sums, experts = [], router_logits[0].shape[-1]
     for logits in router_logits:
         likely = torch.softmax(logits, dim=-1)
         selected = F.one_hot(likely.topk(chosen, dim=-1).indices, experts).sum(-2).float()

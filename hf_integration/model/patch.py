@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,14 +23,16 @@ from ds_seqpar.runtime.input_checks import AttentionOptions
 from ds_seqpar.runtime.process_exit import printed_once
 
 from .. import accelerators, dropout
-from ..context import ForwardContext
+from ..context import ForwardContext, current
 from ..families import (
+    BASE,
     NAME,
+    SP,
     ConfigView,
     attentions,
+    base_of,
     check_adapters,
     check_model,
-    heads,
     heads_around,
     is_causal_lm,
     is_plain_head,
@@ -35,17 +40,20 @@ from ..families import (
     token_modules,
     unwrapped,
     vocabulary,
-    windows,
 )
 from ..graph_breaks import between_graphs
+from ..look.facts import Facts, facts_of, heads, heads_by_layer, is_tested, masks, modules_of
+from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
 from .agreement import Agreement
 from .forward import Patch, hook, patch_of, tried_on_shard
-from .losses import ExpertBalance, has_experts, has_loss
+from .losses import ExpertBalance, has_loss
 
-SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
+# attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
+MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
+KEYWORD_GIVEN = "sequence_parallel_window_keyword"  # whether it gets its window by a keyword too
 
 
 @printed_once
@@ -80,26 +88,38 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     if (patch := patch_of(inner)) is not None:
         _patch_heads(patch, model)
         return model
+    facts = facts_of(inner)
+    if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and not is_tested(inner))):
+        prove(inner, sp, facts, lambda small: _patch(small, small, sp, facts), unpatch_attention)
+    return _patch(model, inner, sp, facts)
+
+
+def _patch(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
-    for module, window in zip(attentions(inner), windows(inner), strict=True):
+    if facts.base is not None:
+        setattr(inner, BASE, facts.base)
+    for module, (shape, length) in zip(modules_of(inner, facts).values(), masks(inner, facts), strict=True):
         module.config = ConfigView(module.config)
         setattr(module, SP, sp)
-        setattr(module, MASK, Mask(window=window))
+        setattr(module, MASK, Mask(window=length if shape == "window" else None))
+        setattr(module, CHUNK, length if shape == "chunk" else None)
+        setattr(module, KEYWORD_GIVEN, facts.window_keyword)
         head_chunks.use_head_chunks(module)
-    ropes = rope.embeddings(inner.base_model)
+    ropes = rope.embeddings(base_of(inner))
     patch = Patch(
         sp=sp,
-        hooks=[*hook(inner.base_model, True), *(handle for module in ropes for handle in rope.hook(module))],
+        facts=facts,
+        hooks=[*hook(base_of(inner), True), *(handle for module in ropes for handle in rope.hook(module))],
         agreement=Agreement(sp, inner),
-        layers=checkpointing.layers_of(inner.base_model),
+        layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
-        experts=ExpertBalance(sp) if has_experts(inner) else None,
+        experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
     )
     tiled_modules.tile(inner, sp.config)
     patch.tiled = tiled_modules.is_tiled(inner)
-    inner.base_model._sequence_parallel_patch = patch
+    base_of(inner)._sequence_parallel_patch = patch
     _patch_heads(patch, model)
-    accelerators.watch(inner.base_model)
+    accelerators.watch(base_of(inner))
     return model
 
 
@@ -109,10 +129,12 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     around = tuple(head for head in heads_around(model) if head not in patch.heads)
     tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
     patch.heads += around
-    patch.above += tuple(head for head in around if not tiled and not is_plain_head(head))
+    patch.above += tuple(
+        head for head in around if not tiled and not (is_plain_head(head) and patch.facts.shift_labels)
+    )
     patch.untried += around if is_causal_lm(inner) else ()
     patch.hooks += [handle for head in around for handle in hook(head, False)]
-    if inner in around or inner is inner.base_model:
+    if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x)]
     patch.sp.vocabularies[inner] = vocabulary
 
@@ -168,11 +190,13 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     check_adapters(model)
     inner = unwrapped(model)
     check_model(inner)
+    facts_of(inner)
     if sp is None:
         return
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
-    check_heads(sp.config.ulysses, *heads(inner), size=sp.size, head_chunks=sp.config.head_chunks)
+    for numbers in heads_by_layer(inner):
+        check_heads(sp.config.ulysses, *numbers, size=sp.size, head_chunks=sp.config.head_chunks)
     tiled_modules.check_tiles(inner, sp.config)
 
 
@@ -195,8 +219,8 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.original
             head_chunks.remove_head_chunks(module)
-            delattr(module, SP)
-            delattr(module, MASK)
+            for name in (SP, MASK, CHUNK, KEYWORD_GIVEN):
+                delattr(module, name)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.vocabularies.pop(head, None)
@@ -204,7 +228,8 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         patch.experts.close()
     tiled_modules.untile(inner)
     dropout.restore_modules(inner)
-    del inner.base_model._sequence_parallel_patch
+    del base_of(inner)._sequence_parallel_patch
+    vars(inner).pop(BASE, None)
     return model
 
 
@@ -268,6 +293,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D)."""
+    if sequence_parallel is None and not torch.compiler.is_compiling():
+        sequence_parallel = current()  # where a model does not pass keywords on
     if sequence_parallel is None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
     if sequence_parallel.mode == "local":
@@ -276,8 +303,8 @@ def _attention(
         return local_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
-    mask = getattr(module, MASK)
-    if sliding_window != mask.window:
+    mask, chunk = getattr(module, MASK), getattr(module, CHUNK)
+    if sliding_window != mask.window and (sliding_window is not None or getattr(module, KEYWORD_GIVEN)):
         raise ConfigError(
             f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
@@ -285,19 +312,38 @@ def _attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
     sp, layout = module.sequence_parallel, sequence_parallel.layout
-    if layout is not None:
-        return _attention_with_layout(sp, q, k, v, options, chunks, layout), None
+    if layout is not None or chunk is not None:
+        return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None
 
 
 def _attention_with_layout(
-    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunks: int, layout: BatchLayout
+    sp: SequenceParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    head_chunks: int,
+    layout: BatchLayout | None,
+    chunk: int | None,
 ) -> Tensor:
-    """Compute attention with a batch's BatchLayout, outside of compiled graphs: each batch has another mask."""
+    """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_attention_with_layout)(sp, q, k, v, options, chunks, layout)
-    mask = layout.mask_with_window(options.mask.window)
-    return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=layout.shards), chunks)
+        return torch.compiler.disable(_attention_with_layout)(sp, q, k, v, options, head_chunks, layout, chunk)
+    mask, tokens = options.mask, q.shape[1] * sp.size
+    if layout is not None:
+        mask, tokens = layout.mask_with_window(mask.window), layout.tokens
+    if chunk is not None:
+        mask = _in_chunks(mask, chunk, tokens)
+    shards = None if layout is None else layout.shards
+    return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=shards), head_chunks)
+
+
+@functools.lru_cache(maxsize=64)
+def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
+    """Return a mask in which chunks of a document see only themselves."""
+    documents = itertools.pairwise((*(mask.documents or (0,)), tokens))
+    return dataclasses.replace(mask, documents=tuple(x for a, b in documents for x in range(a, b, chunk)))
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:

@@ -28,7 +28,7 @@ from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState
-from ..families import is_of_liger, unwrapped
+from ..families import base_of, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .agreement import Agreement, common_misuse, tokens_of
 from .losses import loss_function_error, tried_loss
@@ -80,7 +80,7 @@ def set_loss_check(model: Any, option_of: str | None) -> None:
         option_of: The name of what takes check_loss=False, for the error message; "" where nothing does. None: the loss
             is not checked.
     """
-    model.base_model._sequence_parallel_patch.agreement.loss_option_of = option_of
+    base_of(model)._sequence_parallel_patch.agreement.loss_option_of = option_of
 
 
 def shard_inputs(
@@ -114,7 +114,7 @@ def _sharded(
     sp, labelled = agreement.sp, inputs.get("labels") is not None
     if wrong := _misuse(inputs):
         raise InputError(wrong)
-    tries_loss = labelled and model is not model.base_model and agreement.loss_option_of is not None
+    tries_loss = labelled and model is not base_of(model) and agreement.loss_option_of is not None
     if tries_loss and (wrong_loss := loss_function_error(model, agreement.loss_option_of or "")):
         raise wrong_loss
     checks = _compared(inputs)

@@ -25,7 +25,8 @@ from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.agreement import all_gather_objects
 
 from ..compat import INPUT_GRADS, whole_numel, whole_shape
-from ..families import attentions, heads, unwrapped, windows
+from ..families import unwrapped
+from ..look.facts import facts_of, heads, modules_of, windows
 from ..memory.weight_slices import INWARD, OUTWARD
 
 # pattern of a device's name -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
@@ -57,7 +58,7 @@ class FlopCounter:
         self.flops_of_token = sum(
             _weights(base, name, x) * (2 + 2 * x.requires_grad + 2 * (_place(name) > lowest)) for name, x in parameters
         )
-        self.windows, modules = windows(base), attentions(base)
+        self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()
         # forward has two products for each pair, backward four
         passes = 2 * heads(base)[0]
         self.flops_of_pair = [

@@ -30,7 +30,7 @@ from ds_seqpar.planner.limits import check_model
 from ds_seqpar.runtime.log import log_once
 
 from ..compat import whole_numel
-from ..families import FAMILIES, windows
+from ..look.facts import TESTED, windows
 from ..model.checkpointing import layers_of
 from .collator import PackingCollator, Packs
 
@@ -55,11 +55,10 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
         nor length, so that nothing is planned.
     """
     try:
-        sizes = model_sizes(model)
+        sizes, window_sizes = model_sizes(model), set(windows(model))
     except ConfigError as error:
         log_once(f"sequence_parallel: nothing can be planned for this model: {error}")
         return dataclasses.replace(job, model=None, seq=None)
-    window_sizes = set(windows(model))
     return dataclasses.replace(
         job,
         model=sizes,
@@ -195,7 +194,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         parameters=_elements(model),
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
-        norms_heads=config.model_type in FAMILIES and FAMILIES[config.model_type].norms_heads,
+        norms_heads=config.model_type in TESTED and TESTED[config.model_type].norms_heads,
     )
 
 
