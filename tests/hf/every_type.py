@@ -1,7 +1,6 @@
 """A tiny model of every causal type of transformers, from its real config class: its sizes by the names that configs
 give them, and of its layers one of each kind."""
 
-import contextlib
 import fnmatch
 import functools
 
@@ -45,7 +44,13 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 CONV = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
-INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LATENT = {
     "swa_num_attention_heads": 8,
@@ -56,17 +61,25 @@ LATENT = {
     "swa_qk_nope_head_dim": 8,
     "swa_v_head_dim": 8,
 }
-WIDER = {"global_head_dim": 16}  # heads of layers without a window
+WIDER = {
+    "global_head_dim": 16,
+    "layer_types": [*MIXED["layer_types"]] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 # what the rules do not say of a type
 OWN = {
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROPE, "mrope_section": [2, 1, 1]}}},
+    "cohere_compass_text": {
+        **MIXED,
+        "rope_parameters": {kind: {**ROPE, "mrope_section": [2, 1, 1]} for kind in MIXED["layer_types"]},
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": EXPERTS,
+    "dots1": {**EXPERTS, **MIXED},
     "dots3_note": {"text_config": LATENT},
     "dots3_note_text": LATENT,
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
@@ -75,10 +88,11 @@ OWN = {
     "gemma4_text": WIDER,
     "gemma4_unified": {"text_config": WIDER},
     "gemma4_unified_text": WIDER,
-    "granitemoehybrid": MAMBA,
-    "laguna": {"num_attention_heads_per_layer": [4, 8]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "laguna": {**MIXED, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {**CONV, "full_attn_idxs": [1]},
     "lfm2_moe": CONV,
+    "mellum": MIXED,
     "mamba2": {"head_dim": 16},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
@@ -123,6 +137,8 @@ def config_of(model_type):
 def shrunk(config_class, own):
     """Return a config of this class with small sizes. own: settings that take the place of the rules'."""
     default = config_class()
+    if "use_sliding_window" in vars(default):
+        own = {"use_sliding_window": True, "sliding_window": 8, **MIXED, **own}
     given = {name: size for name, size in ABSENT.items() if vars(default).get(name, 0) is None}
     for name, value in vars(default).items():
         if hasattr(value, "to_dict"):
@@ -163,7 +179,9 @@ def _layers(config):
     kinds = list(zip(*map(repr_each, lists.values()), strict=True))
     first = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())
     first = (first * 2)[:2] if len(first) < 2 else first
-    return {name: [_small(name, value[at]) or value[at] for at in first] for name, value in lists.items()} | {"num_hidden_layers": len(first)}
+    return {name: [_small(name, value[at]) or value[at] for at in first] for name, value in lists.items()} | {
+        "num_hidden_layers": len(first)
+    }
 
 
 def repr_each(values):
