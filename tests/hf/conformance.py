@@ -39,7 +39,7 @@ def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny):
     """
     types, cases = list(types), [*itertools.product(kinds, CALLS)]
     given = types, kinds, patch, build, SECTIONS[world]
-    ranks = on_ranks(world, _tried, *given, timeout=60 + 10 * len(types), patience=PATIENCE, check=False)
+    ranks = on_ranks(world, _tried, *given, timeout=40 + 8 * len(types), patience=PATIENCE, check=False)
     if any(isinstance(rank, tuple) for rank in ranks):  # ended without a result: nobody knows at which type
         if len(types) == 1:
             return {types[0]: dict.fromkeys(cases, f"hang: {ranks[0][1]}")}
@@ -175,7 +175,7 @@ def padded(model, batch):
     """Return the batch with the model's own token in the place of padding, which some positions are counted by."""
     if "attention_mask" not in batch:
         return batch
-    token = model.config.get_text_config(decoder=True).pad_token_id or 0
+    token = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     return {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, token)}
 
 

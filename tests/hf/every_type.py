@@ -39,6 +39,7 @@ SIZES = {
 ABSENT = {"head_dim": 8, "sliding_window": 8, "num_key_value_heads": 2}  # what a config may have as None
 DERIVED = ("qk_head_dim", "attention_hidden_size", "attention_head_dim")  # which the config computes
 QUIET = ("*dropout*", "*_pdrop", "*layerdrop", "*noise*")
+RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "state_size", "ssm", "rescale_every", "qk_dim_factor")
 BALANCE = ("router_aux_loss_coef", "aux_loss_coef")
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -186,3 +187,22 @@ def _layers(config):
 
 def repr_each(values):
     return [repr(value) for value in values]
+
+
+def features(model_type):
+    """Return what is known of a type's way to mix tokens, from its config."""
+    config = config_of(model_type).get_text_config(decoder=True)
+    given = {name: value for name, value in vars(config).items() if value not in (None, False, 0, [], ())}
+    layers = " ".join(map(str, [*given.get("layer_types", ()), *given.get("layers_block_type", ())]))
+    names = " ".join(given)
+    signs = {
+        "window": "sliding" in layers
+        or "local_attention" in names
+        or ("layer_types" not in given and "sliding" in names),
+        "chunks": "attention_chunk_size" in given,
+        "latent": "kv_lora_rank" in given,
+        "index": "index" in layers or "index_topk" in names,
+        "experts": "expert" in names,
+        "recurrent": any(word in f"{layers} {names}" for word in RECURRENT),
+    }
+    return [sign for sign, found in signs.items() if found]
