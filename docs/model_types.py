@@ -15,10 +15,11 @@ HEAD = """# Every causal type of transformers
 
 For somebody who asks whether a model can share its sequences.
 
-Made with transformers {version} by `python docs/model_types.py`: of each type that `AutoModelForCausalLM` knows, a tiny model of its
-real config class on two ranks. "exact": the loss, the whole logits and the gradients of all parameters are those of the plain model
-to 1e-5, for whole batches and for sharded ones. A packed batch is compared with each document by itself. Elsewhere every rank raises
-the sentence in the last column. {exact} of {all} types are exact in batches of all kinds.
+Made with transformers {version} by `python docs/model_types.py`: of each type that `AutoModelForCausalLM` knows, a
+tiny model of its real config class on two ranks. "exact": the loss, the whole logits and the gradients of all
+parameters are those of the plain model to 1e-5, for whole batches and for sharded ones. A packed batch is compared with
+each document by itself. Elsewhere every rank raises the sentence in the last column. {exact} of {all} types are exact
+in batches of all kinds.
 
 | type | has | plain | padded | packed | otherwise |
 |---|---|---|---|---|---|

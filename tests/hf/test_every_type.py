@@ -16,8 +16,8 @@ TOLD = ("exact", "refused", "plain")  # how an outcome may begin
 # begin at 1, latents, a nested config, heads and head sizes by layer, keys of another layer, chunks, keywords that get
 # lost, sinks; and what must be refused: recurrence, attention of its own, an index, a loss of labels as they are
 FEW = (
-    "mixtral", "qwen2_moe", "roberta", "opt", "deepseek_v3", "gemma3", "gemma4_text", "laguna", "llama4_text", "nemotron",
-    "gpt_oss", "jetmoe", "mamba", "falcon", "deepseek_v32", "bart", "zaya",
+    "mixtral", "qwen2_moe", "roberta", "opt", "deepseek_v3", "gemma3", "gemma4_text", "laguna", "llama4_text",
+    "nemotron", "gpt_oss", "jetmoe", "mamba", "falcon", "deepseek_v32", "bart", "zaya",
 )  # fmt: skip
 # where the ranks are four, those that more differs in: a type of each set of features, and all of the few
 ON_FOUR = (*FEW, *{tuple(features(name)): name for name in TRIED if name not in FEW}.values())
