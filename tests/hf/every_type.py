@@ -115,10 +115,15 @@ def tiny(model_type, seed=0):
         raise ValueError(f"{model_type} {UNBUILT[model_type]}")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(model_type), attn_implementation="eager").float()
+    return enlivened(model).train()
+
+
+def enlivened(model):
+    """Give a model weights that are not as small, or as even, as they begin."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _enliven(name, parameter)
-    return model.train()
+    return model
 
 
 def _enliven(name, parameter):

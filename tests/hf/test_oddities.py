@@ -1,0 +1,75 @@
+"""Models of one's own with an oddity: refused on every rank before they train, each in a sentence that names it. Those
+that are right are exact."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from ds_seqpar.errors import ConfigError
+from tests.grids import each_then_rest
+from tests.hf.conformance import outcomes
+from tests.hf.families import batch_of
+from tests.hf.oddities import ODDITIES, OddLlama, build
+
+pytestmark = pytest.mark.usefixtures("compiled")
+TRAINED = ("plain", "packed")
+HAS_LOOK = importlib.util.find_spec("hf_integration.look") is not None
+waits_for_look = pytest.mark.skipif(not HAS_LOOK, reason="waits for hf_integration.look")
+
+
+def names(*outcomes):
+    return [name for name, oddity in ODDITIES.items() if oddity.outcome in outcomes]
+
+
+def observed(name):
+    """(logits, loss) of a plain batch, of the same again, and of a packed one."""
+    model = build(name)
+    with torch.no_grad():
+        outputs = [model(**batch_of(kind)) for kind in ("odd", "odd", "packed")]
+    return [x for output in outputs for x in (output.logits, output.loss)]
+
+
+def test_each_oddity_shows_in_the_model_by_itself():
+    plain = {name: observed(name) for name in ("Plain", "PlainLlama")}
+    for name in ODDITIES.keys() - plain:
+        base = plain["PlainLlama" if isinstance(build(name), OddLlama) else "Plain"]
+        assert max((a - b).abs().max().item() for a, b in zip(observed(name), base, strict=True)) > 1e-3, name
+
+
+def groups(names, size=13):
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+FEW = ["Convolution", "PreviousToken", "LooksAhead", "Twice", "MixedKeys", "hook_of_instance", "AbsolutePositions"]
+ODD = [FEW, *groups([name for name in names("refused", "either") if name not in FEW])]
+
+
+@waits_for_look
+@pytest.mark.parametrize("names", each_then_rest(ODD[:1], ODD[1:]), ids=lambda names: names[0])
+def test_what_would_train_wrong_is_refused_on_every_rank(names):
+    for name, cases in outcomes(names, kinds=TRAINED, build=build).items():
+        oddity = ODDITIES[name]
+        allowed = ("refused", "exact") if oddity.outcome == "either" else ("refused",)
+        assert [words for words in cases.values() if not words.startswith(allowed)] == [], name
+        assert all(oddity.place in words for words in cases.values()), (name, cases)
+
+
+@waits_for_look
+@pytest.mark.parametrize("names", groups(names("exact")), ids=lambda names: names[0])
+def test_what_is_right_is_exact(names):
+    for name, cases in outcomes(names, kinds=TRAINED, build=build).items():
+        assert {*cases.values()} == {"exact"}, (name, cases)
+
+
+@waits_for_look
+def test_the_look_has_no_false_alarm_and_names_what_it_finds():
+    from hf_integration.look.look import look
+
+    for name in names("exact"):
+        look(build(name))
+    for name in names("refused"):
+        try:
+            look(build(name))
+        except ConfigError as error:
+            assert ODDITIES[name].place in str(error), (name, str(error))
