@@ -217,7 +217,7 @@ class OddForCausalLM(OddPreTrainedModel, GenerationMixin):
 @dataclasses.dataclass(frozen=True)
 class Oddity:
     make: Callable  # () -> a model
-    outcome: str  # "refused"; "exact"; "either": both are right
+    outcome: str  # "refused"; "exact"; "either": whole outputs, or keys of the same tokens, may be right
     place: str = ""  # what a refusal names
 
 
@@ -339,7 +339,7 @@ class PreviousToken(OddModel):
         return hidden + self.embed_tokens((input_ids * 7 + F.pad(input_ids[:, :-1], (1, 0))) % self.config.vocab_size)
 
 
-@of("refused")
+@of("either")
 class LogitsOverTokens(OddForCausalLM):
     def logits(self, hidden):
         logits = self.lm_head(hidden)
@@ -566,7 +566,7 @@ def token_losses(logits, labels, shift_labels):
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), labels != -100
 
 
-@of("refused")
+@of("either")
 class LossOfPairs(OddForCausalLM):
     """Pushes apart the states of tokens that follow one another."""
 
@@ -574,13 +574,13 @@ class LossOfPairs(OddForCausalLM):
         return super().loss(hidden, logits, labels, **kwargs) + 0.1 * (hidden[:, 1:] * hidden[:, :-1]).mean()
 
 
-@of("refused")
+@of("either")
 class LossNotShifted(OddForCausalLM):
     def loss(self, hidden, logits, labels, **kwargs):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@of("refused")
+@of("either")
 class LossBySequence(OddForCausalLM):
     """The mean of the rows' means."""
 
@@ -589,7 +589,7 @@ class LossBySequence(OddForCausalLM):
         return ((losses * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
 
 
-@of("refused")
+@of("either")
 class LossOfMaximum(OddForCausalLM):
     """The tokens that are hardest count alone."""
 
