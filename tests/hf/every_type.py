@@ -95,6 +95,11 @@ OWN = {
     "lfm2_moe": CONV,
     "mellum": MIXED,
     "mamba2": {"head_dim": 16},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {
@@ -206,7 +211,7 @@ def features(model_type):
         or ("layer_types" not in given and "sliding" in names),
         "chunks": "attention_chunk_size" in given,
         "latent": "kv_lora_rank" in given,
-        "index": "index" in layers or "index_topk" in names,
+        "index": "index" in layers or "sparse" in layers or "index_topk" in names,
         "experts": "expert" in names,
         "recurrent": any(word in f"{layers} {names}" for word in RECURRENT),
     }

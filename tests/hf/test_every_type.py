@@ -37,6 +37,19 @@ def groups(types):
     return [types[start : start + TOGETHER] for start in range(0, len(types), TOGETHER)]
 
 
+def meddled(model, sp):
+    """A patch that leaves a model alone, or breaks."""
+    if model.config.model_type == "mistral":
+        raise KeyError("planted")
+
+
+def test_the_comparison_tells_what_is_wrong_and_what_crashes():
+    found = outcomes(["llama", "mistral"], kinds=("plain",), patch=meddled)
+    assert found["llama"]["plain", "whole"] == "exact"
+    assert found["llama"]["plain", "sharded"].startswith("wrong: loss by ")
+    assert all(words.startswith("crash: KeyError: 'planted'") for words in found["mistral"].values())
+
+
 # what makes wrong what one kind of batch shows and another not
 @pytest.mark.parametrize("kinds", each_then_rest([("left", "packed")], [("plain", "right")]), ids="-".join)
 def test_a_type_of_each_kind_does_what_the_table_says(kinds):
