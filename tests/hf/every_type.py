@@ -1,6 +1,7 @@
 """A tiny model of every causal type of transformers, from its real config class: its sizes by the names that configs
 give them, and of its layers one of each kind."""
 
+import copy
 import fnmatch
 import functools
 
@@ -119,7 +120,8 @@ def tiny(model_type, seed=0):
     if model_type in UNBUILT:
         raise ValueError(f"{model_type} {UNBUILT[model_type]}")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(model_type), attn_implementation="eager").float()
+    config = copy.deepcopy(config_of(model_type))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     return enlivened(model).train()
 
 
