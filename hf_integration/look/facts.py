@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
 
+from ..compat import forward_hooks, forward_pre_hooks
 from ..families import is_of_library
 
 VERSIONS = ("5.18", "5.23")  # releases of transformers in which the tested families were looked at
@@ -109,11 +110,21 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def is_tested(model: PreTrainedModel) -> bool:
-    """Return whether a model is of a tested family, with all modules of its base model from libraries."""
+    """Return whether a model is of a tested family, with nothing of a user's own in its base model."""
     release = ".".join(transformers.__version__.split(".")[:2])
     if model.config.model_type not in TESTED or release not in VERSIONS:
         return False
-    return all(is_of_library(type(m)) or type(m).__module__.startswith(QUANTISERS) for m in model.base_model.modules())
+    return all(map(_is_as_tested, model.base_model.modules()))
+
+
+def _is_as_tested(module: nn.Module) -> bool:
+    """Return whether nothing of a user's own is in a module: class, forward or hooks."""
+    own = vars(module).get("forward")
+    if own is not None and not is_of_library(own):
+        return False
+    if not is_of_library(type(module)) and not type(module).__module__.startswith(QUANTISERS):
+        return False
+    return all(map(is_of_library, (*forward_hooks(module).values(), *forward_pre_hooks(module).values())))
 
 
 def is_known(model: PreTrainedModel) -> bool:

@@ -51,7 +51,7 @@ def look(model: PreTrainedModel) -> Facts:
             to do.
     """
     small, not_small = small_copy(model)
-    watch = Watch(small)
+    watch = Watch(small.train())
     ids, positions = tokens_for(small.config, 1, TOKENS), torch.arange(TOKENS)[None]
     plain = watch(ids)
     base = watch.base = _called_base(small, plain)
@@ -61,7 +61,8 @@ def look(model: PreTrainedModel) -> Facts:
         first = _first_position(watch, ids, states, positions)
         kind = _kind_of_positions(watch, ids, states, positions + first)
     _check_tokens(watch, ids, positions + first if given else None)
-    _check_calls(plain, small)
+    if not plain.calls:
+        _refuse("one without attention that goes through transformers' attention interface")
     names = [one.name.removeprefix(prefix).removeprefix(".") for one in plain.calls]
     heads = tuple(dict.fromkeys((one.q.shape[1], one.k.shape[1]) for one in plain.calls))
     return Facts(
@@ -91,8 +92,11 @@ class Call:
     keywords: dict[str, Any]
 
     def inputs(self) -> list[Tensor]:
+        """Return what a token attends with: its query, key and value, and the settings, one for each token."""
         settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
-        return [self.q, self.k, self.v, *(torch.as_tensor(x, dtype=torch.float32) for x in settings if x is not None)]
+        tokens = self.q.shape[2]
+        each = [torch.as_tensor(x).float().flatten().expand(tokens, -1) for x in settings if x is not None]
+        return [self.q, self.k, self.v, *each]
 
 
 @dataclasses.dataclass
@@ -179,7 +183,10 @@ def _attention(
     watch: Watch = getattr(module, WATCH)
     keywords |= {"dropout": args[0]} if args else {}
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    watch.seen.calls.append(Call(watch.names[module], query, key, value, mask, keywords))
+    seen, name = watch.seen, watch.names[module]
+    seen.calls.append(Call(name, query, key, value, mask, keywords))
+    _check_call(seen.calls[-1], watch.small)
+    seen.events[name, -len(seen.calls), True] = seen.calls[-1].inputs()
     k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     if watch.alone:
         return v[:, :, -query.shape[2] :].transpose(1, 2).contiguous(), None
@@ -287,19 +294,18 @@ def _kind_of_positions(watch: Watch, ids: Tensor, plain: Tensor, positions: Tens
 # ---- attention
 
 
-def _check_calls(seen: Seen, model: Any) -> None:
+def _check_call(one: Call, model: Any) -> None:
     """Refuse a call of attention with more than our attention computes."""
-    if not seen.calls:
-        _refuse("one without attention that goes through transformers' attention interface")
-    known = UNDERSTOOD | parameters_of(model)
-    for one in seen.calls:
-        numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
-        if strange := sorted(numbers - known):
-            _refuse(f"{one.name}, whose attention takes {', '.join(strange)}")
-        if {one.q.shape[2], one.k.shape[2]} != {TOKENS}:
-            _refuse(f"{one.name}, which attends from {one.q.shape[2]} to {one.k.shape[2]} states of {TOKENS} tokens")
-        if isinstance(scale := one.keywords.get("scaling"), Tensor) and scale.numel() > 1:
-            _refuse(f"{one.name}, whose scores have a scale of {scale.numel()} numbers")
+    numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
+    if strange := sorted(numbers - UNDERSTOOD - parameters_of(model)):
+        _refuse(f"{one.name}, whose attention takes {', '.join(strange)}")
+    if one.q.shape[2] != one.k.shape[2]:
+        _refuse(f"{one.name}, which attends from {one.q.shape[2]} to {one.k.shape[2]} states")
+    scale, sinks = (one.keywords.get(name) for name in ("scaling", "s_aux"))
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        _refuse(f"{one.name}, whose scores have a scale of {scale.numel()} numbers")
+    if sinks is not None and sinks.numel() != one.q.shape[1]:
+        _refuse(f"{one.name}, which has {sinks.numel()} sinks for {one.q.shape[1]} heads")
 
 
 def _reaches(watch: Watch, ids: Tensor) -> bool:

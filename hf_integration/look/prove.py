@@ -155,11 +155,13 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     outputs, loss, total = [], torch.zeros((), device=batches[0]["input_ids"].device), _predicted(batches)
     try:
         for batch in batches:
-            number = _predicted([batch]) if is_causal_lm(model) else 0
-            given = {name: x for name, x in batch.items() if name != "labels" or number}
-            output = call(model, **given)
+            number, has_loss = _predicted([batch]), is_causal_lm(model)
+            output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
             outputs.append(next(x for x in tensors_in(output) if x.dim() > 1))
-            loss = loss + (output.loss * (number / total) if number else _any_loss(outputs[-1], batch) / total)
+            if not has_loss:
+                loss = loss + _any_loss(outputs[-1], batch) / total
+            elif number:  # a document of one token predicts nothing
+                loss = loss + output.loss * (number / total)
         loss.backward()
     finally:
         for hook in hooks:
