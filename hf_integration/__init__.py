@@ -17,8 +17,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"hf_integration needs {error.name}, {HOW}", name=error.name) from error
 
 from .accelerators import share_accelerator
-from .look.facts import heads
-from .look.facts import is_known as is_known
+from .look.known import heads
+from .look.known import is_known as is_known
 from .model.losses import check_function as check_function
 from .model.patch import check_engine as check_engine
 from .model.patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences

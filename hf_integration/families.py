@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import unwrapped
@@ -139,6 +140,7 @@ def _is_of_peft(module: nn.Module) -> bool:
     return any(cls.__name__ == "PeftModel" for cls in type(module).__mro__)
 
 
+CAUSAL_LMS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch", "deepspeed", "hf_integration")
 
 
@@ -156,7 +158,8 @@ def is_plain_head(module: Any) -> bool:
 
 def is_causal_lm(model: nn.Module) -> bool:
     """Return whether a model is a causal language model of transformers, or of a class that extends one."""
-    return any(cls.__name__.endswith("ForCausalLM") for cls in type(model).__mro__)
+    names = [cls.__name__ for cls in type(model).__mro__]
+    return any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names)
 
 
 def is_of_library(forward: Any) -> bool:

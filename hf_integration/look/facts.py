@@ -5,20 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ds_seqpar.errors import ConfigError
-
-from ..compat import forward_hooks, forward_pre_hooks
-from ..families import is_of_library
-
 VERSIONS = ("5.18", "5.23")  # releases of transformers in which the tested families were looked at
-# what these bring into a model does what the module that it replaces did
-QUANTISERS = ("bitsandbytes", "torchao", "kernels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,68 +82,6 @@ TESTED = {
     "qwen3_moe": Facts(masks=WINDOW_EVERYWHERE, balance=True),
     "smollm3": Facts(masks=WINDOWS_BY_KIND),
 }
-_seen: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
-
-
-def facts_of(model: PreTrainedModel) -> Facts:
-    """Return the facts of a model: recorded, or else from a look at it.
-
-    Raises:
-        ConfigError: The model cannot be patched.
-    """
-    if is_tested(model):
-        return TESTED[model.config.model_type]
-    if model not in _seen:
-        from .look import look
-
-        _seen[model] = look(model)
-    return _seen[model]
-
-
-def is_tested(model: PreTrainedModel) -> bool:
-    """Return whether a model is of a tested family, with nothing of a user's own in its base model."""
-    release = ".".join(transformers.__version__.split(".")[:2])
-    if model.config.model_type not in TESTED or release not in VERSIONS:
-        return False
-    return all(map(_is_as_tested, model.base_model.modules()))
-
-
-def _is_as_tested(module: nn.Module) -> bool:
-    """Return whether nothing of a user's own is in a module: class, forward or hooks."""
-    own = vars(module).get("forward")
-    if own is not None and not is_of_library(own):
-        return False
-    if not is_of_library(type(module)) and not type(module).__module__.startswith(QUANTISERS):
-        return False
-    return all(map(is_of_library, (*forward_hooks(module).values(), *forward_pre_hooks(module).values())))
-
-
-def is_known(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention can be patched. A class of a user's own may call sp.attention itself."""
-    if is_tested(model) or not is_of_library(type(model)):
-        return is_tested(model)
-    try:
-        facts_of(model)
-    except ConfigError:
-        return False
-    return True
-
-
-def heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers of heads of a transformers model.
-
-    Args:
-        model: A causal model.
-
-    Returns:
-        (query heads, key/value heads); where layers differ, the fewest of each.
-    """
-    return tuple(map(min, zip(*heads_by_layer(model), strict=True)))
-
-
-def heads_by_layer(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """Return the different (query heads, key/value heads) that layers of a model have."""
-    return facts_of(model).heads or (config_heads(model.config),)
 
 
 def masks(model: PreTrainedModel, facts: Facts) -> list[tuple[str, int | None]]:
@@ -161,11 +90,3 @@ def masks(model: PreTrainedModel, facts: Facts) -> list[tuple[str, int | None]]:
     rules = {kind: rule for kind, *rule in facts.masks}
     found = [rules.get(kind_of_layer(model.config, name), ("window", "")) for name in modules_of(model, facts)]
     return [(shape, getattr(text, length, None)) for shape, length in found]
-
-
-def windows(model: PreTrainedModel) -> list[int | None]:
-    """Return the sliding window of each attention module, in keys.
-
-    A window counts the query's own position; None: all keys up to the query.
-    """
-    return [length if shape == "window" else None for shape, length in masks(model, facts_of(model))]

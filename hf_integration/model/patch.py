@@ -42,7 +42,8 @@ from ..families import (
     vocabulary,
 )
 from ..graph_breaks import between_graphs
-from ..look.facts import Facts, facts_of, heads, heads_by_layer, is_tested, masks, modules_of
+from ..look.facts import Facts, masks, modules_of
+from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS

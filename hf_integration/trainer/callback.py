@@ -26,7 +26,8 @@ from ds_seqpar.runtime.agreement import all_gather_objects
 
 from ..compat import INPUT_GRADS, whole_numel, whole_shape
 from ..families import unwrapped
-from ..look.facts import facts_of, heads, modules_of, windows
+from ..look.facts import modules_of
+from ..look.known import facts_of, heads, windows
 from ..memory.weight_slices import INWARD, OUTWARD
 
 # pattern of a device's name -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets

@@ -30,7 +30,8 @@ from ds_seqpar.planner.limits import check_model
 from ds_seqpar.runtime.log import log_once
 
 from ..compat import whole_numel
-from ..look.facts import TESTED, windows
+from ..look.facts import TESTED
+from ..look.known import windows
 from ..model.checkpointing import layers_of
 from .collator import PackingCollator, Packs
 

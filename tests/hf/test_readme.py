@@ -8,7 +8,7 @@ import pytest
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.config.settings import setting_names
-from hf_integration.families import FAMILIES
+from hf_integration.look.facts import TESTED
 from tests import scripts
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -144,4 +144,4 @@ def test_all_families_are_named(text):
     """One after another, as their owners write them."""
     (listed,) = re.findall(r"Llama, Mistral, [^|.:]*Cohere2", text)
     names = {re.sub(r"\W", "", name).lower() for name in re.split(r", | and ", " ".join(listed.split()))}
-    assert names == {family.replace("_", "") for family in FAMILIES}
+    assert names == {family.replace("_", "") for family in TESTED}

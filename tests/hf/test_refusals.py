@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel, LlamaPreTrainedModel
+from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaModel, LlamaPreTrainedModel
 
 from hf_integration import patch_attention
 from tests.dist.ranks import WRONG, assert_all_refused, differ, everywhere, make, only_one
@@ -102,13 +102,13 @@ MODELS = {
         ("attention_dropout 0", "got 0.1", "got is_causal=False"),
     ),
     "one head": (lambda: small(num_attention_heads=1, num_key_value_heads=1), ("ulysses 2", "1 query", "[1]")),
-    "gpt2": (
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=4)),
-        ("qwen3, qwen3_moe, smollm3", "family 'gpt2'", "sp.attention"),
+    "gptj": (
+        lambda: GPTJForCausalLM(GPTJConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=4, rotary_dim=8)),
+        ("transformer.h.0.attn", "outside of transformers' attention interface", "sp.attention"),
     ),
     "no base model": (
         lambda: Backbone(LlamaConfig(**TINY, num_attention_heads=4)),
-        ("base model of its family inside", "got Backbone", "'model' names none"),
+        ("needs a small copy", "got Backbone", "sp.attention"),
     ),
     "module": (lambda: nn.Linear(2, 2), ("transformers model", "got Linear", "sp.attention")),
 }
