@@ -50,9 +50,16 @@ class BatchLayout:
         """Return the positions of an SP rank's tokens, int64 (its tokens,), on the CPU. ulysses: the Ulysses size."""
         return positions_held(self.shards, ulysses, rank)
 
-    def position_ids(self, ulysses: int, rank: int) -> Tensor:
-        """Return the position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU."""
-        positions, restarts = self.positions(ulysses, rank), torch.tensor(self.restarts, device="cpu")
+    def position_ids(self, ulysses: int, rank: int, after_padding: bool = False) -> Tensor:
+        """Return the position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU.
+
+        Args:
+            ulysses: The Ulysses size.
+            rank: The SP rank.
+            after_padding: Whether a row that begins with padding is counted from its first token behind that.
+        """
+        starts = (self.mask.documents or (0,)) if after_padding else self.restarts
+        positions, restarts = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
         return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
 
 

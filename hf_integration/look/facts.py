@@ -25,6 +25,7 @@ class Facts:
     keywords: bool = True  # whether keywords of the model's forward reach attention
     positions: str = "relative"  # how position_ids act; or "absolute", or "none"
     first_position: int = 0  # of a sequence's first token
+    counts_padding: bool = True  # whether padding before a sequence has positions too
     balance: bool = False  # whether the loss may have a part that balances experts
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
     norms_heads: bool = False  # whether q and k have norms over all heads: a head cannot be computed without the others

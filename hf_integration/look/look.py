@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -32,6 +31,7 @@ PROBE = "sequence_parallel"  # the keyword by which a patched model passes on wh
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
 TOLERANCE = 1e-4
+LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
 OWN_MODEL = "call sp.attention from a model of your own (docs/other_models.md)"
 
@@ -55,11 +55,12 @@ def look(model: PreTrainedModel) -> Facts:
     ids, positions = tokens_for(small.config, 1, TOKENS), torch.arange(TOKENS)[None]
     plain = watch(ids)
     base = watch.base = _called_base(small, plain)
-    prefix, kind, first = watch.names[base], "none", 0
+    prefix, kind, first, counts_padding = watch.names[base], "none", 0, True
     if given := takes(base, "position_ids"):
         states = plain.states(prefix)
         first = _first_position(watch, ids, states, positions)
         kind = _kind_of_positions(watch, ids, states, positions + first)
+        counts_padding = kind != "absolute" or _counts_padding(watch, ids, positions, first)
     _check_tokens(watch, ids, positions + first if given else None)
     if not plain.calls:
         _refuse("one without attention that goes through transformers' attention interface")
@@ -73,6 +74,7 @@ def look(model: PreTrainedModel) -> Facts:
         keywords=_reaches(watch, ids),
         positions=kind,
         first_position=first,
+        counts_padding=counts_padding,
         window_keyword=all(one.keywords.get("sliding_window") for one in plain.calls if _mask_of(one)[0] == "window"),
         norms_heads=any(_norms_heads(small.get_submodule(one.name), one) for one in plain.calls),
         **_loss(small, ids),
@@ -138,9 +140,9 @@ class Watch:
             self.seen.output = call(self.small, ids, **inputs)
         return self.seen
 
-    def states(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def states(self, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
         """Return the hidden states that the base model returns."""
-        return self(ids, positions=positions).states(self.names[self.base])
+        return self(ids, positions=positions, **inputs).states(self.names[self.base])
 
     @contextlib.contextmanager
     def _attached(self, positions: Tensor | None) -> Iterator[None]:
@@ -193,7 +195,7 @@ def _attention(
     scale, softcap, sinks = (keywords.get(name) for name in ("scaling", "softcap", "s_aux"))
     scores = query @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_visible(mask, query.shape[2], key.shape[2]), -math.inf)
+    scores = scores.masked_fill(~_visible(mask, query.shape[2], key.shape[2]), LOWEST)
     if sinks is not None:
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     return (scores.softmax(-1)[..., : key.shape[2]] @ v).transpose(1, 2).contiguous(), None
@@ -270,7 +272,7 @@ def _of_shard(x: Tensor) -> Tensor:
 
 def _differs(a: Tensor, b: Tensor) -> bool:
     """Return whether tensors differ by more than rounding."""
-    return a.shape == b.shape and bool(((a - b).abs() > TOLERANCE * a.abs().max().clamp(min=1e-6)).any())
+    return a.shape == b.shape and not bool(((a - b).abs() <= TOLERANCE * a.abs().max().clamp(min=1e-6)).all())
 
 
 # ---- positions
@@ -289,6 +291,19 @@ def _kind_of_positions(watch: Watch, ids: Tensor, plain: Tensor, positions: Tens
     if not _differs(plain, watch.states(ids, positions.flip(1))):
         return "none"
     return "absolute" if _differs(plain, watch.states(ids, positions + 3)) else "relative"
+
+
+def _counts_padding(watch: Watch, ids: Tensor, positions: Tensor, first: int) -> bool:
+    """Return whether padding before a sequence has positions too."""
+    length = TOKENS // 4
+    mask, ids = (positions >= length).long(), ids.clone()
+    ids[:, :length] = getattr(text_config(watch.small.config), "pad_token_id", None) or 0
+    plain = watch.states(ids, attention_mask=mask)[:, length:]
+    for begin in (0, length):
+        given = (positions - begin).clamp(min=0) + first
+        if not _differs(plain, watch.states(ids, given, attention_mask=mask)[:, length:]):
+            return begin == 0
+    _refuse("a model that counts positions in another way where a sequence begins with padding")
 
 
 # ---- attention

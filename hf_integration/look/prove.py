@@ -117,13 +117,15 @@ def _compared(
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
     tokens = max(23, 2 * sp.multiple + 5)
     ids = tokens_for(model.config, 2, tokens)
-    mask = torch.ones_like(ids)
-    mask[1, -(tokens // 3) :] = 0
+    mask, at = torch.ones_like(ids), torch.arange(tokens)
+    mask[0, : tokens // 4] = mask[1, -(tokens // 3) :] = 0
+    padded = ids.masked_fill(mask == 0, getattr(text_config(model.config), "pad_token_id", None) or 0)
+    unseen = (mask == 0) | (at == tokens // 4)  # from padding no token is predicted
     rows = ((tokens // 3, 1, tokens - tokens // 3 - 1), (tokens // 2, tokens - tokens // 2))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     batches = {
         "plain": {"input_ids": ids, "labels": ids},
-        "padded": {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE)},
+        "padded": {"input_ids": padded, "attention_mask": mask, "labels": ids.masked_fill(unseen, IGNORE)},
         "packed": {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, IGNORE)},
     }
     return {kind: {name: x.to(sp.device) for name, x in batch.items()} for kind, batch in batches.items()}

@@ -318,8 +318,13 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
     inputs.pop("placement", None)
-    if patch.facts.first_position and inputs.get("position_ids") is not None:
-        inputs["position_ids"] = inputs["position_ids"] + patch.facts.first_position
+    positions, facts, sp = inputs.get("position_ids"), patch.facts, patch.sp
+    if positions is not None and context.layout is not None and not facts.counts_padding:
+        counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
+        positions = counted.to(positions.device).expand_as(positions)
+    if positions is not None and facts.first_position:
+        positions = positions + facts.first_position
+    inputs["position_ids"] = positions
     inputs |= {"attention_mask": NO_MASK, "use_cache": False}
     return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
