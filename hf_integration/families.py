@@ -63,7 +63,7 @@ def _unmet_needs(config: PreTrainedConfig) -> list[str]:
     ]
     if not getattr(config, "is_causal", True):
         unmet.append("a causal model; got is_causal=False in its config")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": of pictures
         unmet.append("a causal model; got use_bidirectional_attention in its config")
     return unmet
 

@@ -151,7 +151,7 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     layers = layers_of(model)
     seen: list[list[Tensor]] = [[] for _ in layers]
     hooks = [
-        layer.register_forward_hook(lambda _, args, output, to=to: to.append(tensors_in(output)[0].detach()))
+        layer.register_forward_hook(lambda _, args, output, to=to: to.append(_states(output)))
         for layer, to in zip(layers, seen, strict=True)
     ]
     outputs, loss, total = [], torch.zeros((), device=batches[0]["input_ids"].device), _predicted(batches)
@@ -177,9 +177,13 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
             "output": _rows([x.detach() * _real(batch, x) for x, batch in zip(outputs, batches, strict=True)]),
         },
         gradients,
-        [_rows(x) for x in seen] if sp is None else [x[0] for x in seen],
+        [_rows(x) if x[0].dim() == 3 else x[0] for x in seen if x],
         getattr(outputs[0], "shard_spec", None),
     )
+
+
+def _states(output: Any) -> Tensor:
+    return tensors_in(output)[0].detach()
 
 
 def _predicted(batches: list[Batch]) -> int:

@@ -155,7 +155,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
         for parameter in small.parameters():
             if parameter.dim() < 2 or not parameter.any():  # norms, biases, sinks, gates: 0 or 1 hides what they do
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif (spread := float(parameter.std())) < (wanted := parameter.shape[-1] ** -0.5):
+            elif (spread := float(parameter.std())) < (wanted := 0.25 * parameter.shape[-1] ** -0.5):
                 parameter.mul_(wanted / spread)
     for module in small.modules():
         if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:

@@ -9,6 +9,7 @@ device are compared there, and the next forward raises what was wrong.
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ COMPILED = (
 FORWARD = (
     "a forward of a model that shares sequences (one rank alone makes it in hf_integration.whole_sequences(model))"
 )
+MEDIA = re.compile(r"(pixel|image|video|audio|input_features).*")  # arguments of multimodal models
 HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
@@ -282,6 +284,8 @@ def common_misuse(inputs: Mapping[str, Any]) -> str:
     """Return the sentence for arguments that only a local forward can take; "" where there are none."""
     if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
         return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
+    if media := [name for name, x in inputs.items() if isinstance(x, Tensor) and MEDIA.fullmatch(name)]:
+        return f"ranks share sequences of text alone; got {media[0]}, leave pictures, films and sounds out of the batch"
     if inputs.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
     return ""
