@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -212,7 +212,8 @@ def raise_difference(
     """
     values = [(entry.compared.name, entry.compared.fields) for entry in entries]
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
-    failures[group and group.group_name] += 1
+    if group is not None:
+        failures[group] = failures.get(group, 0) + 1
     global_ranks = _ranks_of(group)
     sentences = [sentence for *_, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
@@ -239,7 +240,8 @@ def raise_difference(
                 raise printed_by(DisagreementError(sentence), min(members), key)
 
 
-failures: Counter[object] = Counter()  # of the groups, by name: how often all of their ranks found a difference
+# how often all ranks of a group found a difference
+failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:

@@ -154,7 +154,7 @@ class Journal(Agreement):
     def _forget_failed(self) -> None:
         """Forget what was noted before all ranks of the group raised, whatever they compared then."""
         if self.notes_on is not None and self.groups is not None and self.groups.control is not None:
-            found = failures[self.groups.control.group_name]
+            found = failures.get(self.groups.control, 0)
             if found != self._failures:
                 self._failures, self._entries, self._before = found, [], 0
 
@@ -167,7 +167,7 @@ class Journal(Agreement):
         digest = digests[0] if len(digests) == 1 else digest_of(digests)
         comparison = Comparison(group, int(error is not None), digest, number, entry.subject)
         if self.defers and group is not None:  # no message of a call that failed is ever taken for another call's
-            self.salt = digest_of(failures[group.group_name], digest) % SALTS
+            self.salt = digest_of(failures.get(group, 0), digest) % SALTS
 
         def end() -> int:
             differs, greatest = comparison.result()
