@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ def assert_ranks_agree(
         DisagreementError: on all other ranks, and on all if values differ.
         CommunicationError: if a rank does not make the call.
     """
+    for owner in sorted(journals):
+        journals[owner].settle_before(group)
     entry, has_error = Entry.of(name, value, call, advice), int(error is not None)
     digest = entry.compared.digest
     among_peers &= peers is not group
@@ -76,6 +78,13 @@ def assert_ranks_agree(
     if wrong:
         raise_difference(group, [entry], error, _ranks_of(peers)[0] if among_peers else 0)
     return greatest
+
+
+class Settles(Protocol):
+    def settle_before(self, group: dist.ProcessGroup | None) -> None: ...
+
+
+journals: weakref.WeakValueDictionary[int, Settles] = weakref.WeakValueDictionary()  # by the number of their groups
 
 
 def digest_of(*content: object) -> int:

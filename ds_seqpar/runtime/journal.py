@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
 from ..errors import SeqParError, as_seqpar_error
-from .agreement import Advice, Comparison, Entry, digest_of, failures, raise_difference
+from .agreement import Advice, Comparison, Entry, digest_of, failures, journals, raise_difference
 from .comm import SALTS, Agreement, end_later, end_unfinished
 from .devices import communicator_device
 from .groups import Groups
@@ -64,6 +65,8 @@ class Journal(Agreement):
         self._last = NOTHING
         self._looks: list[_Look] = []
         self._at_exit: weakref.finalize | None = None
+        if groups is not None:
+            journals[groups.number] = self
 
     def agree(
         self, name: str, value: object, *, error: SeqParError | None = None, number: int = 0, call: str = "",
@@ -134,6 +137,11 @@ class Journal(Agreement):
         """Call `settle` when the graph task ends in which this is called, where calls are noted."""
         if self.notes_on is not None and compat.graph_task() >= 0:
             compat.after_backward(self.settle)
+
+    def settle_before(self, group: dist.ProcessGroup | None) -> None:
+        """Call `settle` before a comparison in another group, where some ranks would wait for those that wait here."""
+        if self._entries and self.groups is not None and self.groups.control is not group:
+            self.settle()
 
     def before_sending(self) -> None:
         """End the comparison that was begun, where messages must not leave before."""
