@@ -83,67 +83,38 @@ class Agreement:
         key = positions.device.type != "cpu" and (tokens.shape, positions.shape, positions.dtype, positions.device)
         if key in self.modes:
             return self.modes[key], ""
-        error = tokens_error(self.sp, tokens, None) or shard_error(self.sp, tokens, positions, checks=ValueChecks())
-        wrong = whole_error(inputs, *tokens.shape[:2])
-        sharded = self.sp.journal.agree(
-            "position_ids of a batch", None, number=int(error is None and wrong is not None), call=FORWARD
-        )
-        mode: Literal["sharded", "whole"] = "sharded" if sharded or wrong else "whole"
+        wrong_whole, wrong_shard = whole_error(inputs, *tokens.shape[:2]), ""
+        try:
+            check_tokens(self.sp, tokens, None)
+            check_shard(self.sp, {**inputs, "attention_mask": None}, None, ValueChecks())
+        except InputError as error:
+            wrong_shard = str(error)
+        votes = int(not wrong_shard and wrong_whole is not None)
+        sharded = self.sp.journal.agree("position_ids of a batch", None, number=votes, call=FORWARD)
+        mode: Literal["sharded", "whole"] = "sharded" if sharded or wrong_whole else "whole"
         if key:
             self.modes[key] = mode
-        if error is not None and wrong is not None:
-            return mode, f"{wrong} (or give the part of a batch, with all that sp.shard_batches returns for it)"
-        return mode, str(error) if error is not None and mode == "sharded" else ""
+        if wrong_shard and wrong_whole:
+            return mode, f"{wrong_whole} (or give the part of a batch, with all that sp.shard_batches returns for it)"
+        return mode, wrong_shard if mode == "sharded" else ""
 
-    def refuse(self, error: SeqParError) -> None:
-        """Raise an error of this rank, and what follows from it on the others, where their forwards agree."""
-        self.sp.journal.agree("model inputs", None, error=error, call=FORWARD)
-
-    def note_batch(self, fields: Fields, error: SeqParError | None) -> None:
-        """Compare a whole batch that the base model will shard."""
-        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=_advice)
-
-    def agree_on(
-        self,
-        inputs: Mapping[str, Any],
-        wrong: str,
-        backward: bool,
-        sources: list[Any] | None,
-        batch: ValueChecks | None = None,
-    ) -> int:
-        """Agree on a base model's forward, of its arguments by name.
-
-        Args:
-            inputs: The arguments, with this rank's shard.
-            wrong: What is known to be wrong with them.
-            backward: As for `agree`, and so are `sources` and `batch`.
-        """
-        if mistake := wrong_inputs(inputs):  # tensors may be of any type
-            return self.agree(None, None, None, mistake, backward, sources=sources)
-        positions, mask, layout = (inputs.get(name) for name in ("position_ids", "attention_mask", "placement"))
-        wrong = wrong or _misuse(inputs)
-        return self.agree(tokens_of(inputs), positions, mask, wrong, backward, layout, sources, batch)
+    def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
+        """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
+        fields = None if batch is None else batch.fields
+        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=_advice, like=())
+        if batch is not None:
+            batch.post(self.sp.journal)
 
     def agree(
-        self,
-        tokens: Tensor | None,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        wrong: str,
-        backward: bool,
-        layout: BatchLayout | None = None,
-        sources: list[Any] | None = None,
+        self, inputs: Mapping[str, Any], wrong: str, backward: bool, sources: list[Any] | None,
         batch: ValueChecks | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Agree on one forward, before any rank of the sequence sends.
 
         Args:
-            tokens: input_ids or inputs_embeds of this rank; None where they are of a wrong type.
-            positions: This rank's position_ids.
-            mask: This rank's attention_mask.
-            wrong: What is wrong on this rank, as a sentence; "" for nothing.
+            inputs: The forward's arguments by name, with this rank's shard.
+            wrong: What is known to be wrong with them, as a sentence; "" for nothing.
             backward: Whether a backward will follow.
-            layout: The batch's layout; None: sequences are shared equally.
             sources: Modules that draw noise by token; None: the forward is compiled.
             batch: What ranks compare of a whole batch, whose shards are right; None: the batch came sharded.
 
@@ -153,42 +124,38 @@ class Agreement:
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
         """
-        model = self.model()
+        model, journal, layout, like, seed = self.model(), self.sp.journal, inputs.get("placement"), dict[str, Any](), 0
         if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
-        error: SeqParError | None = InputError(wrong) if wrong else None
-        seed = 0
+        checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
         try:
+            if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs):
+                raise InputError(sentence)
+            tokens = tokens_of(inputs)
             if sources is None and backward and model is not None and dropout.noisy_modules(model):
                 raise ConfigError(COMPILED)
             seed = dropout.prepare_and_seed(sources or [], shared=True)
-        except ConfigError as reason:
-            error = error or reason
-        checks = ValueChecks(at_once=("cpu",)) if batch is None else batch
-        if error is None and tokens is not None:
-            error = tokens_error(self.sp, tokens, layout)
-        if error is None and tokens is not None and batch is None:
-            error = shard_error(self.sp, tokens, positions, mask, layout, checks=checks)
-        value: dict[str, object] = {**(batch.fields if batch else {})}
-        if batch is None:
-            value["shape"] = None if tokens is None else tuple(tokens.shape)
-        if layout is not None and batch is None and error is None:
-            value = {"placement": str(layout)}
-        value["backward"], value["autocast"] = backward, _autocast_dtype(tokens)
-        value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        value["dropout"] = dropout.describe_modules(sources or [])
-        journal = self.sp.journal
+            check_tokens(self.sp, tokens, layout)
+            if batch is None:
+                like = {"shape": tuple(tokens.shape)} if layout is None else {"placement": str(layout)}
+                check_shard(self.sp, inputs, layout, checks)
+            error = None
+        except SeqParError as reason:
+            error = reason
+        like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
+        like["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
+        like["dropout"] = dropout.describe_modules(sources or [])
         if not self.compared and model is not None:
             journal.agree("models", fingerprint(model), call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
-        like = {key: x for key, x in value.items() if batch is None or key not in batch.fields}
         name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
+        value = {**(batch.fields if batch else {}), **like}
         if seed:
             number = seed if self.sp.rank == 0 else 0
             seed = journal.agree(name, value, error=error, number=number, call=FORWARD, advice=advice)
         else:
             journal.note(name, value, error=error, call=FORWARD, advice=advice, like=like)
-        checks.post(self.sp.journal)
+        checks.post(journal)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
         return seed
@@ -225,7 +192,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
     """
     tokens, positions = tokens_of(inputs), inputs.get("position_ids")
     if wrong_inputs(inputs) or positions is None:
-        torch.compiler.disable(agreement.agree_on)(inputs, "", backward, None, None)
+        torch.compiler.disable(agreement.agree)(inputs, "", backward, None)
         return positions
     return _agree_on_shard(tokens, positions, inputs.get("attention_mask"), agreement.handle, _misuse(inputs), backward)
 
@@ -269,7 +236,9 @@ def wrong_inputs(inputs: Mapping[str, Any]) -> str:
 def _agree_on_shard(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong: str, backward: bool
 ) -> Tensor:
-    object_of(handle).agree(tokens, positions, mask, wrong, backward)
+    tokens_by_name = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
+    inputs = {**tokens_by_name, "position_ids": positions, "attention_mask": mask}
+    object_of(handle).agree(inputs, wrong, backward, None)
     return positions.clone()  # the model's forward needs the result, so that no compiler drops the agreement
 
 
@@ -312,40 +281,34 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
     return ""
 
 
-def tokens_error(sp: SequenceParallel, tokens: Tensor, layout: BatchLayout | None) -> InputError | None:
-    """Return the error for a rank that has other tokens than a layout says; None where all is right.
+def check_tokens(sp: SequenceParallel, tokens: Tensor, layout: object) -> None:
+    """Raise InputError for a rank that has other tokens than a layout says.
 
     Args:
-        layout: The batch's layout; None: sequences are shared equally.
+        layout: The batch's BatchLayout; None: sequences are shared equally.
     """
-    return _equal_shards_error(sp, tokens) if layout is None else _placement_error(sp, tokens, layout)
+    if error := _equal_shards_error(sp, tokens) if layout is None else _placement_error(sp, tokens, layout):
+        raise error
 
 
-def shard_error(
-    sp: SequenceParallel,
-    tokens: Tensor,
-    positions: Tensor | None,
-    mask: Tensor | None = None,
-    layout: BatchLayout | None = None,
-    *,
-    checks: ValueChecks,
-) -> SeqParError | None:
-    """Return the error for a rank that was not given the positions of its tokens, and no mask; None where all is right.
+def check_shard(
+    sp: SequenceParallel, inputs: Mapping[str, Any], layout: BatchLayout | None, checks: ValueChecks
+) -> None:
+    """Raise InputError for a rank that was not given the positions of its tokens, and no mask.
 
     Args:
-        layout: As for `tokens_error`.
-        checks: Takes what is to be read on a device later.
+        inputs: The forward's arguments by name.
+        layout: As for `check_tokens`.
+        checks: Reads what is wrong, or takes it to be read later.
     """
+    tokens, positions, mask = tokens_of(inputs), inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None or not _are_for(positions, tokens):
-        return InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
+        raise InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
+    if mask is not None:
+        checks.require(_is_wrong_mask(sp, mask, layout).long().reshape(1), functools.partial(_judge, WRONG_MASK))
     expected = sp.local_positions(tokens.shape[1] * sp.size if layout is None else layout, positions.device)
-    found = [] if mask is None else [(WRONG_MASK, _is_wrong_mask(sp, mask, layout))]
-    try:
-        for sentence, wrong in (*found, (_wrong_positions(layout), (positions != expected).any())):
-            checks.require(wrong.long().reshape(1), functools.partial(_judge, sentence))
-    except SeqParError as error:
-        return error
-    return None
+    wrong = (positions != expected).any().long().reshape(1)
+    checks.require(wrong, functools.partial(_judge, _wrong_positions(layout)))
 
 
 def _judge(sentence: str, wrong: list[int]) -> InputError | None:

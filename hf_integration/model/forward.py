@@ -185,7 +185,7 @@ def _complete(
         seed = dropout.prepare_and_seed(sources, shared=False)
     else:
         layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
-        seed = patch.agreement.agree_on(inputs, wrong, backward, None if compiled else sources, context.compared)
+        seed = patch.agreement.agree(inputs, wrong, backward, None if compiled else sources, context.compared)
         if patch.ropes:
             rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
     return inputs, dataclasses.replace(
@@ -216,25 +216,38 @@ def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, A
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if torch.compiler.is_compiling():
-        return _before_compiled_head(patch, module, inner, args, kwargs, inputs)
+    if compiled := torch.compiler.is_compiling():
+        mode = "local" if KEYWORD in kwargs or wrong_inputs(inputs) else _mode(patch, module, inputs)[0]
+        if mode == "local" or (mode == "sharded" and not _wrong_shard(inner, inputs)):
+            return args, kwargs  # the base model does all, in the graph
+    sharded = _begin_head(patch, module, inner, inputs, compiled)
+    return (args, kwargs) if sharded is None else ((), sharded)
+
+
+@between_graphs
+def _begin_head(
+    patch: Patch, module: nn.Module, inner: Any, inputs: dict[str, Any], compiled: bool
+) -> dict[str, Any] | None:
+    """Begin a forward. Return the arguments by name with this rank's shard, where a whole batch was sharded."""
     context = _begin(patch, module, inputs)
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
-        return args, kwargs
+        return None
     mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
     context = dataclasses.replace(context, mode=mode)
     if mode != "local" and patch.experts is not None:
         check_output(inner, inputs)
     if mode == "whole" and module in patch.above:
-        whole_calls.compare_inputs(patch.agreement, inner, inputs)
+        whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
     else:
         if mode == "sharded":
             wrong = wrong or _wrong_shard(inner, inputs)
             tries_loss = module in patch.untried and inputs.get("labels") is not None
             context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
-        inputs, context = _complete(patch, module, inputs, context, wrong)
+        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
     set_current(context)
-    return ((), inputs) if mode == "whole" and context.spec is not None else (args, kwargs)
+    if context.spec is None:
+        return None
+    return {**inputs, KEYWORD: context} if compiled else inputs
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
@@ -242,32 +255,6 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
     if not is_causal_lm(inner):
         return WHOLE_ONLY.format(type(inner).__name__)
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
-
-
-def _before_compiled_head(
-    patch: Patch, module: nn.Module, inner: Any, args: tuple, kwargs: dict[str, Any], inputs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Do what `_before_head` does in a graph. The base model agrees on shards; whole ones are made between graphs."""
-    mode, _ = _mode(patch, module, inputs)
-    if KEYWORD in kwargs or mode == "local" or wrong_inputs(inputs):
-        return args, kwargs
-    if patch.experts is not None:
-        check_output(inner, inputs)
-    if mode == "whole" and module in patch.above:
-        whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled=True)
-    elif mode == "whole":
-        return (), _whole_in_graph(patch, module, inputs)
-    elif wrong := _wrong_shard(inner, inputs):
-        torch.compiler.disable(patch.agreement.refuse)(InputError(wrong))
-    return args, kwargs
-
-
-@between_graphs
-def _whole_in_graph(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    context = dataclasses.replace(_begin(patch, module, inputs), mode="whole")
-    inputs, context = _complete(patch, module, inputs, context, "", compiled=True)
-    set_current(context)
-    return {**inputs, KEYWORD: context}
 
 
 # ---- the base model

@@ -102,7 +102,7 @@ def shard_inputs(
     try:
         return _sharded(agreement, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
-        agreement.refuse(as_seqpar_error("sharding a whole batch failed", reason))
+        agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
 
 
@@ -169,9 +169,7 @@ def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], 
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
-    checks = _compared(inputs)
-    agreement.note_batch(checks.fields, error)
-    checks.post(agreement.sp.journal)
+    agreement.compare_batch(_compared(inputs), error)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
