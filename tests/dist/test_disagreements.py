@@ -136,7 +136,7 @@ def on_devices(**config):
     """A SequenceParallel whose ranks compare as those on accelerators do."""
     sp = make(**config)
     sp.comm.__class__ = OnDevice
-    sp.journal.notes, sp.journal.overlaps, sp.journal.defers = True, False, False
+    sp.journal.notes_on, sp.journal.overlaps, sp.journal.defers = "cpu", False, False
     return sp
 
 
@@ -174,6 +174,8 @@ def test_hosts_wait_for_one_another_once_a_step():
         layers = [{"causal": True}, {"mask": Mask(window=3)}] * 2
         outs = [attend(sp, **options) for options in layers]
         outs += [sp.checkpoint(attend, sp, **options) for options in layers[:2]]
+        x = torch.zeros(1, requires_grad=True)
+        outs.append(sp.checkpoint(lambda x: attend(sp) + x, x, use_reentrant=True))
         return sum(out.sum() for out in outs)
 
     loss().backward()
@@ -181,7 +183,7 @@ def test_hosts_wait_for_one_another_once_a_step():
     for _ in range(3):
         loss().backward()
         sp.mean_loss(torch.ones(()))
-    assert found == [10] * 3
+    assert found == [12] * 3
     found.clear()
     with torch.no_grad():
         attend(sp)
@@ -213,10 +215,10 @@ def look(journal, again):
 
 @on_each_of(2, timeout=SECONDS)
 def test_what_a_tensor_holds_is_judged_in_the_next_call_of_its_kind_and_at_last_at_the_end():
-    for notes in (False, True):
+    for notes in (None, "cpu"):
         sp = make()
         journal, is_wrong = sp.journal, sp.rank == WRONG
-        journal.notes = notes
+        journal.notes_on = notes
         judges = {
             "its own error": (lambda x: InputError(f"needs 0; got {int(x)}") if int(x) else {}, "needs 0; got 1"),
             "what all must have": (lambda x: {"token": int(x)}, f"rank 0: token 0; rank {WRONG}: token 1"),
