@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from ds_seqpar.data.shard_checks import check_shard
 from ds_seqpar.data.value_checks import ValueChecks
-from hf_integration.model.agreement import Agreement, check_shard
+from hf_integration.model.agreement import Agreement
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.launch import on_ranks
 
@@ -53,12 +54,12 @@ def found_later():
     tokens = torch.zeros(2, SEQ)
     for name, (positions, mask) in cases.items():
         checks = ValueChecks(at_once=())
-        check_shard(sp, {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}, None, checks)
+        check_shard(sp, tokens, positions, mask, None, checks)
         checks.post(sp.journal)
         said[name] = [refusal(sp.journal.note, "model inputs", None)[1] for _ in range(2)]
 
     def refused(positions):
-        return refusal(check_shard, sp, {"input_ids": tokens, "position_ids": positions}, None, ValueChecks())[0]
+        return refusal(check_shard, sp, tokens, positions, None, None, ValueChecks())[0]
 
     shapes = {shape: refused(torch.zeros(shape)) for shape in ((3, SEQ), (2, SEQ + 1), ())}
     return said, shapes, [refused(x) for x in (right.expand(1, -1), right.expand(2, -1), right[0])]
