@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.groups import check_thread
 from ds_seqpar.runtime.log import log_once
 
@@ -34,7 +34,7 @@ from ..graph_breaks import between_graphs
 from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, warn_of_cache, wrong_inputs
-from .losses import ExpertBalance, check_output, shard_loss_error, tried_loss
+from .losses import ExpertBalance, check_loss, check_output
 
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
@@ -357,33 +357,5 @@ def _end(module: nn.Module) -> None:
 def _try_shard_loss(
     patch: Patch, module: nn.Module, inputs: Mapping[str, Any], output: Any, context: ForwardContext
 ) -> None:
-    if tried_on_shard(patch.sp, module, inputs, output, tiles=context.state.losses):
+    if check_loss(patch.sp, module, inputs, output, tiles=context.state.losses):
         patch.untried = tuple(head for head in patch.untried if head is not module)
-
-
-def tried_on_shard(
-    sp: SequenceParallel,
-    module: nn.Module,
-    inputs: Mapping[str, Any],
-    output: Any,
-    error: ConfigError | None = None,
-    tiles: list[float] | None = None,
-) -> bool:
-    """Raise ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses.
-
-    Args:
-        inputs: The forward's arguments by name.
-        output: What it returned.
-        error: Another error of this rank.
-        tiles: As for `tried_loss`.
-
-    Returns:
-        Whether the batch has what the trial needs.
-    """
-    labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
-    if labels is None or items is None or inputs.get("labels") is None:
-        return False
-    tried = tried_loss(unwrapped(module), labels, float(items), output, 1.0, tiles)
-    error = shard_loss_error(sp, tried) or error
-    sp.journal.agree("loss of the model", None, error=error)
-    return True

@@ -42,8 +42,8 @@ from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
 from .agreement import Agreement
-from .forward import Patch, hook, patch_of, tried_on_shard
-from .losses import ExpertBalance, has_experts, has_loss
+from .forward import Patch, hook, patch_of
+from .losses import ExpertBalance, check_loss, has_experts, has_loss
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
 
@@ -316,7 +316,7 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
             "a model that is given with sequence_parallel=sp must call sp.attention; got "
             f"{type(unwrapped(module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
         )
-        if tried_on_shard(sp, module, kwargs, output, error if silent else None):
+        if check_loss(sp, module, kwargs, output, error=error if silent else None):
             handle.remove()
 
     handle = engine.module.register_forward_hook(check, with_kwargs=True)
