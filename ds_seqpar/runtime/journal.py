@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
 from ..errors import SeqParError, as_seqpar_error
-from .agreement import Advice, Comparison, Entry, digest_of, failures, raise_difference
+from .agreement import Advice, Comparison, Entry, digest_of, failures, journals, raise_difference
 from .comm import SALTS, Agreement, end_later, end_unfinished
 from .devices import communicator_device
 from .groups import Groups
@@ -64,6 +65,8 @@ class Journal(Agreement):
         self._last = NOTHING
         self._looks: list[_Look] = []
         self._at_exit: weakref.finalize | None = None
+        if groups is not None:
+            journals[groups.number] = self
 
     def agree(
         self, name: str, value: object, *, error: SeqParError | None = None, number: int = 0, call: str = "",
@@ -137,6 +140,11 @@ class Journal(Agreement):
         if self.notes_on is not None and compat.graph_task() >= 0:
             compat.after_backward(self.settle)
 
+    def settle_before(self, group: dist.ProcessGroup | None) -> None:
+        """Call `settle` before a comparison in another group, where some ranks would wait for those that wait here."""
+        if self._entries and self.groups is not None and self.groups.control is not group:
+            self.settle()
+
     def before_sending(self) -> None:
         """End the comparison that was begun, where messages must not leave before."""
         if not self.defers:
@@ -156,7 +164,7 @@ class Journal(Agreement):
     def _forget_failed(self) -> None:
         """Forget what was noted before all ranks of the group raised, whatever they compared then."""
         if self.notes_on is not None and self.groups is not None and self.groups.control is not None:
-            found = failures[self.groups.control.group_name]
+            found = failures.get(self.groups.control, 0)
             if found != self._failures:
                 self._failures, self._entries, self._before = found, [], 0
 
@@ -171,7 +179,7 @@ class Journal(Agreement):
         digest = digests[0] if len(digests) == 1 else digest_of(digests)
         comparison = Comparison(group, int(error is not None), digest, number, entry.subject)
         if self.defers and group is not None:  # no message of a call that failed is ever taken for another call's
-            self.salt = digest_of(failures[group.group_name], digest) % SALTS
+            self.salt = digest_of(failures.get(group, 0), digest) % SALTS
 
         def end() -> int:
             differs, greatest = comparison.result()

@@ -8,6 +8,7 @@ import torch
 
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.errors import InputError
+from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.comm import TorchComm
 from ds_seqpar.runtime.input_checks import COMPARED
 from ds_seqpar.runtime.journal import MOST_KNOWN, MOST_NOTED, Journal
@@ -113,6 +114,7 @@ def assert_told(sp, words_of=lambda number: ()):
 def test_every_rank_is_told_before_anything_is_computed_of_it(agreement, ulysses):
     sp = make(agreement=agreement, ulysses=ulysses)
     assert_told(sp)
+    assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count])).unique()) == 1  # which errors name calls by
     assert attention_error(sp) < 1e-10
 
 
@@ -205,6 +207,19 @@ def test_what_is_noted_is_what_all_ranks_know():
     for value in (0, 1, 0, 1):  # beside 0, 0, 0, 0
         journal.agree("rounded", value * (sp.rank == WRONG), advice=lambda by_rank: None)
     assert len(found) == MOST_KNOWN + 6
+
+
+@on_each_of(4, timeout=SECONDS)
+def test_what_one_group_noted_is_compared_before_all_ranks_compare_anything():
+    """Else some of its ranks would wait there, and the others here."""
+    sp = on_devices(size=2)
+    for causal in (True, False):
+        attend(sp, causal=causal)
+    sp.journal.settle()
+    attend(sp, causal=sp.data_rank == 0 or sp.rank == WRONG)
+    if sp.data_rank:
+        found = refusal(assert_ranks_agree, sp.control_world, "number", 0)
+        assert lacking(found, "DisagreementError", "the same attention inputs", "rank 2: causal False") == []
 
 
 def look(journal, again):
