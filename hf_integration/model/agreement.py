@@ -69,32 +69,37 @@ class Agreement:
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
-    def vote(self, inputs: Mapping[str, Any]) -> tuple[Literal["sharded", "whole"], str]:
+    def vote(self, inputs: Mapping[str, Any], refusal: str) -> Literal["sharded", "whole"]:
         """Decide with all ranks whether position_ids are those of a shard or of a whole batch.
 
         On a device they are read once for each shape. What ranks decide then is what later ones are compared with.
 
-        Returns:
-            (the kind of batch, what is wrong with the positions, as a sentence, or "").
+        Args:
+            inputs: The call's arguments by name.
+            refusal: Why this call can have no shard, as a sentence; "" where it can.
+
+        Raises:
+            InputError, DisagreementError: On all ranks, if a rank's are neither, or those of a shard that is refused.
         """
         tokens, positions = tokens_of(inputs), inputs["position_ids"]
         key = positions.device.type != "cpu" and (tokens.shape, positions.shape, positions.dtype, positions.device)
         if key in self.modes:
-            return self.modes[key], ""
-        wrong_whole, wrong_shard = whole_error(inputs, *tokens.shape[:2]), ""
+            return self.modes[key]
+        wrong_whole, fits_shard = whole_error(inputs, *tokens.shape[:2]), True
         try:
             check_tokens(self.sp, tokens, None)
             check_shard(self.sp, tokens, positions, None, None, ValueChecks())
-        except InputError as error:
-            wrong_shard = str(error)
-        votes = int(not wrong_shard and wrong_whole is not None)
-        sharded = self.sp.journal.agree("position_ids of a batch", None, number=votes, call=FORWARD)
-        mode: Literal["sharded", "whole"] = "sharded" if sharded or wrong_whole else "whole"
+        except InputError:
+            fits_shard = False
+        error, neither = None, "(or give the part of a batch, with all that sp.shard_batches returns for it)"
+        if wrong_whole is not None and (refusal or not fits_shard):
+            error = InputError(refusal if fits_shard else f"{wrong_whole} {neither}")
+        votes = int(fits_shard and wrong_whole is not None)
+        sharded = self.sp.journal.agree("position_ids of a batch", None, error=error, number=votes, call=FORWARD)
+        mode: Literal["sharded", "whole"] = "sharded" if sharded else "whole"
         if key:
             self.modes[key] = mode
-        if wrong_shard and wrong_whole:
-            return mode, f"{wrong_whole} (or give the part of a batch, with all that sp.shard_batches returns for it)"
-        return mode, wrong_shard if mode == "sharded" else ""
+        return mode
 
     def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
         """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""

@@ -28,7 +28,7 @@ from ds_seqpar.runtime.groups import check_thread
 from ds_seqpar.runtime.log import log_once
 
 from .. import dropout
-from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, current, set_current
+from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
 from ..families import is_causal_lm, unwrapped
 from ..graph_breaks import between_graphs
 from ..memory.tiled_loss import check_read
@@ -117,8 +117,8 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
     return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
-def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> tuple[Any, str]:
-    """Return the mode of a forward, and what is wrong with its position_ids, as a sentence; "" where they are right.
+def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> Mode:
+    """Return the mode of a forward.
 
     Shards have what `shard_batches` adds. position_ids alone may be those of a shard or of a whole batch, and on one
     rank may fit both; then the other ranks' positions decide.
@@ -126,20 +126,21 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: 
     Args:
         is_whole: Whether it is known that a batch with position_ids alone is whole.
     """
-    positions = inputs.get("position_ids")
+    positions, compiled = inputs.get("position_ids"), torch.compiler.is_compiling()
     if _is_local(patch, module, inputs):
-        return "local", ""
-    if not torch.compiler.is_compiling():
+        return "local"
+    if not compiled:
         check_thread()
-    if wrong_inputs(inputs):  # which the agreement will say
-        return "sharded", ""
-    if inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
-        return "sharded", ""
+    # what is wrong the agreement will say
+    if wrong_inputs(inputs) or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
+        return "sharded"
     if positions is None or is_whole:
-        return "whole", ""
-    if torch.compiler.is_compiling():
-        return "sharded", ""
-    return ("whole", "") if whole_calls.is_moved_batch(positions) else patch.agreement.vote(inputs)
+        return "whole"
+    if compiled:
+        return "sharded"
+    if whole_calls.is_moved_batch(positions):
+        return "whole"
+    return patch.agreement.vote(inputs, _wrong_shard(unwrapped(module), inputs) if module in patch.heads else "")
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
@@ -217,7 +218,7 @@ def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, A
     if patch is None:
         return args, kwargs
     if compiled := torch.compiler.is_compiling():
-        mode = "local" if KEYWORD in kwargs or wrong_inputs(inputs) else _mode(patch, module, inputs)[0]
+        mode = "local" if KEYWORD in kwargs or wrong_inputs(inputs) else _mode(patch, module, inputs)
         if mode == "local" or (mode == "sharded" and not _wrong_shard(inner, inputs)):
             return args, kwargs  # the base model does all, in the graph
     sharded = _begin_head(patch, module, inner, inputs, compiled)
@@ -232,7 +233,7 @@ def _begin_head(
     context = _begin(patch, module, inputs)
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
         return None
-    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
+    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole), ""
     context = dataclasses.replace(context, mode=mode)
     if mode != "local" and patch.experts is not None:
         check_output(inner, inputs)
@@ -240,7 +241,7 @@ def _begin_head(
         whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
     else:
         if mode == "sharded":
-            wrong = wrong or _wrong_shard(inner, inputs)
+            wrong = _wrong_shard(inner, inputs)
             tries_loss = module in patch.untried and inputs.get("labels") is not None
             context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
         inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
@@ -264,7 +265,7 @@ def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
     patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if patch.in_graph and inputs.get("placement") is None and KEYWORD not in inputs:
-        mode, _ = _mode(patch, module, inputs)
+        mode = _mode(patch, module, inputs)
         if mode != "whole":
             return (), _in_graph(patch, module, inputs, mode)
     return (), _between(patch, module, inputs, torch.compiler.is_compiling())
@@ -288,9 +289,8 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
     if given is not None:
         context = dataclasses.replace(given, module=module, outer=given, within=True)
     if context.mode is None:
-        mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
-        context = dataclasses.replace(context, mode=mode)
-        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
+        context = dataclasses.replace(context, mode=_mode(patch, module, inputs, is_whole=context.is_in_whole))
+        inputs, context = _complete(patch, module, inputs, context, "", compiled)
     context.state.begun = True
     set_current(context)
     return {**inputs, KEYWORD: context} if context.mode == "local" else _for_layers(module, inputs, context)
@@ -332,7 +332,7 @@ def _context_after(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -
         return context if context is not None and context.module is module else None
     if KEYWORD in inputs:
         return inputs[KEYWORD]
-    return LOCAL if _mode(patch, module, inputs)[0] == "local" else SHARDED
+    return LOCAL if _mode(patch, module, inputs) == "local" else SHARDED
 
 
 def _leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
