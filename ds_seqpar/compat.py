@@ -104,6 +104,7 @@ _BACKWARD = "the order of backward, which ranks agree on,"
 graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 outside of backward
 autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
 will_be_executed = private("torch:_C._will_engine_execute_node", _BACKWARD)
+after_backward = private("torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD)  # of the graph task
 sequence_number = private("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
 without_dispatch_modes = private("torch:_C._DisableTorchDispatch", "a comparison of ranks inside a checkpoint")
 dispatch_modes = private("torch:_C._len_torch_dispatch_stack", "attention inside a selective checkpoint")
@@ -133,6 +134,7 @@ def is_autograd_thread(thread: threading.Thread) -> bool:
 # ---- torch: tensors
 
 tensor_version = attribute("torch:Tensor._version", "telling that a batch was written to")
+is_fake = private("torch._subclasses.fake_tensor:is_fake", "looking at a tensor on a device")
 make_wrapper = private("torch:Tensor._make_wrapper_subclass", "a whole output of a model")
 without_torch_function = private("torch:_C.DisableTorchFunctionSubclass", "a whole output of a model")
 schema = attribute("torch._ops:OpOverload._schema", "a whole output of a model")

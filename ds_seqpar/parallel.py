@@ -110,8 +110,14 @@ class SequenceParallel(Sharding):
 
         Without it they are freed once nothing refers to the SequenceParallel: no patched model, and no backward pass
         that is still to come. NCCL's communicators are freed by `close` alone, which all ranks must then call.
+
+        Raises:
+            SeqParError: What was still to be compared differs, or a device says only now that a tensor was wrong.
         """
-        self.comm.groups.close()
+        try:
+            self.journal.settle(last=True)
+        finally:
+            self.comm.groups.close()
 
     def bind_to_thread(self) -> None:
         """Let the current thread communicate, in place of the thread that made the last SequenceParallel.
@@ -327,7 +333,9 @@ class SequenceParallel(Sharding):
         Raises:
             InputError, DisagreementError: A loss is no such tensor, or ranks give other numbers of them; on all ranks.
         """
-        mean, local = mean_of(self.groups, losses)
+        groups = self.groups
+        self.journal.settle()  # before a loss is looked at, which waits for the device
+        mean, local = mean_of(groups, losses)
         return WithValue.apply(local, torch.full_like(local, mean), 1) if differentiable else mean
 
 

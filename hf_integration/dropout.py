@@ -11,13 +11,11 @@ ranks of a sequence use the seed of their first rank.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError
 
 from . import compat
+from .context import Noise, current, entered
 from .graph_breaks import between_graphs
 
 GOLDEN, *FACTORS = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # as int64
@@ -37,37 +36,19 @@ STEPS = 2**16  # values of a 16-bit number; one 64-bit number is cut into four o
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Draw:
-    """The random numbers of one forward."""
-
-    seed: int
-    tokens: Tensor  # (rows, local tokens) int64: sample * SAMPLE + position of each token
-    length: int  # tokens of a whole sequence
-    recomputed: bool = False  # whether a checkpoint recomputes the layer
-
-    def numbers(self, module: Any, x: Tensor) -> Tensor:
-        """Draw uniform int16 numbers in the shape of x, (rows, local tokens, ...) or (rows * local tokens, ...)."""
-        if not self.recomputed and graph_task() >= 0:  # inside of a backward
-            raise InputError(
-                "dropout in layers that are computed again needs the checkpoints of transformers; got others, call "
-                "model.gradient_checkpointing_enable()"
-            )
-        tokens = self.tokens if x.shape[:2] == self.tokens.shape else self.tokens.flatten()
-        if x.shape[: tokens.dim()] != tokens.shape:
-            raise InputError(
-                f"dropout of a patched model needs all of a rank's tokens, {tuple(self.tokens.shape)}; got "
-                f"{tuple(x.shape)} in a {type(module).__name__}, set its p to 0"
-            )
-        channels = x.numel() // tokens.numel()
-        words_per_token = -(-channels // 4)
-        counts = (tokens * words_per_token)[..., None] + torch.arange(words_per_token, device=tokens.device)
-        seed = int(split_mix(torch.tensor([module.noise_number], device="cpu"), self.seed))
-        return split_mix(counts, seed).view(torch.int16)[..., :channels].reshape(x.shape)
-
-
-_current: ContextVar[Draw | None] = ContextVar("hf_integration_noise", default=None)  # None: torch's own noise
-current_draw = _current.get
+def _numbers(noise: Noise, module: Any, x: Tensor) -> Tensor:
+    """Draw uniform int16 numbers in the shape of x, (rows, local tokens, ...) or (rows * local tokens, ...)."""
+    tokens = noise.tokens if x.shape[:2] == noise.tokens.shape else noise.tokens.flatten()
+    if x.shape[: tokens.dim()] != tokens.shape:
+        raise InputError(
+            f"dropout of a patched model needs all of a rank's tokens, {tuple(noise.tokens.shape)}; got "
+            f"{tuple(x.shape)} in a {type(module).__name__}, set its p to 0"
+        )
+    channels = x.numel() // tokens.numel()
+    words_per_token = -(-channels // 4)
+    counts = (tokens * words_per_token)[..., None] + torch.arange(words_per_token, device=tokens.device)
+    seed = int(split_mix(torch.tensor([module.noise_number], device="cpu"), noise.seed))
+    return split_mix(counts, seed).view(torch.int16)[..., :channels].reshape(x.shape)
 
 
 def split_mix(x: Tensor, seed: int) -> Tensor:
@@ -80,31 +61,29 @@ def split_mix(x: Tensor, seed: int) -> Tensor:
     return x
 
 
-@contextlib.contextmanager
-def redrawing(draw: Draw | None) -> Iterator[None]:
-    """Context manager in which a part of a forward is recomputed, with the same random numbers."""
-    with _drawing(draw and dataclasses.replace(draw, recomputed=True)):
-        yield
-
-
-@contextlib.contextmanager
-def _drawing(draw: Draw | None) -> Iterator[None]:
-    token = _current.set(draw)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 def drawing_by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
     """Wrap a function of a tile (x, slice of tokens), so that it draws the numbers of those tokens."""
 
     def run(x: Tensor, cut: slice) -> Tensor:
-        draw = current_draw()
-        with _drawing(draw and dataclasses.replace(draw, tokens=draw.tokens[:, cut])):
+        context = current()
+        if context is None or context.noise is None:
+            return compute(x, cut)
+        noise = dataclasses.replace(context.noise, tokens=context.noise.tokens[:, cut])
+        with entered(dataclasses.replace(context, noise=noise)):
             return compute(x, cut)
 
     return run
+
+
+def _noise() -> Noise | None:
+    """Return the numbers of the forward that runs; None where modules draw torch's."""
+    context = current()
+    if context is None and graph_task() >= 0:  # in a backward, which no checkpoint of ours has told what forward it was
+        raise InputError(
+            "dropout in layers that are computed again needs the checkpoints of transformers; got others, call "
+            "model.gradient_checkpointing_enable()"
+        )
+    return None if context is None else context.noise
 
 
 def noisy_modules(model: nn.Module) -> list[Any]:
@@ -165,28 +144,27 @@ def prepare_and_seed(modules: list[Any], shared: bool) -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, 2**62)) if modules else 0
 
 
-def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: BatchLayout | None, local: bool) -> None:
-    """Begin a forward: modules draw its numbers from here on.
+def noise_of(sp: SequenceParallel, seed: int, tokens: Tensor, layout: BatchLayout | None, local: bool) -> Noise | None:
+    """Return the numbers of a forward; None where modules draw torch's.
 
     Args:
         seed: The forward's seed; 0: modules draw torch's numbers.
         tokens: (rows, local tokens, ...).
-        placement: The batch's layout; None: sequences are shared equally.
+        layout: The batch's layout; None: sequences are shared equally.
         local: Whether the tokens are whole sequences, not this rank's shard.
     """
     if not seed:
-        _current.set(None)
-        return
+        return None
     rows, local_tokens = tokens.shape[:2]
-    length = local_tokens * sp.size if placement is None else placement.tokens // (placement.rows or 1)
-    positions = torch.arange(local_tokens, device="cpu") if local else sp.held(length, placement, sp.rank)
-    if placement is None or placement.rows is None:
+    length = local_tokens * sp.size if layout is None else layout.tokens // (layout.rows or 1)
+    positions = torch.arange(local_tokens, device="cpu") if local else sp.held(length, layout, sp.rank)
+    if layout is None or layout.rows is None:
         row = torch.arange(rows, device="cpu")[:, None]
     else:
-        rows, row, positions = placement.rows, (positions // length)[None], positions % length
+        rows, row, positions = layout.rows, (positions // length)[None], positions % length
     # rows of a step are dealt to groups in their order
     counters = ((sp.data_rank * rows + row) * SAMPLE + positions).to(tokens.device, non_blocking=True)
-    _current.set(Draw(seed=seed, tokens=counters, length=length))
+    return Noise(seed=seed, tokens=counters, length=length)
 
 
 def restore_modules(model: nn.Module) -> None:
@@ -211,11 +189,11 @@ class TokenDropout(nn.Dropout):
 
     @between_graphs
     def _dropped(self, x: Tensor) -> Tensor:
-        draw = current_draw()
-        if draw is None or self.p == 1:
+        noise = _noise()
+        if noise is None or self.p == 1:
             return super().forward(x)
         dropped = min(round(self.p * STEPS), STEPS - 1)
-        return x * (draw.numbers(self, x) >= dropped - STEPS // 2) * (STEPS / (STEPS - dropped))
+        return x * (_numbers(noise, self, x) >= dropped - STEPS // 2) * (STEPS / (STEPS - dropped))
 
 
 def _neftune(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
@@ -227,8 +205,8 @@ def _neftune(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tens
 
 @between_graphs
 def _noisy(hook: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
-    draw = current_draw()
-    if draw is None:
+    noise = _noise()
+    if noise is None:
         return hook(module, args, output)
-    size = module.neftune_noise_alpha / math.sqrt(draw.length * output.shape[2])
-    return output + (draw.numbers(module, output).to(output.dtype) + 0.5) * (size * 2 / STEPS)
+    size = module.neftune_noise_alpha / math.sqrt(noise.length * output.shape[2])
+    return output + (_numbers(noise, module, output).to(output.dtype) + 0.5) * (size * 2 / STEPS)

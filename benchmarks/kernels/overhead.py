@@ -5,7 +5,8 @@
 
 Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_product_attention, which has the same
 kernel; of processor time, since it waits for nobody. "but for its kernel" is what a call takes outside of it.
-Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
+Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks; and
+forward of few tokens in each mode of "agreement", beside one that compares nothing.
 Program: what is looked up, or derived, before a rank's walk, with its kernel calls. That is for lengths that it knows,
 for new ones, and for new packs of 64 documents.
 A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ from ds_seqpar.runtime.runtime import Runtime
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
+MODES = "always", "auto", "deferred"
 Rows = dict[str, list[float]]  # seconds of each call
 
 
@@ -99,17 +102,32 @@ class Outside:
 
 def agreement(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     for ranks in (2, 4, 16):
-        yield f"{ranks} ranks", on_ranks(ranks, agreeing, args.tokens, args.calls // 3, timeout=600)[0]
+        for rows in (comparing, attending):
+            yield f"{ranks} ranks", on_ranks(ranks, rows, args.tokens, args.calls // 3, timeout=600)[0]
 
 
-def agreeing(tokens: int, calls: int) -> Rows:
-    sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
-    local, number = blocks(tokens)[:3], torch.zeros(1, dtype=torch.int64)
+def comparing(tokens: int, calls: int) -> Rows:
+    sp, number = shared("always"), torch.zeros(1, dtype=torch.int64)
+    local, options = blocks(tokens)[:3], AttentionOptions(CAUSAL, None, None, True, False)
     rows = {
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
-        "agreement": lambda: agree_on_inputs(sp.runtime, *local, AttentionOptions(CAUSAL, None, None, True, False)),
+        "agreement": lambda: agree_on_inputs(sp.runtime, *local, options),
     }
     return in_turns(rows, calls, warm=max(1, calls // 10))
+
+
+def attending(tokens: int, calls: int) -> Rows:
+    sp, local = shared("always"), blocks(tokens)[:3]
+    rows: dict[str, Step] = {
+        "attention, agreed before": lambda: sp.attention_agreed(*local, AttentionOptions(CAUSAL, None, None))
+    }
+    for mode in MODES:
+        rows[f'attention, "agreement": "{mode}"'] = functools.partial(shared(mode).attention, *local)
+    return in_turns(rows, calls, warm=max(1, calls // 10))
+
+
+def shared(mode: str) -> SequenceParallel:
+    return SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1, agreement=mode))
 
 
 def program(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:

@@ -9,7 +9,6 @@ the first backward.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,12 +19,15 @@ from torch import Tensor
 
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
-from ..runtime import mismatch_hints, trusted
+from ..runtime import mismatch_hints
 from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, rank_values
+from ..runtime.log import log_once
 from .batch_layout import BatchLayout
-from .checks import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
-from .documents import Lengths, documents_of, without_documents
+from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
+from .documents import READ, Lengths, documents_of, without_documents
+from .on_devices import to_device
 from .sharding import Sharding
+from .value_checks import ValueChecks, describe, fingerprint_of
 
 TOKENS = ("input_ids", "inputs_embeds")
 
@@ -114,42 +116,59 @@ def _prepare(
         compare).
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
-    sharded = [_shard(sp, batch) for batch in checked]
+    sharded = [_shard(sp, batch, batch.tensors["labels"].device) for batch in checked]
     if not microbatches or (steps is not None and len(microbatches) != steps):
         raise InputError(
             f"shard_batches needs the {steps or 'at least 1'} micro-batches of an optimizer step "
             f"(gradient_accumulation_steps); got {len(microbatches)}, give it all micro-batches of an optimiser step"
         )
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
-    from_padding = sum(predicted_from_padding(batch.tensors["labels"], batch.mask) for batch in checked)
+    from_padding = sum(int(batch.from_padding) for batch in checked if batch.from_padding is not None)
     on_device = [_on_device(batch, device) for batch in sharded]
     return on_device, [count, from_padding], [fingerprint(batch) for batch in microbatches]
 
 
-def shard_call(sp: Sharding, batch: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def shard_call(
+    sp: Sharding, batch: Mapping[str, Any], checks: ValueChecks, on_cpu: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Any], float | Tensor]:
     """Return this rank's shard of a whole batch that a model is called with. It does not communicate.
+
+    The host reads nothing that is on a device, but for what says which tokens ranks share: padding and documents.
 
     Args:
         sp: the SequenceParallel.
         batch: as in `shard_microbatches`, but `labels` may be missing, and `inputs_embeds` (B, S, hidden) may replace
             `input_ids`.
+        checks: judges the batch's values.
+        on_cpu: name -> the same values on the CPU, for tensors on a device.
 
     Returns:
-        (the shard, without `num_items_in_batch`; how many labels count in the whole batch).
+        (the shard, without `num_items_in_batch`, on the tokens' device; how many labels count in the whole batch: a
+        float, or a tensor of no dimension where they are counted on a device).
 
     Raises:
         InputError: if the batch cannot be sharded.
     """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    whole = dict(batch)
-    if whole.get("labels") is None:
-        whole["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
-    checked = check_batch(sp, whole, causal=True)
-    _warn_if_padded_left(checked)
-    shard = _shard(sp, checked)
-    if batch.get("labels") is None:
-        del shard["labels"], shard["shift_labels"]
-    return _on_device(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
+    whole = {name: x for name, x in batch.items() if x is not None}
+    known = {**whole, **(on_cpu or {})}
+    known |= {name: _read(name, known[name]) for name in READ & known.keys()}
+    shape = (labels_of(whole) if "labels" in whole else tokens).shape[:2]
+    checked = _checked(sp, whole, known, True, shape, checks)
+    if checked.from_padding is not None:
+        checks.require(checked.from_padding, _warn_if_any)
+    return _on_device(_shard(sp, checked, tokens.device), tokens.device), checked.counted
+
+
+def _read(name: str, x: Any) -> Any:
+    """Return on the CPU what says which tokens ranks share."""
+    if not isinstance(x, Tensor) or x.device.type == "cpu":
+        return x
+    log_once(
+        f"sequence_parallel: {name} on {x.device} is read by the host in each forward, which waits for the device: "
+        "leave it on the CPU, or leave it out where nothing is padding and each row is one document"
+    )
+    return x.cpu()
 
 
 def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
@@ -159,36 +178,77 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
     communicate. Raises InputError where the batch cannot be sharded.
     """
     checked = check_batch(sp, batch, causal=True)
-    _warn_if_padded_left(checked)
-    return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)
+    if checked.from_padding is not None:
+        _warn_if_any(checked.from_padding.tolist())
+    return torch.nn.functional.pad(checked.tensors["shift_labels"][:, :-1], (1, 0), value=IGNORE)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedBatch:
     """A whole batch that was checked."""
 
-    tensors: dict[str, Any]  # (B, S, ...) or 0-dim, and all other values, without mask, positions and documents
-    ends: Tensor  # bool (B, S): whether a token is the last of its document or row
-    mask: Tensor | None  # bool (B, S) on the CPU, False for padding; None: no padding
+    # (B, S, ...) or 0-dim, and all other values, without mask, positions and documents; with shift_labels, if it has
+    # labels: each moved to the token that predicts it, -100 at the last token of a document
+    tensors: dict[str, Any]
+    rows: int
+    seq: int  # tokens of a row
+    mask: Tensor | None  # bool (B, S), False for padding; None: no padding
     placement: BatchLayout | None  # None where the configured layout is enough
+    counted: float | Tensor  # labels that count: a float where they are on the CPU
+    from_padding: Tensor | None  # labels that only left padding could predict, int64 (1,); None: no padding
 
 
 def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:
     """Check a whole batch. It does not communicate. Raises InputError where the batch cannot be sharded."""
-    labels = labels_of(batch)
-    rows, seq = labels.shape
+    return _checked(sp, batch, batch, causal, labels_of(batch).shape, ValueChecks())
+
+
+def _checked(
+    sp: Sharding,
+    batch: Mapping[str, Any],
+    known: Mapping[str, Any],
+    causal: bool,
+    shape: tuple[int, ...],
+    checks: ValueChecks,
+) -> CheckedBatch:
+    """Check a whole batch of (rows, tokens). known: the batch, with some of its tensors on the CPU."""
+    rows, seq = shape
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
         by_row = isinstance(value, Tensor) and value.shape == (rows,) and name not in TOKENS
         has_tokens = isinstance(value, Tensor) and not by_row and (value.dim() > 0 or name in TOKENS)
-        if has_tokens and value.shape[:2] != labels.shape:
+        if has_tokens and value.shape[:2] != shape:
             raise InputError(
-                f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}, or be ({rows},), one "
+                f"every tensor of a batch must begin with labels' shape {tuple(shape)}, or be ({rows},), one "
                 f"number a row; got {name} {tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or "
                 "pass it to the model yourself"
             )
-    check_range(batch, sp.vocabulary)
-    mask = _checked_mask(batch.get("attention_mask"), labels)
+    usable = check_range(known, sp.vocabulary, checks)
+    tensors, labels = {**tensors, **usable}, {**known, **usable}.get("labels")
+    mask, segments, placement = _layout_of(sp, known, rows, seq, causal)
+    counted: float | Tensor = 0.0
+    from_padding = None
+    if labels is not None:
+        ends = rows, seq, segments
+        tensors["shift_labels"] = _shifted(sp, tensors["labels"], *ends)
+        shifted = tensors["shift_labels"] if labels is tensors["labels"] else _shifted(sp, labels, *ends)
+        counts = shifted != IGNORE
+        counted = float(counts.sum()) if checks.reads(counts) else counts.sum()
+        if mask is not None:
+            mask = to_device(mask, labels.device)
+            checks.require(counts.masked_fill(mask, False).sum()[None], _padding_error)
+            from_padding = predicted_from_padding(labels, mask)
+    return CheckedBatch(tensors, rows, seq, mask, placement, counted, from_padding)
+
+
+def _layout_of(
+    sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool
+) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
+    """Return (the padding mask, tokens of each document and stretch of padding, the layout). The host reads these.
+
+    None: nothing is padding; each row is one document; the configured layout is enough.
+    """
+    mask = _checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
     documents = segments = _documents_of(batch, mask, rows, seq)
     if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
@@ -196,16 +256,29 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     placement = sp.place(rows * seq, segments, causal=causal) if segments else sp.place(seq, causal=causal)
     if segments and placement is not None:
         placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
-    starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
-    starts[[*Mask.documents_of(segments or (seq,) * rows), rows * seq]] = True
-    checked = CheckedBatch(tensors=tensors, ends=starts[1:].view(rows, seq), mask=mask, placement=placement)
+    return mask, segments, placement
+
+
+def _shifted(sp: Sharding, labels: Tensor, rows: int, seq: int, segments: Lengths | None) -> Tensor:
+    """Return labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
+
+    def ends() -> Tensor:
+        starts = Mask.documents_of(segments or (seq,) * rows)
+        last = torch.tensor([*starts[1:], rows * seq], device="cpu") - 1
+        return torch.zeros(rows * seq, dtype=torch.bool, device="cpu").index_fill_(0, last, True).view(rows, seq)
+
+    key = "ends", rows, seq, segments
+    return labels.roll(-1, 1).masked_fill(sp.layout_tensors.get(key, labels.device, ends), IGNORE)
+
+
+def _padding_error(values: list[int]) -> InputError | None:
+    if not values[0]:
+        return None
     # a label on the first padding token, often the end of the text, is predicted from a real one
-    if mask is not None and (count := int(((_shifted(checked) != IGNORE) & ~mask.to(labels.device)).sum())):
-        raise InputError(
-            "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
-            f"{count} such labels, set labels to -100 where attention_mask is 0"
-        )
-    return checked
+    return InputError(
+        "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
+        f"{values[0]} such labels, set labels to -100 where attention_mask is 0"
+    )
 
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
@@ -221,7 +294,7 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
             "give one of them"
         )
     rows, seq = tokens.shape[:2]
-    mask = _checked_mask(batch.get("attention_mask"), tokens[:, :, 0] if tokens.dim() > 2 else tokens)
+    mask = _checked_mask(batch.get("attention_mask"), tokens.shape[:2])
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
 
@@ -238,7 +311,7 @@ def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | N
         The error; None where the positions are right.
     """
     try:
-        mask = _checked_mask(batch.get("attention_mask"), torch.empty(rows, seq))
+        mask = _checked_mask(batch.get("attention_mask"), (rows, seq))
         _documents_of(batch, mask, rows, seq)
     except InputError as error:
         return error
@@ -253,12 +326,12 @@ def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq:
     return documents_of(continued, rows, seq)
 
 
-def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
+def _checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
     """Return a mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        raise InputError(f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {describe(mask)}")
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        raise InputError(f"attention_mask must be of shape {tuple(shape)} (0 for padding); got {describe(mask)}")
     mask = mask.detach().cpu()
     if bool((invalid := (mask != 0) & (mask != 1)).any()):
         row, token = invalid.nonzero()[0].tolist()
@@ -300,43 +373,32 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
-def _shard(sp: Sharding, batch: CheckedBatch) -> dict[str, Any]:
-    placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
-    whole = {**batch.tensors, "shift_labels": _shifted(batch)}
-    by_token = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim() > 1}  # others are of whole rows
-    sharded = {name: sp.shard(x, 1, placement) if name in by_token else x for name, x in whole.items()}
-    positions = sp.position_ids(seq, placement)[None]
+def _shard(sp: Sharding, batch: CheckedBatch, device: torch.device) -> dict[str, Any]:
+    """Return this rank's shard of a batch. device: for positions, and for a mask."""
+    placement = batch.placement
+    # tensors of one dimension are of whole rows
+    by_token = {name for name, x in batch.tensors.items() if isinstance(x, Tensor) and x.dim() > 1}
+    sharded = {name: sp.shard(x, 1, placement) if name in by_token else x for name, x in batch.tensors.items()}
+    positions = sp.local_positions(batch.seq if placement is None else placement, device).clone()[None]
     if placement is None or placement.rows is None:
-        positions = positions.expand(rows, -1)
-    # trusted together with this placement alone, so that a model notices where the placement is left out
-    trusted_by = sp if placement is None else placement
-    sharded["position_ids"] = trusted.trust(positions.to(batch.tensors["labels"].device), trusted_by)
+        positions = positions.expand(batch.rows, -1)
+    sharded["position_ids"] = positions
     if sp.keeps_masks and batch.mask is not None:
-        mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
-        sharded["attention_mask"] = trusted.trust(mask, sp)
+        sharded["attention_mask"] = to_device(sp.shard(batch.mask.long(), 1, placement), device)
     return sharded if placement is None else {**sharded, "placement": placement}
 
 
-def _warn_if_padded_left(batch: CheckedBatch) -> None:
-    if predicted_from_padding(batch.tensors["labels"], batch.mask) and dist.get_rank() == 0:
+def _warn_if_any(values: list[int]) -> None:
+    """Warn of labels that only left padding could predict, on the first rank. values: (how many there are,)."""
+    if values[0] and dist.get_rank() == 0:
         warn_of_left_padding()
 
 
 def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
-    """Return the batch with its tensors on a device. Positions and masks made here stay trusted, and unchecked."""
+    """Return the batch with its tensors on a device; None: where each is."""
     if device is None:
         return batch
-    moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    for name in {"position_ids", "attention_mask"} & batch.keys():
-        trusted.trust_copy(batch[name], moved[name])
-    return moved
-
-
-def _shifted(batch: CheckedBatch) -> Tensor:
-    """Return labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
-    labels = batch.tensors["labels"]
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
+    return {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
@@ -344,9 +406,4 @@ def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
 
     They must be equal on all ranks of a sequence.
     """
-    digests = {}
-    for name, x in sorted(batch.items()):
-        if isinstance(x, Tensor):
-            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            digests[name] = f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
-    return digests
+    return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .sharding import Vocabulary
+from .value_checks import ValueChecks, describe
 
 IGNORE = -100  # the label of a token that does not count in the loss
 
@@ -33,56 +34,77 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
     return labels
 
 
-def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
-    """Raise InputError for a label that is neither a class of the model's head nor -100, and for an unknown token id.
+def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks: ValueChecks) -> dict[str, Tensor]:
+    """Check that each label is a class of the model's head or -100, and that the model has each token id.
 
     Every rank checks the whole batch. Otherwise only the rank that holds a wrong token would fail, and the others would
     wait.
 
     Args:
-        batch: has labels, and may have input_ids of their shape.
+        batch: may have labels (rows, tokens), and input_ids of their shape.
         vocabulary: None where the model is not known.
+        checks: raises InputError for wrong values, or keeps them until later.
+
+    Returns:
+        By name, what to compute with in place of values that are read later: wrong ones are replaced, at which kernels
+        would stop the process before they are raised.
     """
     tokens, classes = vocabulary or (None, None)
-    labels, ids = batch["labels"], batch.get("input_ids")
-    wrong = (labels < 0) & (labels != IGNORE)
-    if classes is not None:
-        wrong |= labels >= classes
-    if wrong.any():
+    labels, ids = batch.get("labels"), batch.get("input_ids")
+    usable = {}
+    if labels is not None:
+        wrong = (labels < 0) & (labels != IGNORE)
+        if classes is not None:
+            wrong |= labels >= classes
         most = "from 0 on" if classes is None else f"from 0 to {classes - 1}"
-        raise InputError(
-            f"labels must be tokens {most}, or -100; got {_first_of(labels, wrong)}, set what does not count to -100"
-        )
+        sentence = f"labels must be tokens {most}, or -100; got {{}}, set what does not count to -100"
+        _require_none(labels, wrong, sentence, checks)
+        if not checks.reads(labels):
+            usable["labels"] = labels.masked_fill(wrong, IGNORE)
     if tokens is None or not isinstance(ids, Tensor):
-        return
+        return usable
     if ids.dtype not in (torch.int32, torch.int64):
         raise InputError(f"input_ids must be int64 or int32; got {describe(ids)}, call .long() on them")
-    if (wrong := (ids < 0) | (ids >= tokens)).any():
-        raise InputError(
-            f"input_ids must be from 0 to {tokens - 1}, the tokens that the model has; got {_first_of(ids, wrong)}, "
-            "take the model's own tokenizer, or call model.resize_token_embeddings before training"
-        )
+    wrong = (ids < 0) | (ids >= tokens)
+    sentence = (
+        f"input_ids must be from 0 to {tokens - 1}, the tokens that the model has; got {{}}, take the model's own "
+        "tokenizer, or call model.resize_token_embeddings before training"
+    )
+    _require_none(ids, wrong, sentence, checks)
+    if not checks.reads(ids):
+        usable["input_ids"] = ids.masked_fill(wrong, 0)
+    return usable
 
 
-def _first_of(x: Tensor, wrong: Tensor) -> str:
-    """Return the first value of x (rows, tokens) where `wrong` (bool, as x) is true, and its place, in words."""
-    index = tuple(wrong.nonzero()[0].tolist())
-    return f"{int(x[index])} at token {index[1]} of row {index[0]}"
+def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) -> None:
+    """Check that `wrong` (bool, as x) is true nowhere. sentence: has {} for the first value where it is, and its place.
+
+    x is (rows, tokens).
+    """
+    if not x.numel():
+        return
+    wrong, tokens = wrong.reshape(-1), x.shape[1]
+    index = wrong.to(torch.uint8).argmax()[None]  # of the first
+
+    def judge(values: list[int]) -> InputError | None:
+        is_wrong, place, value = values
+        row, token = divmod(place, tokens)
+        return InputError(sentence.format(f"{value} at token {token} of row {row}")) if is_wrong else None
+
+    checks.require(torch.cat([wrong.gather(0, index), index, x.reshape(-1).gather(0, index)]).to(torch.int64), judge)
 
 
-def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
-    """Return how many rows begin with padding and have a label that counts at their first real token.
+def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
+    """Return how many rows begin with padding and have a label that counts at their first real token, int64 (1,).
 
     Only padding could predict such a label.
 
     Args:
         labels: int64 (rows, tokens).
-        mask: bool of the same shape on the CPU, False for padding; None: no padding.
+        mask: bool of the same shape and device, False for padding.
     """
-    if mask is None:
-        return 0
-    first = mask[:, 1:] & ~mask[:, :-1]
-    return int((labels[:, 1:].cpu()[first] != IGNORE).sum())
+    is_first = torch.nn.functional.pad(mask[:, 1:] > mask[:, :-1], (1, 0), value=False)
+    return ((labels != IGNORE) & is_first).sum()[None]
 
 
 @functools.cache
@@ -94,10 +116,3 @@ def warn_of_left_padding() -> None:
         "(docs/trainer.md)",
         stacklevel=2,
     )
-
-
-def describe(x: object) -> str:
-    """Return dtype and shape of a tensor, "none" for None, else the name of the type, for messages."""
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-    return "none" if x is None else type(x).__name__

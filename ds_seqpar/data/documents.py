@@ -19,6 +19,7 @@ CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 NUMBERED = ("seq_idx", "document_ids")
 # lengths that some collators add; they do not say where documents lie
 IMPLIED = ("max_length_q", "max_length_k", "max_seqlen", "seq_lengths")
+READ = {"attention_mask", "position_ids", *CUMULATIVE, *NUMBERED}  # what says which tokens ranks share
 
 
 def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | None:

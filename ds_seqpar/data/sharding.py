@@ -5,9 +5,10 @@ Which rank has which tokens is given by the configured layout or by a BatchLayou
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from ..runtime.comm import TorchComm, explaining_failure
 from ..runtime.groups import Groups, check_thread
 from ..runtime.journal import Journal
 from .batch_layout import BatchLayout, positions_held
+from .on_devices import DeviceCache
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
@@ -49,6 +51,11 @@ class Sharding:
         """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
         check_thread()
         return self.comm.groups
+
+    @functools.cached_property
+    def layout_tensors(self) -> DeviceCache:
+        """Tensors that depend on a batch's layout alone, on the devices that need them."""
+        return DeviceCache()
 
     @property
     def keeps_masks(self) -> bool:
@@ -117,6 +124,21 @@ class Sharding:
         positions = self.held(_as_int(seq), self.place(seq), self.rank)
         return positions.clone()  # the caller must not change the cached tensor
 
+    def local_positions(self, layout: int | BatchLayout, device: torch.device | str) -> Tensor:
+        """Return the position_ids that belong to this rank's tokens, int64 (local tokens,), on a device.
+
+        The host does not wait. Nobody may write to them: a later call returns the same tensor.
+
+        Args:
+            layout: the tokens of a sequence that is sharded as configured, or else the batch's BatchLayout.
+            device: where they are needed.
+        """
+        return self.layout_tensors.get(
+            ("position_ids", layout),
+            device,
+            lambda: self.position_ids(layout) if isinstance(layout, int) else self.position_ids(0, layout),
+        )
+
     def shard(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
         """Return this rank's tokens of a tensor of the whole sequence. It does not communicate.
 
@@ -141,8 +163,8 @@ class Sharding:
         if placement is not None and placement.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
-        positions = self.held(seq, placement or self.place(seq), self.rank).to(x.device)
-        return x[None].index_select(dim % x.dim() + 1, positions)[0]  # torch cannot select from 1-d uint16, 32 and 64
+        # torch cannot select from 1-d uint16, 32 and 64
+        return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, placement, x.device))[0]
 
     def gather(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
         """Return the whole tensor, in global order, on every rank: the inverse of `shard`.
@@ -170,18 +192,23 @@ class Sharding:
             compared |= {"shape beside the tokens": other_dims, **_dtype_and_device(x)}
         if placement is not None:
             compared["placement"] = str(placement)
-        assert_ranks_agree(self.groups.control, "tensor to gather", compared, error=error, call="gather")
+        compare = self.journal.agree if placement is None else self.journal.note  # then only ranks know the length
+        compare("tensor to gather", compared, error=error, call="gather")
         if placement is None:
             seq = x.shape[dim] * self.size
             if self.groups.control is not None:
                 seq = int(all_reduce_sum(self.groups.control, [x.shape[dim]], "gather")[0])
             placement = self.place(seq)
             error = self._gather_error(x, dim, placement, seq)
-            assert_ranks_agree(self.groups.control, "tokens to gather", seq, error=error, call="gather")
+            self.journal.agree("tokens to gather", seq, error=error, call="gather")
         else:
             seq = placement.tokens
-        orders = [self.held(seq, placement, rank) for rank in self.groups.sp_order]
-        whole = assembled(x.movedim(dim, 0), orders, seq, self.group_for(x), "gather")
+        order = self.layout_tensors.get(
+            ("whole", seq if placement is None else placement),
+            x.device,
+            lambda: order_of([self.held(seq, placement, rank) for rank in self.groups.sp_order]),
+        )
+        whole = assembled(x.movedim(dim, 0), order, self.group_for(x), "gather")
         whole = whole.movedim(0, dim)
         if placement is not None and placement.rows is not None:
             token_dim = dim % whole.dim()
@@ -193,6 +220,11 @@ class Sharding:
         inner = self.size // self.config.ulysses
         shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
         return positions_held(shards, self.config.ulysses, rank)
+
+    def _held_here(self, seq: int, placement: BatchLayout | None, device: torch.device | str) -> Tensor:
+        """Return the positions of this rank's tokens, on a device."""
+        key = "held", seq if placement is None else placement
+        return self.layout_tensors.get(key, device, lambda: self.held(seq, placement or self.place(seq), self.rank))
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks that share the sequence.
@@ -213,9 +245,7 @@ class Sharding:
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
         compared = {} if error else {"shape": tuple(x.shape), **_dtype_and_device(x)}
-        assert_ranks_agree(
-            self.groups.control, "tensor to sum over ranks", compared, error=error, call="sum_over_ranks"
-        )
+        self.journal.note("tensor to sum over ranks", compared, error=error, call="sum_over_ranks")
         if (group := self.group_for(x)) is None:
             return x
         total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -245,7 +275,7 @@ class Sharding:
             )
         if placement is None and seq is None:
             return None  # all ranks' tokens are not known yet
-        expected = len(self.held(seq or 0, placement, self.rank))
+        expected = len(self._held_here(seq or 0, placement, "cpu"))
         if x.shape[dim] != expected:
             return InputError(
                 f"gather needs this rank's {expected} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
@@ -259,31 +289,43 @@ class Sharding:
         return None
 
 
-def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.ProcessGroup | None, call: str) -> Tensor:
+class WholeOrder(NamedTuple):
+    """How the tokens of all ranks' shards lie in the whole tensor."""
+
+    places: Tensor  # for each token of the whole, its place in the shards end to end, padded to one length; int64
+    ranks: int
+    longest: int  # tokens of the longest shard
+
+
+def order_of(positions: Sequence[Tensor]) -> WholeOrder:
+    """Return the order in which shards become the whole. positions: for each rank, those of its tokens."""
+    longest = max(map(len, positions))
+    places = torch.empty(sum(map(len, positions)), dtype=torch.int64, device="cpu")
+    for rank, held in enumerate(positions):
+        places[held] = torch.arange(rank * longest, rank * longest + len(held), device="cpu")
+    return WholeOrder(places, len(positions), longest)
+
+
+def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
     """Return the whole tensor (seq, ...) of all ranks' shards. Collective over the group.
 
     Args:
         local: (local tokens, ...), this rank's shard.
-        orders: for each rank of the group, the positions of its tokens.
-        seq: tokens of the whole.
+        order: of the ranks' shards, on local's device.
         group: the ranks that have shards; None for this rank alone.
         call: the user's call, for errors.
     """
-    dtype, longest = local.dtype, max(len(order) for order in orders)
+    dtype = local.dtype
     local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
-    shards = local.new_empty(len(orders), longest, *local.shape[1:])
-    if group is None:
-        shards[0].copy_(local)
-    else:
-        if len(local) < longest:  # all_gather needs shards of one size
-            local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
+    if len(local) < order.longest:  # all_gather needs shards of one size
+        local = torch.cat([local, local.new_zeros(order.longest - len(local), *local.shape[1:])])
+    shards = local.unsqueeze(0)
+    if group is not None:
+        shards = local.new_empty(order.ranks, *local.shape)
         with explaining_failure(call, group):
             received = list(shards.flatten(1).view(torch.uint8).unbind())
             dist.all_gather(received, local.flatten().view(torch.uint8), group=group)
-    whole = local.new_empty(seq, *local.shape[1:])
-    for shard, order in zip(shards, orders, strict=True):
-        whole[order.to(whole.device)] = shard[: len(order)]
-    return _viewed(whole, dtype)
+    return _viewed(shards.flatten(0, 1).index_select(0, order.places), dtype)
 
 
 # bytes of an element -> the dtype as which it is moved: transports and torch's indexing do not know every dtype

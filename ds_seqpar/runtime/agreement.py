@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from .. import compat
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from . import profiling
-from .comm import all_reduce_max, explaining_failure
+from .comm import all_reduce_max, end_unfinished, explaining_failure
 from .process_exit import printed_by
 
 Fields = dict[str, str]
@@ -36,7 +38,7 @@ def assert_ranks_agree(
 ) -> int:
     """Raise on all ranks of a group unless all pass the same value and none passes an error.
 
-    It takes log4(ranks) steps of four integers.
+    Ranks send four integers, directly or through a tree.
 
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
@@ -60,19 +62,29 @@ def assert_ranks_agree(
         DisagreementError: on all other ranks, and on all if values differ.
         CommunicationError: if a rank does not make the call.
     """
-    value = value if isinstance(value, Compared) else Compared(name, value)
-    has_error, digest, subject = int(error is not None), value.digest, call or f"the comparison of {name}"
+    for owner in sorted(journals):
+        journals[owner].settle_before(group)
+    entry, has_error = Entry.of(name, value, call, advice), int(error is not None)
+    digest = entry.compared.digest
     among_peers &= peers is not group
     # all ranks get the same result, so either all of them take the slow path or none
-    if 1 < _size(peers) < _size(group) and _compare(peers, 0, digest_of(name), 0, subject)[0]:
-        _raise_difference(peers, name, value.fields, error, 0, None)
-    wrong, greatest = _compare(group, has_error, digest_of(name) if among_peers else digest, number, subject)
+    if 1 < _size(peers) < _size(group) and Comparison(peers, 0, digest_of(name), 0, entry.subject).result()[0]:
+        raise_difference(peers, [entry], error)
+    compared = digest_of(name) if among_peers else digest
+    wrong, greatest = Comparison(group, has_error, compared, number, entry.subject).result()
     if among_peers and not wrong:
-        differs, _ = _compare(peers, 0, digest, 0, subject)
-        wrong, _ = _compare(group, differs, 0, 0, subject)
+        differs, _ = Comparison(peers, 0, digest, 0, entry.subject).result()
+        wrong, _ = Comparison(group, differs, 0, 0, entry.subject).result()
     if wrong:
-        _raise_difference(group, name, value.fields, error, _ranks_of(peers)[0] if among_peers else 0, advice)
+        raise_difference(group, [entry], error, _ranks_of(peers)[0] if among_peers else 0)
     return greatest
+
+
+class Settles(Protocol):
+    def settle_before(self, group: dist.ProcessGroup | None) -> None: ...
+
+
+journals: weakref.WeakValueDictionary[int, Settles] = weakref.WeakValueDictionary()  # by the number of their groups
 
 
 def digest_of(*content: object) -> int:
@@ -84,13 +96,29 @@ class Compared:
     """A value in the form in which ranks compare it: its fields and their digest."""
 
     def __init__(self, name: str, value: object) -> None:
-        self._fields = fields_of(value)
+        self.name, self._fields = name, fields_of(value)
         self.digest = digest_of(name, sorted(self._fields.items()))
 
     @property
     def fields(self) -> Fields:
         """The fields by name, read only where ranks differ."""
         return self._fields
+
+
+class Entry(NamedTuple):
+    """A value that ranks compare, and how errors speak of it. For `call` and `advice` see `assert_ranks_agree`."""
+
+    compared: Compared
+    call: str
+    advice: Advice | None
+
+    @classmethod
+    def of(cls, name: str, value: object, call: str = "", advice: Advice | None = None) -> Entry:
+        return cls(value if isinstance(value, Compared) else Compared(name, value), call, advice)
+
+    @property
+    def subject(self) -> str:
+        return self.call or f"the comparison of {self.compared.name}"
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -102,15 +130,33 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, subject: str) -> tuple[int, int]:
-    """Return (1 if any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
-    if group is None:
-        return wrong, number
-    with profiling.span(f"agree on {subject}"), explaining_failure(subject, group) as wait:
-        if _size(group) == 1:
-            return wrong, number
-        wrong, greatest, negated_least, number = all_reduce_max((wrong, digest, -digest, number), group, wait)
-    return int(wrong or greatest != -negated_least), number
+class Comparison:
+    """A comparison of numbers between the ranks of a group, which runs beside what follows until `result`.
+
+    Args:
+        group: a group that carries CPU tensors; None for this rank alone.
+        wrong: 1 if this rank has an error, else 0.
+        digest: must be the same on all ranks.
+        number: a number whose maximum is needed.
+        subject: what compares, for errors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, subject: str) -> None:
+        end_unfinished()
+        self.group, self.subject, self.numbers = group, subject, [wrong, digest, -digest, number]
+        # a selective checkpoint would look for the tensors' operations among those that it saved
+        span = profiling.span(f"agree on {subject}")
+        with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
+            self.end = all_reduce_max(self.numbers, group, wait) if group is not None and _size(group) > 1 else None
+
+    def result(self) -> tuple[int, int]:
+        """Wait for the other ranks. Return (1 if any is wrong or digests differ, else 0; the greatest number)."""
+        if self.end is not None:
+            span = profiling.span(f"agreed on {self.subject}")
+            with span, compat.without_dispatch_modes(), explaining_failure(self.subject, self.group) as wait:
+                self.numbers = self.end(wait)
+        wrong, greatest, negated_least, number = self.numbers
+        return int(wrong or greatest != -negated_least), number
 
 
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
@@ -160,18 +206,25 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, repr(value)
 
 
-def _raise_difference(
-    group: dist.ProcessGroup | None,
-    name: str,
-    fields: Fields,
-    error: SeqParError | None,
-    part: int,
-    advice: Advice | None,
-) -> None:
-    """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it."""
-    reports = all_gather_objects(group, (name, fields, error and str(error), part))
+def raise_difference(
+    group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int = 0,
+    before: int | None = None,
+) -> None:  # fmt: skip
+    """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it.
+
+    Args:
+        group: as for `Comparison`.
+        entries: what this rank has compared since ranks agreed last, this call's own at the end.
+        error: why this rank cannot go on.
+        part: the part of the group among whose ranks values must be the same.
+        before: how many calls of the step were compared before these; None where an error comes out of its own call.
+    """
+    values = [(entry.compared.name, entry.compared.fields) for entry in entries]
+    reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
+    if group is not None:
+        failures[group] = failures.get(group, 0) + 1
     global_ranks = _ranks_of(group)
-    sentences = [sentence for _, _, sentence, _ in reports]
+    sentences = [sentence for *_, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
     if any(sentences):
         first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
@@ -181,18 +234,23 @@ def _raise_difference(
             failed_rank,
             f"{key}/{failed_rank}",
         )
-    calls_differ = len({name for name, *_ in reports}) > 1
-    part_of_rank = [0 if calls_differ else number for *_, number in reports]
-    for part in sorted(set(part_of_rank)):
-        members = [rank for rank, number in enumerate(part_of_rank) if number == part]
-        why = advice({global_ranks[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
-        if why is not None and (
-            difference := differences({global_ranks[rank]: reports[rank][:2] for rank in members}, why)
-        ):
-            audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
-            raise printed_by(
-                DisagreementError(f"{audience} must be given the same {difference}"), global_ranks[members[0]], key
-            )
+    for place in range(max(len(values) for _, values, *_ in reports)):
+        at_place = [values[place] if place < len(values) else ("no call", Fields()) for _, values, *_ in reports]
+        calls_differ = len({name for name, _ in at_place}) > 1
+        parts = [0 if calls_differ else part for *_, part in reports]
+        where = "" if before is None else f" (call {before + place + 1} of the step)"
+        for part in sorted(set(parts)):
+            members = {global_ranks[rank]: at_place[rank] for rank, number in enumerate(parts) if number == part}
+            advice = None if calls_differ else entries[place].advice
+            why = advice({rank: fields for rank, (_, fields) in members.items()}) if advice else ""
+            if why is not None and (difference := differences(members, why, where)):
+                audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
+                sentence = f"{audience} must be given the same {difference}"
+                raise printed_by(DisagreementError(sentence), min(members), key)
+
+
+# how often all ranks of a group found a difference
+failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
@@ -210,7 +268,7 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
     return objects
 
 
-def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
+def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "", where: str = "") -> str:
     """Return what differs between ranks, in words, or "" if nothing does.
 
     Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
@@ -218,14 +276,16 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
     Args:
         by_rank: rank -> (name of what it compares, its fields).
         why: the cause and what to do, where they are known.
+        where: which of several calls it is, in words.
     """
     if len({compared for compared, _ in by_rank.values()}) > 1:
-        in_backward = [compared == BACKWARD for compared, _ in by_rank.values()]
+        in_backward = any(compared == BACKWARD for compared, _ in by_rank.values())
         by_call = {
             rank: f"{compared} through {next(iter(fields))}" if compared == BACKWARD and fields else compared
             for rank, (compared, fields) in by_rank.items()
         }
-        return f"calls{f', but some are in backward: {LEFT_OUT}' if any(in_backward) else ''}; got {_grouped(by_call)}"
+        hint = f", but some are in backward: {LEFT_OUT}" if in_backward else ""
+        return f"calls{where}{hint}; got {_grouped(by_call)}"
     first = next(iter(by_rank.values()))
     names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
     if not names:
@@ -235,7 +295,7 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
         rank: ", ".join([_named(name, fields.get(name)) for name in names[:MOST_SHOWN]] + omitted)
         for rank, (_, fields) in by_rank.items()
     }
-    return f"{first[0]}{why and f', but {why}'}; got {_grouped(shown)}"
+    return f"{first[0]}{where}{why and f', but {why}'}; got {_grouped(shown)}"
 
 
 def differing(by_rank: Mapping[int, Fields]) -> list[str]:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from .. import compat
-from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, assert_ranks_agree, digest_of
-from .groups import Groups, check_thread
+from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, digest_of
+from .groups import check_thread
+from .journal import Journal
 from .mismatch_hints import of_backward
 
 
@@ -60,11 +61,12 @@ class Calls:
     """Counts the calls of one SequenceParallel that communicate, the same on all its ranks.
 
     Args:
-        groups: its groups; None for ranks of one process, which need not agree.
+        journal: what its ranks compare.
     """
 
-    def __init__(self, groups: Groups | None) -> None:
-        self.groups, self.count, self.of = groups, 0, (0, tuple[int, ...]())
+    def __init__(self, journal: Journal) -> None:
+        self.journal, self.count, self.of = journal, 0, (0, tuple[int, ...]())
+        groups = journal.groups
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
@@ -96,7 +98,7 @@ class Calls:
         self.enter()
         return _current() is not None
 
-    def enter(self, again: bool = False) -> None:
+    def enter(self, again: bool = False, overlap: bool = False) -> None:
         """Raise on all ranks unless all are about to run the same calls' backward, in one order.
 
         It sends only where the graph task was not agreed on, or where nodes run in another order than was agreed on.
@@ -104,11 +106,12 @@ class Calls:
 
         Args:
             again: agree even where that was done.
+            overlap: as for `Journal.note`.
 
         Raises:
             DisagreementError: on all ranks.
         """
-        if self.groups is None or not self.of[1]:
+        if not self.of[1]:
             return
         check_thread()
         task, call = compat.graph_task(), _current()
@@ -119,8 +122,8 @@ class Calls:
         if again or not is_agreed:
             calls = [other for other in self._to_run(task) if other is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
-            with compat.without_dispatch_modes():  # a selective checkpoint would look for this among what it saved
-                assert_ranks_agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=of_backward)
+            self.journal.note(BACKWARD, order, call=BACKWARD_CALL, advice=of_backward, overlap=overlap)
+            self.journal.settle_after_backward()
             _agreed.number, _agreed.left = task, deque(order.calls)
         if call is not None:
             call.task = task
@@ -144,8 +147,9 @@ class _Order(Compared):
     """Calls in the order of their backward, as ranks compare them. last: the number of the last call."""
 
     def __init__(self, calls: list[_Call], last: int) -> None:
-        self.calls, self.last = calls, last
-        self.digest = digest_of(BACKWARD, [(call.of[0], call.number) for call in calls])
+        self.name, self.calls, self.last = BACKWARD, calls, last
+        # counted back from the last call, so that steps alike have digests alike
+        self.digest = digest_of(BACKWARD, [(call.of[0], last - call.number) for call in calls])
 
     @property
     def fields(self) -> Fields:

@@ -17,7 +17,7 @@ from . import profiling
 from .devices import communicator_device
 from .groups import Groups, is_up, timeout
 from .process_exit import LOST
-from .waits import Wait
+from .waits import Awaited, Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
@@ -93,6 +93,20 @@ class Comm(Protocol):
         ...
 
 
+class Agreement:
+    """What a transport must know of a comparison of ranks that may still run; see `journal`. Here: none runs."""
+
+    salt = 0  # below SALTS, of a call's messages: only messages of one salt are taken for one another
+
+    def before_sending(self) -> None: ...
+
+    def before_waiting(self) -> None: ...
+
+
+SALTS = 2**16
+TAGS = 2**15  # below which a message's tag is in one call; gloo's are below 2**31
+
+
 class Works:
     """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
 
@@ -105,12 +119,17 @@ class Works:
         group: the group of the works.
         works: one for each message, receives first, or one for all messages; waited for in this order.
         tensors: those that are sent and received.
+        before_waiting: is called first.
     """
 
-    def __init__(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> None:
+    def __init__(
+        self, what: str, group: Group, works: list, tensors: list[Tensor], before_waiting: Callable[[], None]
+    ) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
+        self.before_waiting = before_waiting
 
     def wait(self) -> None:
+        self.before_waiting()
         with explaining_failure(self.what, self.group):
             for work in self.works:
                 work.wait()
@@ -169,44 +188,108 @@ def _reason(message: str, wait: Wait) -> str:
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
-AGREEMENT_TAG = 0x5EA9  # first tag of `all_reduce_max`; unusual, since users may send in the group of all ranks too
+AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
 
 
-def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
-    """Return the maximum over ranks of each number, on all ranks of a group for CPU tensors.
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> Callable[[Wait], list[int]]:
+    """Start to compute the maximum over ranks of each number. Return a function that ends it and returns the maxima.
 
-    It takes log4(ranks) steps, where gloo's own reductions are rings over all ranks. In step s a rank sends its maximum
-    so far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice
-    does not change a maximum. All receives are posted at the start, so that no peer waits for this rank to post one.
+    Few ranks tell one another; more of them go through a tree, by far fewer messages than gloo's own reductions, which
+    are rings over all ranks. All receives are posted at the start, so that no peer waits for this rank to post one,
+    and so is what this rank can tell by itself.
 
     Args:
         numbers: integers of at most 63 bits, as many on all ranks.
         group: a group that carries CPU tensors.
-        wait: is told which rank is waited for.
+        wait: is told which rank is waited for, and so is that of the end.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    local, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
-    others = [[torch.empty_like(local) for _ in step] for step in steps]
-
-    def post(
-        start: Callable[..., Any], tensor: Tensor, step: int, peer: int, count: int
-    ) -> tuple[Any, tuple[int, int]]:
-        wait.awaited = peer, count
-        peers = {"group_src" if start is dist.irecv else "group_dst": peer % size}
-        return start(tensor, group=group, tag=AGREEMENT_TAG + step, **peers), (peer, count)
-
-    receives = [
-        [post(dist.irecv, buffer, s, rank - distance, 4**s) for buffer, distance in zip(others[s], step, strict=True)]
-        for s, step in enumerate(steps)
-    ]
-    for s, step in enumerate(steps):
-        # a send completes once its receiver takes part
-        sends = [post(dist.isend, local, s, rank + distance, 1) for distance in step]
-        for work, awaited in (*receives[s], *sends):
+    steps = steps_of_max(dist.get_world_size(group), dist.get_rank(group))
+    others = [torch.empty(len(step.receives), len(numbers), dtype=torch.int64, device="cpu") for step in steps]
+    receives: list[list[tuple[Any, Awaited]]] = []
+    for step, buffers in zip(steps, others, strict=True):
+        receives.append([])
+        for (peer, awaited), buffer in zip(step.receives, buffers, strict=True):
             wait.awaited = awaited
-            work.wait()
-        local = torch.stack([local, *others[s]]).amax(0)
-    return local.tolist()
+            receives[-1].append((dist.irecv(buffer, group=group, group_src=peer, tag=AGREEMENT_TAG), awaited))
+
+    def send(numbers: Sequence[int], peers: Sequence[int], wait: Wait) -> list[tuple[Any, Awaited]]:
+        others.append(local := torch.tensor(numbers, dtype=torch.int64, device="cpu"))  # which must live until the end
+        sends: list[tuple[Any, Awaited]] = []
+        for peer in peers:
+            wait.awaited = peer, 1
+            sends.append((dist.isend(local, group=group, group_dst=peer, tag=AGREEMENT_TAG), wait.awaited))
+        return sends
+
+    sends = [send(numbers, steps[0].sends, wait)]
+
+    def end(wait: Wait) -> list[int]:
+        maxima = [*numbers]
+        for s, step in enumerate(steps):
+            if s:
+                sends.append(send(maxima, step.sends, wait))
+            for work, awaited in (*receives[s], *sends[s]):  # a send completes once its receiver takes part
+                wait.awaited = awaited
+                work.wait()
+            maxima = [max(column) for column in zip(maxima, *others[s].tolist(), strict=True)]
+        return maxima
+
+    return end
+
+
+class StepOfMax(NamedTuple):
+    """A rank first sends the maxima that it knows to some peers, then hears those of others."""
+
+    sends: Sequence[int]
+    receives: Sequence[tuple[int, Awaited]]  # (peer, whose numbers its message has)
+
+
+DIRECT = 4  # ranks that tell one another, so that each knows which one does not
+FAN = 16  # ranks that tell one rank of a tree
+
+
+@functools.lru_cache(maxsize=64)
+def steps_of_max(size: int, rank: int) -> list[StepOfMax]:
+    """Return the steps of `all_reduce_max` on a rank."""
+    if size <= DIRECT:
+        others = [(rank + distance) % size for distance in range(1, size)]
+        return [StepOfMax(others, [(peer, (peer, 1)) for peer in reversed(others)])]
+    first, end, parent = 0, size, None  # the ranks below `first`, itself included, are those before `end`
+    while True:
+        width = max(1, -(-(end - first - 1) // FAN))
+        if rank == first:
+            break
+        parent, first = first, first + 1 + (rank - first - 1) // width * width
+        end = min(first + width, end)
+    below = [(start, min(start + width, end)) for start in range(first + 1, end, width)]
+    up = StepOfMax([], [(start, (stop - 1, stop - start)) for start, stop in below])
+    across = [] if parent is None else [StepOfMax([parent], [(parent, None)])]
+    down = StepOfMax([start for start, _ in below], [])
+    return [up, *across, down] if below else across
+
+
+# ---- a comparison of ranks that runs beside what follows; at most one, since one thread of a process communicates
+
+_unfinished: list[Callable[[], object]] = []
+
+
+def end_later(end: Callable[[], object]) -> None:
+    """Leave the end of a comparison to the next call of `end_unfinished`."""
+    _unfinished.append(end)
+
+
+def end_unfinished() -> None:
+    """End the comparison that was left unfinished, if one was. It raises where ranks differ."""
+    if _unfinished:
+        try:
+            _unfinished.pop()()
+        except SeqParError as error:
+            vars(error)["of_comparison"] = True
+            raise
+
+
+def is_of_comparison(error: SeqParError) -> bool:
+    """Return whether an error was raised by `end_unfinished`, and so is not one of what ran then."""
+    return hasattr(error, "of_comparison")
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,12 +302,17 @@ def distances(size: int) -> list[list[int]]:
     return steps
 
 
-def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
-    works = [dist.irecv(m.buffer, group=group, tag=m.tag, group_src=peers[m.peer]) for m in receives]
-    return works + [dist.isend(m.buffer, group=group, tag=m.tag, group_dst=peers[m.peer]) for m in sends]
+def _one_by_one(
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
+) -> list:
+    salt *= TAGS
+    works = [dist.irecv(m.buffer, group=group, tag=m.tag ^ salt, group_src=peers[m.peer]) for m in receives]
+    return works + [dist.isend(m.buffer, group=group, tag=m.tag ^ salt, group_dst=peers[m.peer]) for m in sends]
 
 
-def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
+def _batched(
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
+) -> list:
     """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
@@ -241,7 +329,7 @@ SENDS_AHEAD = 3
 
 
 def _all_to_all_over_gloo(
-    received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
+    received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, agreement: Agreement, ahead: int | None = None
 ) -> list:
     """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
 
@@ -252,46 +340,51 @@ def _all_to_all_over_gloo(
         received: for each rank of the group, the tensor that it fills; empty ones are not received.
         sent: for each rank of the group, this one included, the tensor that is sent to it; empty ones are not sent.
         group: the group.
+        agreement: has the salt of the messages, and is told before the first one is waited for.
         ahead: how many sends are posted at once. Before each further send this waits for the next message to arrive. So
             a link has few messages on it at a time, and none arrives while none is sent. None: all sends are posted at
             once.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
+    tag = EXCHANGE_TAG ^ agreement.salt * TAGS
     receives: dict[int, Any] = {
-        distance: dist.irecv(
-            received[rank - distance], group=group, group_src=(rank - distance) % size, tag=EXCHANGE_TAG
-        )
+        distance: dist.irecv(received[rank - distance], group=group, group_src=(rank - distance) % size, tag=tag)
         for distance in range(1, size)
         if received[rank - distance].numel()
     }
     sends: list[Any] = []
     for distance in range(1, size):
         if ahead is not None and distance - ahead in receives:
+            agreement.before_waiting()
             receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
         peer = (rank + distance) % size
         if sent[peer].numel():
-            sends.append(dist.isend(sent[peer], group=group, group_dst=peer, tag=EXCHANGE_TAG))
+            sends.append(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag))
     received[rank].copy_(sent[rank])
     return [*receives.values(), *sends]
 
 
-def _all_gather(received: Tensor, sent: Tensor, size: int, group: Group) -> list:
+def _all_gather(received: Tensor, sent: Tensor, size: int, group: Group, agreement: Agreement) -> list:
     """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
     if sent.device.type != "cpu":
         return [ALL_GATHER(received, sent, group=group, async_op=True)]
-    return _all_to_all_over_gloo(received.split([sent.numel()] * size), [sent] * size, group)
+    return _all_to_all_over_gloo(received.split([sent.numel()] * size), [sent] * size, group, agreement)
 
 
-def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list:
-    """Start an all-to-all. sizes: of the parts of `sent` and `received`. ahead: as for `_all_to_all_over_gloo`."""
+def _all_to_all(
+    received: Tensor, sent: Tensor, sizes: Sizes, group: Group, agreement: Agreement, ahead: int | None = None
+) -> list:
+    """Start an all-to-all. sizes: of the parts of `sent` and `received`. The others: as for `_all_to_all_over_gloo`."""
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
         return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
-    return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, ahead)
+    return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, agreement, ahead)
 
 
 class TorchComm:
     """The transport over process groups (gloo or NCCL)."""
+
+    journal = Agreement()  # of the ranks that share the sequence
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
@@ -304,22 +397,27 @@ class TorchComm:
         self.received_bytes += received
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+        self.journal.before_sending()
         for message in receives:
             self._count(message.kind, message.elements, message.buffer.numel())
         inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with explaining_failure("a transfer", inner):
-            works = start(sends, receives, inner, self.groups.cp_order)
-        return Works("a transfer", inner, works, buffers)
+            works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt)
+        return self._works("a transfer", inner, works, buffers)
+
+    def _works(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> Works:
+        return Works(what, group, works, tensors, self.journal.before_waiting)
 
     def parts_of_all(self, x: Tensor) -> Tensor:
         group = self.groups.sp
         if group is None:
             return x[None]
         gathered = x.new_empty(dist.get_world_size(group), len(x))
+        self.journal.before_sending()
         with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
-            for work in _all_gather(gathered.view(-1), x, len(gathered), group):
-                work.wait()
+            works = _all_gather(gathered.view(-1), x, len(gathered), group, self.journal)
+        self._works("the sum of keys over ranks", group, works, [x, gathered]).wait()
         self.received_bytes += gathered[1:].nbytes  # units of no plan, so no elements
         return gathered
 
@@ -328,25 +426,28 @@ class TorchComm:
 
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
         group = self.groups.collectives[ranks].group
+        self.journal.before_sending()
         with explaining_failure("an all-gather", group):
-            works = _all_gather(received, sent.buffer, len(ranks), group)
+            works = _all_gather(received, sent.buffer, len(ranks), group, self.journal)
         others = len(ranks) - 1
         self._count(sent.kind, others * sent.elements, others * sent.buffer.numel())
-        return Works("an all-gather", group, works, [sent.buffer, received])
+        return self._works("an all-gather", group, works, [sent.buffer, received])
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
         group = self.groups.collectives[ranks].group
+        self.journal.before_sending()
         with explaining_failure("an all-to-all", group):
-            works = _all_to_all(received, sent, sizes, group)
+            works = _all_to_all(received, sent, sizes, group, self.journal)
         self._count(kind, elements, received.numel())
-        return Works("an all-to-all", group, works, [sent, received])
+        return self._works("an all-to-all", group, works, [sent, received])
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
         group, incoming = self.groups.ulysses, sizes[1]
+        self.journal.before_sending()
         with explaining_failure("the Ulysses all-to-all", group):
-            works = _all_to_all(received, sent, sizes, group, SENDS_AHEAD)
+            works = _all_to_all(received, sent, sizes, group, self.journal, SENDS_AHEAD)
         others = sum(incoming) - incoming[dist.get_rank(group)]
         self._count(kind, others, others * received.element_size())
-        return Works("the Ulysses all-to-all", group, works, [sent, received])
+        return self._works("the Ulysses all-to-all", group, works, [sent, received])

@@ -22,7 +22,7 @@ from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_ra
 from ..config.settings import check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints, mismatch_hints
-from .agreement import Compared, assert_ranks_agree
+from .agreement import Compared
 from .comm import TorchComm
 from .groups import check_thread
 from .kernels import Scores
@@ -88,7 +88,7 @@ def admit(
         mask, shards, *rest = options
         agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
     elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
-        agree_on_inputs(runtime, q, k, v, options)
+        agree_on_inputs(runtime, q, k, v, options, overlap=True)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     if q.shape[-1] != v_dim:
         q, k, v = of_one_head_dim(q, k, v)
@@ -145,34 +145,43 @@ def _empty(q: Tensor, *rest: object) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # integers, through which no gradient flows
 
 
-def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+def agree_on_inputs(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, overlap: bool = False
+) -> None:
     """Check the inputs of a call on this rank, and compare them between the ranks that share the sequence. Collective.
+
+    Args:
+        overlap: As for `Journal.note`.
 
     Raises:
         InputError, ConfigError, KernelError, DisagreementError: On all of these ranks, if one of them got inputs that
             attention cannot take, or other shapes, dtypes or settings than its peers.
     """
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
-        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
+        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options, overlap)
         return
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and need no agreement
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
     if group is not None:
         check_thread()
         runtime.calls.run_again()
-    if key is None or runtime.checked is None or runtime.checked[0] != key:
+    compared = runtime.admitted.get(key) if key is not None else None
+    if compared is None:
         error = attention_error(runtime, q, k, v, options)
         # after an error the inputs may be nothing that can be described
-        fields = {} if error or group is None else _compared_fields(runtime, q, k, v, options)
-        compared = Compared(COMPARED, fields)
-        runtime.checked = None if error or key is None else (key, compared)
+        compared = Compared(COMPARED, {} if error or group is None else _compared_fields(runtime, q, k, v, options))
+        if error is None and key is not None:
+            runtime.admit(key, compared)
     else:
-        compared, error = runtime.checked[1], derivatives_error(q, k, v)
+        error = derivatives_error(q, k, v)
     if error is None and group is None:
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
     with compat.without_torch_func():
-        assert_ranks_agree(group, COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention)
+        runtime.journal.note(
+            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention, overlap=overlap,
+            device=getattr(q, "device", None),
+        )  # fmt: skip
 
 
 def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:
@@ -181,10 +190,14 @@ def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | 
     tensors = q, k, v, *(() if options.sinks is None else (options.sinks,))
     if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # some others have no shape
         return None
-    properties = [(x.layout, x.shape, x.dtype, x.device) for x in tensors]
+    properties = tuple((x.layout, x.shape, x.dtype, x.device) for x in tensors)
     # types first: a comparison of keys ends at the first difference, and values of other types may not be comparable
-    types = [type(x) for x in options]
-    return types, properties, options[:-1], _which_run()
+    key = tuple(type(x) for x in options), properties, options[:-1], _which_run()
+    try:
+        hash(key)
+    except TypeError:  # an argument is nothing that attention takes
+        return None
+    return key
 
 
 def _which_run() -> str:

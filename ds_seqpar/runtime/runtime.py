@@ -17,6 +17,8 @@ from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..config.settings import SequenceParallelConfig
+from ..errors import DisagreementError
+from .agreement import Compared
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
@@ -26,6 +28,7 @@ from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
 
 ATTENTION = "attention"  # the name of a call in errors
+MOST_ADMITTED = 16  # keys of inputs that were checked
 
 
 class CallSettings(NamedTuple):
@@ -48,7 +51,7 @@ class Runtime:
         ulysses: ulysses_size and this rank's Ulysses rank.
         calls: The calls whose backward the ranks agree on.
         journal: What the ranks compare.
-        checked: The key of the inputs that `input_checks` checked last, and what ranks compare of them.
+        admitted: By key, what ranks compare of inputs that `input_checks` has checked.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
@@ -59,10 +62,12 @@ class Runtime:
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
         measured: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
-        groups = comm.groups if isinstance(comm, TorchComm) else None
-        self.calls, self.journal = Calls(groups), Journal(groups)
+        self.journal = Journal(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
+        self.calls = Calls(self.journal)
+        if isinstance(comm, TorchComm):
+            comm.journal = self.journal
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
-        self.checked: tuple | None = None
+        self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
         self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
@@ -70,6 +75,12 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
+
+    def admit(self, key: tuple, compared: Compared) -> None:
+        """Keep what ranks compare of inputs that were checked, for those of the latest keys."""
+        self.admitted[key] = compared
+        if len(self.admitted) > MOST_ADMITTED:
+            del self.admitted[next(iter(self.admitted))]
 
     def shards(self, tokens: int) -> Shards:
         """Return the shards of the configured layout for a sequence of which every CP rank has `tokens`."""
@@ -136,11 +147,17 @@ class Runtime:
         Returns:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
+        count = self.calls.count
         self.calls.follow(ATTENTION, q.shape)
-        common = None
-        if self.takes_common_off(q.dtype, settings):
-            common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
-        results = self.forward_walk(q, k, v, sinks, settings, common).run()
+        try:
+            common = None
+            if self.takes_common_off(q.dtype, settings):
+                common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+            results = self.forward_walk(q, k, v, sinks, settings, common).run()
+            self.journal.before_waiting()  # a rank may have nothing to send
+        except DisagreementError:
+            self.calls.count = count  # the call is none, as on ranks that did not come here
+            raise
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
     def backward(
@@ -157,9 +174,11 @@ class Runtime:
         Returns:
             [dq, dk, dv], and with sinks their gradient.
         """
-        self.calls.enter()
+        self.calls.enter(overlap=True)
         common = common if self.takes_common_off(local["do"].dtype, settings) else None
-        return self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
+        results = self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
+        self.journal.before_waiting()
+        return results
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
         return takes_common_off(dtype, settings.scores.softcap, self.size, settings.mask, settings.shards)

@@ -14,6 +14,8 @@ import time
 import torch.distributed as dist
 
 PATIENCE = 60.0  # seconds, after which a wait is long
+# (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
+Awaited = tuple[int, int] | None
 
 
 class Wait:
@@ -26,8 +28,7 @@ class Wait:
 
     def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
         self.what, self.group = what, group
-        # (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
-        self.awaited: tuple[int, int] | None = None
+        self.awaited: Awaited = None
         self.since = 0.0
 
     def begin(self) -> None:

@@ -16,11 +16,11 @@ from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
-from ..errors import CommunicationError
+from ..errors import CommunicationError, SeqParError
 from . import profiling
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
-from .comm import Comm, Handle, Message
+from .comm import Comm, Handle, Message, is_of_comparison
 from .kernels.accumulate import Accumulator
 from .work import ALL, Work
 
@@ -61,11 +61,13 @@ class Walk:
                 while self.at < count:
                     self.advance()
                 return self.call.results()
-        except CommunicationError as error:
-            place = self.program.where(self.at)
-            raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
         except Exception as error:
-            error.add_note(self.program.where(self.at))
+            if isinstance(error, SeqParError) and is_of_comparison(error):
+                raise
+            place = self.program.where(self.at)
+            if isinstance(error, CommunicationError):
+                raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
+            error.add_note(place)
             raise
 
     def run_labelled(self) -> None:

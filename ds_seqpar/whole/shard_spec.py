@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from ..data.batch_layout import BatchLayout
-from ..data.sharding import Sharding, assembled
-from ..runtime.agreement import assert_ranks_agree
+from ..data.sharding import Sharding, assembled, order_of
 
 LARGE = 2**30  # bytes; a larger gather warns
 
@@ -27,26 +26,15 @@ class ShardSpec:
     sp: Sharding
     rows: int
     tokens: int  # of each row
-    joined: bool  # whether rows lie end to end
-    # for each rank of the group the positions of its tokens in a row; with joined, row * tokens + token
-    orders: tuple[Tensor, ...]
     placement: BatchLayout | None  # of the batch
     name: str  # of the tensor, for messages
-    narrowed: dict[Any, tuple[ShardSpec, Tensor]] = dataclasses.field(default_factory=dict)  # cache of `narrow`
+    key: Hashable  # equal where ranks have the same tokens of a row; with joined, of all rows
+    narrowed_from: tuple[ShardSpec, range, range] | None = None  # of which it has these rows and tokens
 
     @classmethod
     def of(cls, sp: Sharding, rows: int, tokens: int, placement: BatchLayout | None, name: str) -> ShardSpec:
         """Return the ShardSpec of a sharded batch of rows x tokens."""
-        batch_layout = placement or sp.place(tokens)
-        return cls(
-            sp=sp,
-            rows=rows,
-            tokens=tokens,
-            joined=placement is not None and placement.rows is not None,
-            orders=tuple(sp.held(tokens, batch_layout, rank) for rank in sp.groups.sp_order),
-            placement=placement,
-            name=name,
-        )
+        return cls(sp=sp, rows=rows, tokens=tokens, placement=placement, name=name, key=("whole", tokens, placement))
 
     def named(self, name: str) -> ShardSpec:
         """Return the same ShardSpec for a tensor with another name."""
@@ -54,23 +42,23 @@ class ShardSpec:
 
     def is_like(self, other: ShardSpec) -> bool:
         """Whether ranks have the same tokens in both."""
-        return self.orders is other.orders and self.rows == other.rows
+        return self.key == other.key and self.rows == other.rows
 
     @property
-    def own(self) -> Tensor:
-        """The positions of this rank's tokens."""
-        return self.orders[self.sp.groups.sp_order.index(self.sp.rank)]
+    def joined(self) -> bool:
+        """Whether rows lie end to end."""
+        return self.placement is not None and self.placement.rows is not None
 
     @property
     def lead(self) -> tuple[int, int]:
         """The first two dims of this rank's shard."""
-        return (1 if self.joined else self.rows), len(self.own)
+        return (1 if self.joined else self.rows), len(self._local("cpu"))
 
     def shard(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of a whole tensor (rows, tokens, ...)."""
         if self.joined:
             whole = whole.flatten(0, 1)[None]
-        return whole.index_select(1, self.own.to(whole.device))
+        return whole.index_select(1, self._local(whole.device))
 
     def gathered(self, shard: Tensor) -> Tensor:
         """Return the whole tensor (rows, tokens, ...) of all ranks' shards. Collective over ranks of the sequence.
@@ -84,40 +72,62 @@ class ShardSpec:
         """
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
-        assert_ranks_agree(self.sp.groups.control, call, {"shape": shape, "dtype": shard.dtype}, call=f"the {call},")
+        self.sp.journal.note(call, {"shape": shape, "dtype": shard.dtype}, call=f"the {call},")
         size = shard.element_size() * torch.Size(shape).numel()
         if size > LARGE:
             warn_of_size(self.name, round(size / 2**30, 1))
-        tokens = self.tokens * (self.rows if self.joined else 1)
-        whole = assembled(shard.movedim(1, 0), self.orders, tokens, self.sp.group_for(shard), call).movedim(0, 1)
+        order = self.sp.layout_tensors.get(
+            ("order", self.key), shard.device, lambda: order_of([self._positions(r) for r in self.sp.groups.sp_order])
+        )
+        whole = assembled(shard.movedim(1, 0), order, self.sp.group_for(shard), call).movedim(0, 1)
         return whole.reshape(shape).contiguous()
 
-    def narrow(self, rows: slice, tokens: slice) -> tuple[ShardSpec, Tensor]:
+    def narrow(self, rows: slice, tokens: slice, device: torch.device | str = "cpu") -> tuple[ShardSpec, Tensor]:
         """Return the ShardSpec of some rows and tokens, and the indices of those tokens in this rank's shard.
 
         Without `joined` a shard has all rows, and the caller slices these.
-        """
-        key = rows.indices(self.rows), tokens.indices(self.tokens)
-        if key not in self.narrowed:
-            self.narrowed[key] = self._narrow(range(*key[0]), range(*key[1]))
-        shard_spec, kept = self.narrowed[key]
-        return shard_spec.named(self.name), kept
 
-    def _narrow(self, rows: range, tokens: range) -> tuple[ShardSpec, Tensor]:
-        chosen = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        if self.joined:
-            chosen = (torch.tensor(rows, dtype=torch.int64, device="cpu")[:, None] * self.tokens + chosen).flatten()
-        new_positions = torch.full((self.tokens * (self.rows if self.joined else 1),), -1, device="cpu")
-        new_positions[chosen] = torch.arange(len(chosen), device="cpu")
-        orders = [new_positions[order] for order in self.orders]
-        shard_spec = dataclasses.replace(
-            self,
-            rows=len(rows),
-            tokens=len(tokens),
-            orders=tuple(order[order >= 0] for order in orders),
-            narrowed={},
+        Args:
+            rows: which rows.
+            tokens: which tokens of each.
+            device: where the indices are needed.
+        """
+        chosen = range(self.rows)[rows], range(self.tokens)[tokens]
+        narrow = dataclasses.replace(
+            self, rows=len(chosen[0]), tokens=len(chosen[1]), key=(self.key, *chosen), narrowed_from=(self, *chosen)
         )
-        return shard_spec, (new_positions[self.own] >= 0).nonzero().flatten()
+        kept = self.sp.layout_tensors.get(
+            ("kept", narrow.key), device, lambda: (narrow._narrowed(self.sp.rank) >= 0).nonzero().flatten()
+        )
+        return narrow, kept
+
+    def _local(self, device: torch.device | str) -> Tensor:
+        """Return the positions of this rank's tokens, on a device."""
+        return self.sp.layout_tensors.get(("local", self.key), device, lambda: self._positions(self.sp.rank))
+
+    def _positions(self, rank: int) -> Tensor:
+        """Return the positions of a rank's tokens in a row; with joined, row * tokens + token."""
+        if self.narrowed_from is not None:
+            return (narrowed := self._narrowed(rank))[narrowed >= 0]
+        return self.sp.held(self.tokens, self.placement or self.sp.place(self.tokens), rank)
+
+    def _narrowed(self, rank: int) -> Tensor:
+        """Return for each token that a rank has of the wider tensor its position here; -1: it is not here."""
+        assert self.narrowed_from is not None
+        wide, rows, tokens = self.narrowed_from
+        positions = wide._positions(rank)
+        row, token = (positions // wide.tokens, positions % wide.tokens) if self.joined else (None, positions)
+        place, found = _index_in(tokens, token)
+        if row is not None:
+            row, found_row = _index_in(rows, row)
+            place, found = row * self.tokens + place, found & found_row
+        return place.masked_fill(~found, -1)
+
+
+def _index_in(chosen: range, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of each number in a range that ascends, and whether it is in there."""
+    index = (x - chosen.start) // chosen.step
+    return index, (x >= chosen.start) & (x < chosen.stop) & ((x - chosen.start) % chosen.step == 0)
 
 
 @functools.cache

@@ -234,8 +234,7 @@ class _Narrowed(Function):
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
         ctx.shape, ctx.shard_spec, ctx.rows = x.shard.shape, x.shard_spec, rows
-        ctx.narrow, kept = x.shard_spec.narrow(rows, tokens)
-        ctx.places = kept.to(x.device)
+        ctx.narrow, ctx.places = x.shard_spec.narrow(rows, tokens, x.device)
         shard = x.shard if x.shard_spec.joined else x.shard[rows]
         return WholeTensor(shard.index_select(1, ctx.places), ctx.narrow, of=x)
 

@@ -31,6 +31,7 @@ from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.work import rowsum
 
 from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
+from ..context import KEYWORD, ForwardContext
 from ..families import FAMILIES
 from .tiled_function import ForwardConditions, Source, tile_count, tile_slices, trained_parameters
 from .tiled_loss import STAGED, TILING
@@ -82,10 +83,11 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     class_forward = type(module).forward
-    if not kwargs.get("sequence_parallel") or not _has_head_chunks(module):
+    context: ForwardContext | None = kwargs.get(KEYWORD)
+    if context is None or context.mode == "local" or not _has_head_chunks(module):
         return class_forward(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
-    count = _head_chunk_count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
+    count = _head_chunk_count(module, x, q_heads, kv_heads, context.layout)
     if count == 1:
         return class_forward(module, normed(module, x), *args, **kwargs)
     tiling = getattr(module, TILING, None)
@@ -96,16 +98,12 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _ByHeadChunks.apply(run, None if source is None else source.x, x, *run.parameters), None
 
 
-def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layout: bool | BatchLayout) -> int:
-    """Return the number of head chunks of a forward.
-
-    Args:
-        layout: The batch's BatchLayout, if it has one.
-    """
+def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layout: BatchLayout | None) -> int:
+    """Return the number of head chunks of a forward."""
     sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
     if sp.config.head_chunks != "auto":
         return sp.config.head_chunks
-    if isinstance(layout, BatchLayout):
+    if layout is not None:
         mask, shards = layout.mask_with_window(mask.window), layout.shards
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype

@@ -26,8 +26,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .. import dropout
 from ..compat import without_hooks
+from ..context import ForwardContext, current, entered
+from ..dropout import drawing_by_tile
 
 Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and the slice of its tokens
 
@@ -117,7 +118,7 @@ class _TiledForward:
     overwrites_source = False
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
-        self.compute, self.parameters = dropout.drawing_by_tile(compute), parameters
+        self.compute, self.parameters = drawing_by_tile(compute), parameters
         self.slices = tile_slices(x.shape[1], tiles)
         self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
 
@@ -179,13 +180,13 @@ class _TiledForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardConditions:
-    """The autocast, the random state and the noise by token with which a forward was computed."""
+    """The autocast, the random state and the context with which a forward was computed."""
 
     device: torch.device
     dtype: torch.dtype
     enabled: bool
     random: tuple[Tensor, Tensor | None]  # random states of the CPU and of x's device
-    drawn: dropout.Draw | None
+    context: ForwardContext | None
 
     @classmethod
     def of(cls, x: Tensor) -> ForwardConditions:
@@ -195,14 +196,14 @@ class ForwardConditions:
             dtype=torch.get_autocast_dtype(device_type),
             enabled=torch.is_autocast_enabled(device_type),
             random=(torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None),
-            drawn=dropout.current_draw(),
+            context=current(),
         )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager with forward's autocast and random numbers: LoRA inside an MLP may have dropout."""
         on_cpu, on_device = self.random
-        with torch.random.fork_rng([] if on_device is None else [self.device]), dropout.redrawing(self.drawn):
+        with torch.random.fork_rng([] if on_device is None else [self.device]), entered(self.context):
             torch.set_rng_state(on_cpu)
             if on_device is not None:
                 torch.cuda.set_rng_state(on_device, self.device)

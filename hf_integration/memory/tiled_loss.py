@@ -8,11 +8,10 @@ else.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError, InputError
 
 from ..compat import LEAF, ZERO_ID, hooks_around
+from ..context import ForwardState, current
 from ..graph_breaks import between_graphs
 from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
@@ -38,7 +38,7 @@ BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.dis
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
-    """The state that the modules of a tiled model share.
+    """What the modules of a tiled model share.
 
     Fields from `norms` on are about deferred norms.
     """
@@ -47,18 +47,17 @@ class Tiling:
     loss: int | str  # the number of tiles, or "auto"
     modules: tuple[nn.Module, ...]
     hooks: tuple[RemovableHandle, ...] = ()
-    local: bool = False  # whether the running forward is local, and so has no tiles
     evaluating: bool = False  # whether forwards without gradients compute the loss in tiles too
-    losses: list[float] | None = None  # sums of token losses, one for each tile so far; None: they are not collected
     # attention or MLP -> the norm before it, which no other module reads
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
-    # (storage of the output, source) of the norm that ran last, until all its readers have read it
-    deferred: tuple[StorageWeakRef, Source] | None = None
-    unread: int = 0  # how many of these readers have not read it
     layers: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)  # norm -> its layer
-    watched: frozenset[nn.Module] = frozenset()  # norms whose output another hook may read in this forward
-    # whether a transformers checkpoint computes a layer now, and has made the input of the MLP's norm in it
-    in_layer: bool = False
+    # the state of what runs outside of a forward, as checkpoints other than transformers' do in backward
+    outside: ForwardState = dataclasses.field(default_factory=ForwardState)
+
+    @property
+    def state(self) -> ForwardState:
+        context = current()
+        return self.outside if context is None else context.state
 
     def defers(self, norm: nn.Module) -> bool:
         """Return whether a norm may be deferred: no module or hook other than its readers gets its output or gradient.
@@ -70,16 +69,18 @@ class Tiling:
             return False
         layer = self.layers[norm]
         custom_layer = "forward" in vars(layer) or not type(layer).forward.__module__.startswith("transformers.")
+        watched = self.state.watched
         if custom_layer or not {norm, *readers} <= {*layer.children()} or any(map(_is_watched, (norm, *readers))):
-            self.watched |= {norm}
-        return norm not in self.watched
+            watched.add(norm)
+        return norm not in watched
 
     def defer(self, x: Tensor, norm: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> Tensor:
         """Defer a norm of x (B, s, d): return a placeholder, from which the norm's readers compute tiles."""
-        self.check_read()
+        state = self.state
+        check_read(state)
         out = Deferred.apply(x)
-        self.deferred = StorageWeakRef(out.untyped_storage()), Source(x.detach(), norm, forward)
-        self.unread = self.readers(norm)
+        state.deferred = StorageWeakRef(out.untyped_storage()), Source(x.detach(), norm, forward)
+        state.unread = self.readers(norm)
         return out
 
     def readers(self, norm: nn.Module) -> int:
@@ -90,27 +91,17 @@ class Tiling:
         """Return the computation that x replaces, if the norm before `reader` was deferred; else None."""
         if reader not in self.norms or any(x.stride()):
             return None
-        if self.deferred is not None and self.deferred[0] == StorageWeakRef(x.untyped_storage()):
-            (_, source), self.unread = self.deferred, self.unread - 1
-            if not self.unread:
-                self.deferred = None
+        state = self.state
+        if state.deferred is not None and state.deferred[0] == StorageWeakRef(x.untyped_storage()):
+            (_, source), state.unread = state.deferred, state.unread - 1
+            if not state.unread:
+                state.deferred = None
             return source
         raise ConfigError(
             f"tiled norms need to be computed together with what reads them; got a {type(reader).__name__} that a "
             "checkpoint of its own computes again, or a copy of its norm: checkpoint whole layers and patch the model "
             "after its adapters are there, or leave mlp_tiles out"
         )
-
-    def check_read(self) -> None:
-        """Raise ConfigError where the last norm's output went elsewhere."""
-        if self.unread:
-            raise ConfigError(
-                "tiled norms need layers whose norms are read by attention or the MLP alone; got a layer that changes "
-                "or reads a norm's output before these do, leave mlp_tiles out"
-            )
-
-    def forget(self) -> None:
-        self.deferred, self.unread = None, 0
 
     def lend(self, reader: Any) -> None:
         """Make ZeRO-3 gather the parameters of the norm before `reader` with the reader's own.
@@ -123,15 +114,14 @@ class Tiling:
             for parameter in self.norms[reader].parameters(recurse=False):
                 register_external_parameter(reader, parameter)
 
-    @contextlib.contextmanager
-    def being(self, local: bool) -> Iterator[None]:
-        """Context manager in which a checkpoint computes a layer, of a forward that was local or not."""
-        before, self.local, self.in_layer = (self.local, self.in_layer), local, True
-        try:
-            yield
-        finally:
-            self.local, self.in_layer = before
-            self.forget()
+
+def check_read(state: ForwardState) -> None:
+    """Raise ConfigError where the last deferred norm's output went elsewhere."""
+    if state.unread:
+        raise ConfigError(
+            "tiled norms need layers whose norms are read by attention or the MLP alone; got a layer that changes "
+            "or reads a norm's output before these do, leave mlp_tiles out"
+        )
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -266,8 +256,8 @@ def _sum_of_tiles(
     def loss_of(tile: Tensor, cut: slice) -> Tensor:
         tile_inputs = inputs | {name: x[:, cut].contiguous() for name, x in by_token.items()}
         output = _class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
-        if tiling.losses is not None:
-            tiling.losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
+        if (losses := tiling.state.losses) is not None:
+            losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
         return output.loss
 
     return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))

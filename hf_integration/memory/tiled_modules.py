@@ -23,10 +23,11 @@ from ds_seqpar.runtime import checkpoints
 from ds_seqpar.runtime.log import log_once
 
 from ..compat import LEAF, ZERO_ID
+from ..context import current
 from ..families import attentions, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .tiled_function import tile_count, tiled, trained_parameters
-from .tiled_loss import STAGED, TILING, Tiling, model_forward
+from .tiled_loss import STAGED, TILING, Tiling, check_read, model_forward
 
 # attribute of a tiled module: the forward that was set on the instance before, in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
@@ -74,14 +75,12 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     norms = _norms(model) if mlps or config.mlp_tiles == "auto" else []
     if not mlps and not norms and not head:
         return
-    base, forwards = model.base_model, [(module, _tiled_forward) for module in (*mlps, *norms)]
+    forwards = [(module, _tiled_forward) for module in (*mlps, *norms)]
     if head:
         forwards.append((model, model_forward))
-    hooks = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
-    hooks.append(base.register_forward_hook(_after_base, always_call=True))
-    hooks += [mlp.register_forward_pre_hook(before_leaf) for mlp in mlps]
-    modules = (*(module for module, _ in forwards), *head, base)
-    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
+    hooks = tuple(mlp.register_forward_pre_hook(before_leaf) for mlp in mlps)
+    modules = (*(module for module, _ in forwards), *head, model.base_model)
+    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=hooks)
     for layer, reader, norm in _norms_before(model, mlps):
         tiling.norms[reader], tiling.layers[norm] = norm, layer
     for module in (*modules, *attentions(model)):
@@ -128,22 +127,14 @@ def evaluating_loss(model: nn.Module) -> Iterator[None]:
         tiling.evaluating = False
 
 
-def add_up_losses(model: Any, add_up: bool) -> float | None:
-    """Set whether forwards from now on add up the token losses of their tiles.
-
-    Returns:
-        The sum since the last call; None where nothing was added up.
-    """
-    tiling = _tiling(model)
-    if tiling is None:
-        return None
-    losses, tiling.losses = tiling.losses, [] if add_up else None
-    return sum(losses) if losses else None
-
-
 def has_tiled_loss(model: Any) -> bool:
     """Return whether a model computes its loss in tiles."""
     return hasattr(vars(model).get("forward"), TILING)
+
+
+def is_tiled(model: Any) -> bool:
+    """Return whether any module of a model is tiled."""
+    return _tiling(model) is not None
 
 
 def _tiling(model: Any) -> Tiling | None:
@@ -241,22 +232,6 @@ def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    tiling = getattr(module, TILING)
-    tiling.local = not kwargs.get("sequence_parallel", False)  # the argument is the patch's
-    tiling.watched = frozenset()
-
-
-def _after_base(module: Any, args: tuple, output: Any) -> None:
-    tiling = getattr(module, TILING)
-    tiling.local = False  # a checkpoint may compute layers again at any time
-    try:
-        if output is not None:  # forward has not failed
-            tiling.check_read()
-    finally:
-        tiling.forget()
-
-
 def before_leaf(module: Any, args: tuple) -> tuple | None:
     """Prepare a leaf's call under ZeRO-3.
 
@@ -278,17 +253,18 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     untiled, tiling = _untiled_forward(module), getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]
     tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
-    if tiling.local or tiles == 1:
+    context = current()
+    if tiles == 1 or (context is not None and context.mode == "local"):
         return untiled(module, x)
     is_norm = _is_norm(module)
     if is_norm and tiling.defers(module) and _keeps_dtype(module, untiled, x):
         return tiling.defer(x, module, untiled)
     if is_norm:
-        tiling.check_read()
+        check_read(tiling.state)
     source = None if is_norm else tiling.source(x, module)
     # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
-    is_checkpointed = checkpoints.current() is not None
-    used_up = source is not None and tiling.in_layer and is_checkpointed and tiling.readers(source.norm) == 1
+    in_layer = context is not None and context.recomputed and checkpoints.current() is not None
+    used_up = source is not None and in_layer and tiling.readers(source.norm) == 1
     return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
 
 

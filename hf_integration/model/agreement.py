@@ -1,10 +1,9 @@
-"""Agreement of ranks, before a sharded forward, that each was given its own tokens, with global positions and no mask.
+"""Agreement of ranks, before a forward that is not local, that each has its own tokens, positions and no mask.
 
 Under torch.compile the agreement is an op in the graph, so a compiled model compares its ranks in every forward too.
 
 To read a tensor on a device, the host must wait until the device has done all its work. So positions and masks on a
-device are read in a model's first forward only. Later ones pass unread if `shard_batches` made them. Others are
-compared on the device, and the next forward raises what was wrong.
+device are compared there, and the next forward raises what was wrong.
 """
 
 from __future__ import annotations
@@ -13,22 +12,21 @@ import functools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding import shards
 from ds_seqpar.compiler.sharding.handles import handle_of, object_of
-from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.batches import whole_error
+from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import assert_ranks_agree
+from ds_seqpar.runtime.agreement import Fields
 from ds_seqpar.runtime.input_checks import describe, shape_of
-from ds_seqpar.runtime.trusted import is_trusted, is_trusted_of_any
 
 from .. import dropout
 from .checkpointing import is_checkpointed, layers_of
@@ -42,7 +40,6 @@ COMPILED = (
 FORWARD = (
     "a forward of a model that shares sequences (one rank alone makes it in hf_integration.whole_sequences(model))"
 )
-HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
 class Agreement:
@@ -56,10 +53,11 @@ class Agreement:
     loss_option_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
-        self.sp, self.model, self.compared, self.device_checks = sp, weakref.ref(model), False, DeviceChecks()
+        self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.trained = 0  # forwards that a backward may follow
-        self.weights: tuple[list[str], Tensor] | None = None  # from one of these forwards, for the next one to compare
         self.layers: list[weakref.ref] | None = None
+        # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for
+        self.modes: dict[object, Literal["sharded", "whole"]] = {}
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
@@ -71,26 +69,57 @@ class Agreement:
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
+    def vote(self, inputs: Mapping[str, Any], refusal: str) -> Literal["sharded", "whole"]:
+        """Decide with all ranks whether position_ids are those of a shard or of a whole batch.
+
+        On a device they are read once for each shape. What ranks decide then is what later ones are compared with.
+
+        Args:
+            inputs: The call's arguments by name.
+            refusal: Why this call can have no shard, as a sentence; "" where it can.
+
+        Raises:
+            InputError, DisagreementError: On all ranks, if a rank's are neither, or those of a shard that is refused.
+        """
+        tokens, positions = tokens_of(inputs), inputs["position_ids"]
+        key = positions.device.type != "cpu" and (tokens.shape, positions.shape, positions.dtype, positions.device)
+        if key in self.modes:
+            return self.modes[key]
+        wrong_whole, fits_shard = whole_error(inputs, *tokens.shape[:2]), True
+        try:
+            check_tokens(self.sp, tokens, None)
+            check_shard(self.sp, tokens, positions, None, None, ValueChecks())
+        except InputError:
+            fits_shard = False
+        error, neither = None, "(or give the part of a batch, with all that sp.shard_batches returns for it)"
+        if wrong_whole is not None and (refusal or not fits_shard):
+            error = InputError(refusal if fits_shard else f"{wrong_whole} {neither}")
+        votes = int(fits_shard and wrong_whole is not None)
+        sharded = self.sp.journal.agree("position_ids of a batch", None, error=error, number=votes, call=FORWARD)
+        mode: Literal["sharded", "whole"] = "sharded" if sharded else "whole"
+        if key:
+            self.modes[key] = mode
+        return mode
+
+    def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
+        """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
+        fields = None if batch is None else batch.fields
+        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=_advice, like=())
+        if batch is not None:
+            batch.post(self.sp.journal)
+
     def agree(
-        self,
-        tokens: Tensor | None,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        wrong: str,
-        backward: bool,
-        placement: BatchLayout | None = None,
-        sources: list[Any] | None = None,
-    ) -> int:
+        self, inputs: Mapping[str, Any], wrong: str, backward: bool, sources: list[Any] | None,
+        batch: ValueChecks | None = None,
+    ) -> int:  # fmt: skip
         """Agree on one forward, before any rank of the sequence sends.
 
         Args:
-            tokens: input_ids or inputs_embeds of this rank; None where they are of a wrong type.
-            positions: This rank's position_ids.
-            mask: This rank's attention_mask.
-            wrong: What is wrong on this rank, as a sentence; "" for nothing.
+            inputs: The forward's arguments by name, with this rank's shard.
+            wrong: What is known to be wrong with them, as a sentence; "" for nothing.
             backward: Whether a backward will follow.
-            placement: The batch's layout; None: sequences are shared equally.
             sources: Modules that draw noise by token; None: the forward is compiled.
+            batch: What ranks compare of a whole batch, whose shards are right; None: the batch came sharded.
 
         Returns:
             The seed of the forward's noise, from the sequence's first rank; 0: there is no noise.
@@ -98,79 +127,77 @@ class Agreement:
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
         """
-        device_checks, model = self.device_checks if self.compared else None, self.model()
+        model, journal, layout, like, seed = self.model(), self.sp.journal, inputs.get("placement"), dict[str, Any](), 0
         if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
-        error: SeqParError | None = InputError(wrong) if wrong else self.device_checks.error()
-        seed = 0
+        checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
         try:
+            if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs):
+                raise InputError(sentence)
+            tokens = tokens_of(inputs)
             if sources is None and backward and model is not None and dropout.noisy_modules(model):
                 raise ConfigError(COMPILED)
             seed = dropout.prepare_and_seed(sources or [], shared=True)
-        except ConfigError as reason:
-            error = error or reason
-        if error is None and tokens is not None:
-            error = shard_error(self.sp, tokens, positions, mask, device_checks, placement)
-        value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": backward}
-        if placement is not None and error is None:
-            value = {"placement": str(placement), "backward": backward}
-        value["autocast"] = _autocast_dtype(tokens)
-        value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        value["dropout"] = dropout.describe_modules(sources or [])
-        value |= fingerprint(model) if model is not None and not self.compared else {}
+            check_tokens(self.sp, tokens, layout)
+            if batch is None:
+                like = {"shape": tuple(tokens.shape)} if layout is None else {"placement": str(layout)}
+                check_shard(self.sp, tokens, inputs.get("position_ids"), inputs.get("attention_mask"), layout, checks)
+            error = None
+        except SeqParError as reason:
+            error = reason
+        like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
+        like["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
+        like["dropout"] = dropout.describe_modules(sources or [])
+        if not self.compared and model is not None:
+            journal.agree("models", fingerprint(model), call=FORWARD, advice=mismatch_hints.of_models)
+            self.compared = True
+        name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
+        value = {**(batch.fields if batch else {}), **like}
+        if seed:
+            number = seed if self.sp.rank == 0 else 0
+            seed = journal.agree(name, value, error=error, number=number, call=FORWARD, advice=advice)
+        else:
+            journal.note(name, value, error=error, call=FORWARD, advice=advice, like=like)
+        checks.post(journal)
         if backward and model is not None and self.sp.size > 1:
-            value |= self._compared_weights(model)
-        number = seed if self.sp.rank == 0 else 0
-        agreed_seed = assert_ranks_agree(
-            self.sp.groups.control,
-            "model inputs",
-            value,
-            error=error,
-            number=number,
-            call=FORWARD,
-            advice=mismatch_hints.of_models,
-        )
-        self.compared = True
-        return agreed_seed
+            self._compare_weights(model)
+        return seed
 
-    def _compared_weights(self, model: nn.Module) -> dict[str, float]:
-        """Return what ranks compare of the weights of some training forwards, each in the next forward.
+    def _compare_weights(self, model: nn.Module) -> None:
+        """Compare weights of some training forwards between ranks, each in the next forward."""
+        self.trained += 1
+        if not compares_weights(self.trained) or not (sizes := trained_weights(model)):
+            return
+        names = list(sizes)
 
-        By then the values are on the CPU, so the host does not wait.
-        """
-        names, values = self.weights or ([], torch.empty(0))
-        self.weights, self.trained = None, self.trained + 1
-        if compares_weights(self.trained) and (sizes := trained_weights(model)):
-            self.weights = list(sizes), self.device_checks.copied(torch.stack([*sizes.values()]))
-        return {
-            f"{mismatch_hints.WEIGHT}{name}": float(f"{x:.6g}") for name, x in zip(names, values.tolist(), strict=True)
-        }
+        def fields(values: Tensor) -> dict[str, object]:
+            pairs = zip(names, values.tolist(), strict=True)
+            return {f"{mismatch_hints.WEIGHT}{name}": float(f"{x:.6g}") for name, x in pairs}
+
+        self.sp.journal.later(torch.stack([*sizes.values()]), fields)
 
 
-def agree_on_shard(
-    agreement: Agreement, inputs: Mapping[str, Any], wrong_shard: str, backward: bool, sources: list[Any]
-) -> tuple[Tensor | None, int]:
-    """Agree on a base model's forward.
+def _advice(fields_by_rank: Mapping[int, Fields]) -> str | None:
+    """Return why ranks were given different batches, or have different models, and what to do."""
+    if not (reason := mismatch_hints.of_batches(fields_by_rank)):
+        return mismatch_hints.of_models(fields_by_rank)
+    return (
+        f"{reason}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "
+        "hf_integration.whole_sequences(model)"
+    )
 
-    Args:
-        inputs: The forward's arguments by name.
-        wrong_shard: Why a module around the base model cannot take them, as a sentence; "" where it can.
-        sources: Modules that draw noise by token.
+
+def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bool) -> Tensor | None:
+    """Agree on a sharded forward in a compiled graph.
 
     Returns:
-        (the position_ids, the seed of noise) for the forward to continue with.
+        The position_ids for the forward to continue with.
     """
-    positions, mask, placement = inputs.get("position_ids"), inputs.get("attention_mask"), inputs.get("placement")
-    if wrong := wrong_inputs(inputs):
-        tokens = positions = mask = None  # they may be of any type
-    else:
-        tokens, wrong = tokens_of(inputs), _origin_error(agreement, inputs) or wrong_shard or _misuse(inputs)
-    if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
-        return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward), 0
-    if torch.compiler.is_compiling():
-        torch.compiler.disable(agreement.agree)(tokens, positions, mask, wrong, backward, placement)
-        return positions, 0
-    return positions, agreement.agree(tokens, positions, mask, wrong, backward, placement, sources)
+    tokens, positions = tokens_of(inputs), inputs.get("position_ids")
+    if wrong_inputs(inputs) or positions is None:
+        torch.compiler.disable(agreement.agree)(inputs, "", backward, None)
+        return positions
+    return _agree_on_shard(tokens, positions, inputs.get("attention_mask"), agreement.handle, _misuse(inputs), backward)
 
 
 def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
@@ -212,7 +239,9 @@ def wrong_inputs(inputs: Mapping[str, Any]) -> str:
 def _agree_on_shard(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong: str, backward: bool
 ) -> Tensor:
-    object_of(handle).agree(tokens, positions, mask, wrong, backward)
+    tokens_by_name = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
+    inputs = {**tokens_by_name, "position_ids": positions, "attention_mask": mask}
+    object_of(handle).agree(inputs, wrong, backward, None)
     return positions.clone()  # the model's forward needs the result, so that no compiler drops the agreement
 
 
@@ -245,24 +274,6 @@ UNSHIFTED = f"a batch with this rank's position_ids looks sharded: it needs shif
 WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; got a sharded one, give it the whole"
 
 
-def _origin_error(agreement: Agreement, inputs: Mapping[str, Any]) -> str:
-    """Return the sentence for position_ids that are neither a whole batch's nor this rank's.
-
-    "" where they are right, where another argument says which they should be, or where the host would have to wait for
-    them.
-    """
-    positions = inputs.get("position_ids")
-    if positions is None or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
-        return ""
-    if torch.compiler.is_compiling() or is_trusted_of_any(positions):
-        return ""
-    if positions.device.type != "cpu" and agreement.compared:
-        return ""
-    tokens = tokens_of(inputs)
-    error = shard_error(agreement.sp, tokens, positions) and whole_error(inputs, *tokens.shape[:2])
-    return f"{error} (or give the part of a batch, with all that sp.shard_batches returns for it)" if error else ""
-
-
 def _misuse(inputs: Mapping[str, Any]) -> str:
     """Return the sentence for a sharded batch that is wrong whatever values its tensors have; "" where it is right."""
     if wrong := common_misuse(inputs):
@@ -271,155 +282,3 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
     if labels is not None and not inputs.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
         return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"
     return ""
-
-
-def shard_error(
-    sp: SequenceParallel,
-    tokens: Tensor,
-    positions: Tensor | None,
-    mask: Tensor | None = None,
-    device_checks: DeviceChecks | None = None,
-    placement: BatchLayout | None = None,
-) -> InputError | None:
-    """Return the error for a rank that was not given its own tokens, its own positions and no mask.
-
-    Args:
-        device_checks: Takes the checks of tensors on a device; None: the host waits for them.
-        placement: The batch's layout; None: sequences are shared equally.
-
-    Returns:
-        The error; None where all is right.
-    """
-    error = _placement_error(sp, tokens, placement) if placement is not None else _equal_shards_error(sp, tokens)
-    if error is not None:
-        return error
-    if positions is None or not _are_for(positions, tokens):
-        return InputError(_wrong_positions(placement, "none" if positions is None else "those of other tokens"))
-    layout = tokens.shape[1] * sp.size if placement is None else placement
-    if device_checks is not None and positions.device.type != "cpu":
-        device_checks.start(sp, layout, positions, mask)
-        return None
-    if mask is not None and not is_trusted(mask, sp) and not bool((mask == 1).all()):
-        return InputError(WRONG_MASK)
-    wrong = bool((positions.cpu() != _expected(sp, layout)).any())
-    return InputError(_wrong_positions(layout)) if wrong else None
-
-
-def _expected(sp: SequenceParallel, layout: int | BatchLayout) -> Tensor:
-    """Return the position_ids of this rank.
-
-    Args:
-        layout: The tokens of a sequence that is shared equally, or else a BatchLayout.
-    """
-    if isinstance(layout, BatchLayout):
-        return layout.position_ids(sp.config.ulysses, sp.rank)
-    return sp.position_ids(layout)
-
-
-def _equal_shards_error(sp: SequenceParallel, tokens: Tensor) -> InputError | None:
-    if tokens.shape[1] and tokens.shape[1] * sp.size % sp.multiple == 0:
-        return None
-    return InputError(
-        f"a patched model needs {sp.multiple // sp.size} tokens on each rank, or a multiple of it, or a placement; got "
-        f"{tokens.shape[1]} tokens and none, {HOW}"
-    )
-
-
-def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) -> InputError | None:
-    if not isinstance(placement, BatchLayout):
-        return InputError(f"placement must be a BatchLayout, or None; got {type(placement).__name__}, {HOW}")
-    cp_size = sp.size // sp.config.ulysses
-    if placement.shards.size != cp_size:
-        return InputError(f"a placement must be of the {cp_size} CP ranks; got {placement.shards.size}, {HOW}")
-    if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(cp_size)) < sp.config.ulysses:
-        return InputError(
-            f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
-            "some ranks would have none, give it longer sequences, or fewer ranks a sequence"
-        )
-    local_tokens = len(placement.positions(sp.config.ulysses, sp.rank))
-    if tokens.shape[1] == local_tokens and (placement.rows is None or tokens.shape[0] == 1):
-        return None
-    got = tuple(tokens.shape[:2])
-    return InputError(
-        f"a patched model needs the {local_tokens} tokens that the placement gives this rank; got {got}, {HOW}"
-    )
-
-
-WRONG_MASK = (
-    f"a sharded forward takes no padding mask; got one with zeros or other numbers, {HOW} (it checks and drops it)"
-)
-
-
-def _wrong_positions(layout: int | BatchLayout | None, got: str = "those of other tokens") -> str:
-    if isinstance(layout, BatchLayout):
-        return (
-            f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
-        )
-    return (
-        "a batch with shift_labels, or with this rank's position_ids, looks sharded: a patched model needs this rank's "
-        f"tokens with their global position_ids; got {got}, {HOW}"
-    )
-
-
-def whose_positions(sp: SequenceParallel, inputs: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Check position_ids of unknown origin against both kinds of batch.
-
-    Returns:
-        (whether they fit this rank's shard of equally shared sequences, whether they fit whole sequences).
-    """
-    tokens, positions = tokens_of(inputs), inputs["position_ids"]
-    fits_shard = shard_error(sp, tokens, positions) is None
-    return fits_shard, whole_error(inputs, *tokens.shape[:2]) is None
-
-
-def _are_for(positions: Tensor, tokens: Tensor) -> bool:
-    """Return whether the positions have a shape that fits the tokens."""
-    batch, seq = tokens.shape[:2]
-    return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))
-
-
-class DeviceChecks:
-    """Checks of tensors on a device, started in one forward and read in the next.
-
-    By then the device has done them, so the host does not wait.
-    """
-
-    def __init__(self) -> None:
-        self.expected: dict[tuple[int | BatchLayout, torch.device], Tensor] = {}
-        self.started: list[tuple[str, Tensor]] = []
-        self.arrived: torch.cuda.Event | None = None
-
-    def start(self, sp: SequenceParallel, layout: int | BatchLayout, positions: Tensor, mask: Tensor | None) -> None:
-        """Start the checks of positions and mask on their device."""
-        if not is_trusted(positions, layout if isinstance(layout, BatchLayout) else sp):
-            wrong = (positions != self._of_device(sp, layout, positions.device)).any()
-            self._start(_wrong_positions(layout), wrong)
-        if mask is not None and not is_trusted(mask, sp):
-            self._start(WRONG_MASK, (mask != 1).any())
-
-    def error(self) -> InputError | None:
-        """Return the error of the checks that were started since the last call; None where all were right."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        started, self.started, self.arrived = self.started, [], None
-        wrong = [sentence for sentence, is_wrong in started if bool(is_wrong)]
-        return InputError(f"{wrong[0]} (in an earlier forward: on a device it is seen one later)") if wrong else None
-
-    def copied(self, x: Tensor) -> Tensor:
-        """Copy x to the CPU, to be read after the next `error`."""
-        copy = x.to("cpu", non_blocking=True)
-        if x.is_cuda and torch.cuda.is_available():
-            self.arrived = torch.cuda.current_stream(x.device).record_event()
-        return copy
-
-    def _start(self, sentence: str, wrong: Tensor) -> None:
-        self.started.append((sentence, self.copied(wrong)))
-
-    def _of_device(self, sp: SequenceParallel, layout: int | BatchLayout, device: torch.device) -> Tensor:
-        """Return the expected positions on the device.
-
-        They are cached while the length stays the same: a copy would make the host wait, too.
-        """
-        if (layout, device) not in self.expected:
-            self.expected = {(layout, device): _expected(sp, layout).to(device)}
-        return self.expected[layout, device]

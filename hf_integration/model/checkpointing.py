@@ -6,7 +6,6 @@ that function needs no context_fn, may be reentrant, and may be set at any time.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +18,8 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.checkpoints import Checkpoint
 
-from .. import dropout
 from ..compat import CHECKPOINT, checkpoint_of
-from ..memory.tiled_modules import TILING
+from ..context import current, entered
 
 PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
 
@@ -57,16 +55,17 @@ class AsInForward:
         base: Any = self.base()
         if torch.compiler.is_compiling() or not hasattr(base, PATCH):
             return self.checkpoint(function, *args, **kwargs)
-        patch, tiling = getattr(base, PATCH), getattr(base, TILING, None)
-        local, drawn = patch.local, dropout.current_draw()
+        patch, context = getattr(base, PATCH), current()
+        if context is None:
+            return self.checkpoint(function, *args, **kwargs)
 
         def run(*args: object, **kwargs: object) -> Any:
-            if not local and getattr(base, PATCH, None) is not patch:
+            if context.mode != "local" and getattr(base, PATCH, None) is not patch:
                 raise ConfigError(
                     "backward computes checkpointed layers again, for which the model must be patched as it was in "
                     "forward; got one that was unpatched since, call unpatch_attention after backward"
                 )
-            with dropout.redrawing(drawn), contextlib.nullcontext() if tiling is None else tiling.being(local):
+            with entered(context.recomputing()):
                 return function(*args, **kwargs)
 
         return self.checkpoint(run, *args, **kwargs)

@@ -28,7 +28,6 @@ from ds_seqpar.whole import WholeTensor
 
 from ..families import FAMILIES, is_causal_lm, unwrapped
 from ..memory.tiled_loss import token_losses
-from ..memory.tiled_modules import add_up_losses
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
@@ -109,7 +108,37 @@ def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigErr
     return None if alike else tried.error("initialize")
 
 
-def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: float) -> TriedLoss | None:
+def check_loss(
+    sp: SequenceParallel, module: nn.Module, inputs: Mapping[str, Any], output: Any, *, share: float = 1.0,
+    tiles: list[float] | None = None, option_of: str | None = None, error: ConfigError | None = None,
+) -> bool:  # fmt: skip
+    """Raise ConfigError on all ranks of a sequence where a rank's loss is more than its token losses.
+
+    Args:
+        inputs: The forward's arguments by name, with this rank's shard.
+        output: What it returned.
+        share: As for `tried_loss`, and so is `tiles`.
+        option_of: As for `loss_function_error`, of a whole batch; None: the batch came sharded.
+        error: Another error of this rank.
+
+    Returns:
+        Whether the batch has what the trial needs.
+    """
+    labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
+    if labels is None or items is None or inputs.get("labels") is None:
+        return False
+    tried = tried_loss(unwrapped(module), labels, float(items), output, share, tiles)
+    if option_of is None:
+        error = shard_loss_error(sp, tried) or error
+    elif tried is not None and tried.rest:
+        error = tried.error(option_of)
+    sp.journal.agree("loss of the model", None, error=error)
+    return True
+
+
+def tried_loss(
+    model: Any, labels: Tensor, items: float, output: Any, share: float, tiles: list[float] | None = None
+) -> TriedLoss | None:
     """Make the trial of a forward's loss.
 
     Args:
@@ -117,13 +146,14 @@ def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: flo
         items: The divisor of their losses.
         output: What the forward returned.
         share: The fraction of the balance of experts that the loss includes.
+        tiles: The sum of token losses of each tile, of a tiled loss, which gives no logits.
 
     Returns:
         The trial; None where the loss cannot be tried, as without logits and without a tiled loss.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
-    losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
+    losses = sum(tiles) if tiles else None
     if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
         losses = token_losses(logits, labels)
     if loss is None or losses is None or not items:

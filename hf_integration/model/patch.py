@@ -1,26 +1,13 @@
-"""Register sequence parallel attention with transformers, and switch models to it.
-
-A forward is sharded or local. A local forward is that of the unpatched model: with a kv cache (`generate`), inside
-`whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A forward on a whole batch is
-sharded internally, and its output is whole (`whole_calls`). Before a sharded forward its ranks agree, once, that each
-was given its own tokens with their global positions. A hook on the base model does that, and passes the result to
-attention in keyword arguments that reach every layer. Checkpoints keep these arguments, so a layer that backward
-recomputes runs as it did in forward.
-"""
+"""Register sequence parallel attention with transformers, and switch models to it. What hooks then do: `forward`."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
@@ -30,10 +17,10 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import AttentionOptions
-from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.process_exit import printed_once
 
 from .. import accelerators, dropout
+from ..context import ForwardContext
 from ..families import (
     NAME,
     ConfigView,
@@ -54,32 +41,11 @@ from ..graph_breaks import between_graphs
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
-from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_on_shard, tokens_of, warn_of_cache, wrong_inputs
-from .losses import ExpertBalance, check_output, has_experts, has_loss, shard_loss_error, tried_loss
+from .agreement import Agreement
+from .forward import Patch, hook, patch_of
+from .losses import ExpertBalance, check_loss, has_experts, has_loss
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
-# passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
-NO_MASK = torch.empty(1, 1, 0, 0)
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Patch:
-    """The state of a patched base model."""
-
-    sp: SequenceParallel
-    hooks: tuple[RemovableHandle, ...]
-    agreement: Agreement
-    layers: tuple[Any, ...]  # those that can be checkpointed
-    ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
-    experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
-    above: tuple[nn.Module, ...] = ()  # modules around the base model that get its whole outputs: their loss may be any
-    untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
-    whole: bool = False  # whether `whole_sequences` is active, which makes forwards local
-    local: bool = False  # whether the last forward was local
-
-    def __deepcopy__(self, memo: dict) -> _Patch:
-        """Copy the state; a copy of a model is not inside `whole_sequences`, even where it is made there."""
-        return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
 @printed_once
@@ -111,7 +77,8 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         )
     check_patch(model, sp)
     inner = unwrapped(model)
-    if patched_with(inner) is sp:
+    if (patch := patch_of(inner)) is not None:
+        _patch_heads(patch, model)
         return model
     AttentionInterface.register(NAME, _attention)
     for module, window in zip(attentions(inner), windows(inner), strict=True):
@@ -119,29 +86,35 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
         head_chunks.use_head_chunks(module)
-    above = heads_around(model)
-    hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in above)]
-    hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *above)]
     ropes = rope.embeddings(inner.base_model)
-    hooks += [handle for module in ropes for handle in rope.hook(module)]
-    hooks += [handle for module in token_modules(inner) for handle in whole_calls.compute_on_parts(module)]
-    sp.vocabularies[inner] = vocabulary
-    experts = ExpertBalance(sp) if has_experts(inner) else None
-    agreement = Agreement(sp, inner)
-    tiled_modules.tile(inner, sp.config)
-    tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
-    inner.base_model._sequence_parallel_patch = _Patch(
+    patch = Patch(
         sp=sp,
-        hooks=tuple(hooks),
-        agreement=agreement,
+        hooks=[*hook(inner.base_model, True), *(handle for module in ropes for handle in rope.hook(module))],
+        agreement=Agreement(sp, inner),
         layers=checkpointing.layers_of(inner.base_model),
         ropes=ropes,
-        experts=experts,
-        above=tuple(head for head in above if not tiled and not is_plain_head(head)),
-        untried=tuple(above) if is_causal_lm(inner) else (),
+        experts=ExpertBalance(sp) if has_experts(inner) else None,
     )
+    tiled_modules.tile(inner, sp.config)
+    patch.tiled = tiled_modules.is_tiled(inner)
+    inner.base_model._sequence_parallel_patch = patch
+    _patch_heads(patch, model)
     accelerators.watch(inner.base_model)
     return model
+
+
+def _patch_heads(patch: Patch, model: nn.Module) -> None:
+    """Hook the modules around a patched base model that are not hooked yet; there may be several heads around one."""
+    inner = unwrapped(model)
+    around = tuple(head for head in heads_around(model) if head not in patch.heads)
+    tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
+    patch.heads += around
+    patch.above += tuple(head for head in around if not tiled and not is_plain_head(head))
+    patch.untried += around if is_causal_lm(inner) else ()
+    patch.hooks += [handle for head in around for handle in hook(head, False)]
+    if inner in around or inner is inner.base_model:
+        patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x)]
+    patch.sp.vocabularies[inner] = vocabulary
 
 
 @printed_once
@@ -213,11 +186,11 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         The model.
     """
     inner = unwrapped(model)
-    patch = _patch_of(inner)
+    patch = patch_of(inner)
     if patch is None:
         return model
-    for hook in patch.hooks:
-        hook.remove()
+    for handle in patch.hooks:
+        handle.remove()
     for module in attentions(inner):
         if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.original
@@ -225,7 +198,8 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
-    patch.sp.vocabularies.pop(inner, None)
+    for head in (inner, *patch.heads):
+        patch.sp.vocabularies.pop(head, None)
     if patch.experts is not None:
         patch.experts.close()
     tiled_modules.untile(inner)
@@ -243,7 +217,7 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
     Returns:
         The SequenceParallel; None if the model is not patched.
     """
-    patch = _patch_of(unwrapped(model))
+    patch = patch_of(unwrapped(model))
     return patch.sp if patch else None
 
 
@@ -262,31 +236,21 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         ...     loss = model(**batch).loss
     """
     inner = unwrapped(model)
-    patch = _patch_of(inner)
-    if patch is None or patch.whole:
+    patch = patch_of(inner)
+    if patch is None:
         yield
         return
-    patch.whole = True
+    patch.whole.append(None)
     try:
         yield
     finally:
-        patch.whole = False
+        patch.whole.pop()
 
 
 def sees_whole_outputs(model: nn.Module) -> bool:
     """Return whether a patched model's own forward gets whole outputs of its base model; its loss may be any."""
-    patch = _patch_of(unwrapped(model))
+    patch = patch_of(unwrapped(model))
     return patch is not None and bool(patch.above)
-
-
-def _patch_of(model: nn.Module) -> _Patch | None:
-    return getattr(getattr(model, "base_model", None), "_sequence_parallel_patch", None)
-
-
-def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
-    """Register `function(argument_names, module, args, kwargs)` to be called before each forward."""
-    argument_names = tuple(inspect.signature(module.forward).parameters)
-    return module.register_forward_pre_hook(functools.partial(function, argument_names), with_kwargs=True)
 
 
 def _attention(
@@ -297,7 +261,7 @@ def _attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sequence_parallel: bool | BatchLayout | None = None,
+    sequence_parallel: ForwardContext | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -306,7 +270,7 @@ def _attention(
     """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D)."""
     if sequence_parallel is None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
-    if sequence_parallel is False:
+    if sequence_parallel.mode == "local":
         optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: value for name, value in optional.items() if value is not None}
         return local_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -320,9 +284,10 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
-    if isinstance(sequence_parallel, BatchLayout):
-        return _attention_with_layout(module.sequence_parallel, q, k, v, options, chunks, sequence_parallel), None
-    return module.sequence_parallel.attention_agreed(q, k, v, options, chunks), None
+    sp, layout = module.sequence_parallel, sequence_parallel.layout
+    if layout is not None:
+        return _attention_with_layout(sp, q, k, v, options, chunks, layout), None
+    return sp.attention_agreed(q, k, v, options, chunks), None
 
 
 def _attention_with_layout(
@@ -335,116 +300,12 @@ def _attention_with_layout(
     return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=layout.shards), chunks)
 
 
-def _arguments_by_name(argument_names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(argument_names, args, strict=False)), **kwargs}
-
-
-def _is_local(patch: _Patch, module: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Return whether a forward is local.
-
-    A kv cache means generation, which is local, unless the model is trained or the labels are sharded. One rank has
-    whole sequences in any case, so there a forward is local too, except for batches of `shard_batches` and a Trainer's
-    batches with labels, which have tiles and checkpoints as on several ranks.
-    """
-    if patch.whole or (
-        patch.sp.size == 1
-        and inputs.get("shift_labels") is None
-        and inputs.get("placement") is None
-        and not (inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs)))
-    ):
-        return True
-    cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
-    return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
-
-
-def _noisy_modules(patch: _Patch, module: nn.Module) -> list[Any]:
-    """Return the modules that draw by token in a forward. In a compiled one they draw torch's numbers, or raise."""
-    if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
-        return []
-    model = patch.agreement.model()
-    return dropout.noisy_modules(module if model is None else model)
-
-
-def _begin_noise(patch: _Patch, seed: int, inputs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        dropout.begin_forward(patch.sp, seed, tokens_of(inputs), inputs.get("placement"), patch.local)
-
-
-def _before_head(
-    argument_names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Shard a whole batch, unless the module gets whole outputs: then the base model shards it.
-
-    For a sharded batch that the module cannot take it sets "wrong_shard", a sentence, which the base model's hook
-    raises on all ranks.
-    """
-    inputs, inner = _arguments_by_name(argument_names, args, kwargs), unwrapped(module)
-    patch = _patch_of(inner)
-    if patch is None or _is_local(patch, module, inputs):
-        return args, kwargs
-    if patch.experts is not None:
-        check_output(inner, inputs)
-    if whole_calls.is_whole(patch.sp, inputs):
-        if module not in patch.above:
-            return (), whole_calls.shard_inputs(module, patch.agreement, inputs)
-        whole_calls.compare_inputs(patch.sp, inner, inputs, torch.compiler.is_compiling())
-    elif not is_causal_lm(inner):
-        kwargs["wrong_shard"] = WHOLE_ONLY.format(type(inner).__name__)
-    elif inputs.get("labels") is not None and inputs.get("shift_labels") is None:
-        kwargs["wrong_shard"] = UNSHIFTED
-    elif inputs.get("labels") is not None and module in patch.untried:
-        tiled_modules.add_up_losses(inner, True)
-    return args, kwargs
-
-
-def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    inner = unwrapped(module)
-    patch = _patch_of(inner)
-    if patch is None or _is_local(patch, module, kwargs):
-        return output
-    call = whole_calls.call_of(module, kwargs)
-    sharded_loss = call is None and module in patch.untried and kwargs.get("shift_labels") is not None
-    if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
-        _try_shard_loss(patch, module, kwargs, output)
-    if patch.experts is not None and module is not inner.base_model:
-        output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)
-    return output if call is None else whole_calls.gather_outputs(patch.sp, call, output)
-
-
-@between_graphs
-def _try_shard_loss(patch: _Patch, module: nn.Module, kwargs: dict[str, Any], output: Any) -> None:
-    if _tried_on_shard(patch.sp, module, kwargs, output):
-        patch.untried = tuple(head for head in patch.untried if head is not module)
-
-
-def _tried_on_shard(
-    sp: SequenceParallel, module: nn.Module, kwargs: dict[str, Any], output: Any, error: ConfigError | None = None
-) -> bool:
-    """Raise ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses.
-
-    Args:
-        kwargs: The forward's arguments.
-        output: What it returned.
-        error: Another error of this rank.
-
-    Returns:
-        Whether the batch has what the trial needs.
-    """
-    labels, items = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
-    if labels is None or items is None or kwargs.get("labels") is None:
-        return False
-    tried = tried_loss(unwrapped(module), labels, float(items), output, 1.0)
-    error = shard_loss_error(sp, tried) or error
-    assert_ranks_agree(sp.groups.control, "loss of the model", None, error=error)
-    return True
-
-
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
     """Check that an engine's model calls sp.attention, and its loss, in its first forward with labels.
 
     A patched model does so by itself. Only causal language models of transformers are checked.
     """
-    if _patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
+    if patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
         return
     received_before = sum(sp.comm.received.values())
 
@@ -455,44 +316,13 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
             "a model that is given with sequence_parallel=sp must call sp.attention; got "
             f"{type(unwrapped(module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
         )
-        if _tried_on_shard(sp, module, kwargs, output, error if silent else None):
-            hook.remove()
+        if check_loss(sp, module, kwargs, output, error=error if silent else None):
+            handle.remove()
 
-    hook = engine.module.register_forward_hook(check, with_kwargs=True)
+    handle = engine.module.register_forward_hook(check, with_kwargs=True)
 
 
 def trust_loss(model: nn.Module) -> None:
     """Skip the check of a patched model's loss in its first sharded forward."""
-    if (patch := _patch_of(unwrapped(model))) is not None:
+    if (patch := patch_of(unwrapped(model))) is not None:
         patch.untried = ()
-
-
-def _before_base(
-    argument_names: tuple[str, ...], module: Any, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    patch, inputs = module._sequence_parallel_patch, _arguments_by_name(argument_names, args, kwargs)
-    wrong = inputs.pop("wrong_shard", "")
-    patch.local = _is_local(patch, module, inputs)
-    checkpointing.keep_attention(patch.layers, module, patch.sp)
-    sources = _noisy_modules(patch, module)
-    if patch.local:
-        rope.tell(patch.ropes, None)
-        if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
-            warn_of_cache(patch.sp.rank)
-        if mistake := wrong_inputs(inputs):
-            raise InputError(mistake)
-        _begin_noise(patch, dropout.prepare_and_seed(sources, shared=False), inputs)
-        return (), {**inputs, "sequence_parallel": False}
-    if not wrong and whole_calls.is_whole(patch.sp, inputs):
-        inputs = whole_calls.shard_inputs(module, patch.agreement, inputs)
-    backward = torch.is_grad_enabled() and module.training
-    positions, seed = agree_on_shard(patch.agreement, inputs, wrong, backward, sources)
-    _begin_noise(patch, seed, inputs)
-    if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
-        log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
-    inputs |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
-    placement = inputs.pop("placement", None)
-    if patch.ropes:
-        local_tokens = tokens_of(inputs).shape[1]
-        rope.tell(patch.ropes, rope.tokens_up_to_the_longest(local_tokens, patch.sp.size, placement))
-    return (), {**inputs, "sequence_parallel": True if placement is None else placement}

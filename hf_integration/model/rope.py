@@ -14,8 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.data.batch_layout import BatchLayout
 
+from ..context import current
+from ..graph_breaks import between_graphs
+
 ROPE_TYPES = ("dynamic", "longrope")
-TOKENS = "_sequence_parallel_tokens"  # attribute of an embedding: tokens up to the longest position, see `tell`
 
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -31,15 +33,8 @@ def _rope_types(module: nn.Module) -> tuple[str, ...]:
 
 
 def hook(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hook an embedding, so that it gets the longest position where `tell` has set it."""
-    setattr(module, TOKENS, None)
+    """Hook an embedding, so that it gets the longest position in forwards that are not local."""
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)
-
-
-def tell(modules: tuple[nn.Module, ...], tokens: int | None) -> None:
-    """Set the number of tokens up to the longest position, for the next forward; None: the forward is local."""
-    for module in modules:
-        setattr(module, TOKENS, tokens)
 
 
 def tokens_up_to_the_longest(local_tokens: int, size: int, placement: BatchLayout | None) -> int:
@@ -55,8 +50,14 @@ def tokens_up_to_the_longest(local_tokens: int, size: int, placement: BatchLayou
     return max(b - a for a, b in itertools.pairwise((*placement.restarts, placement.tokens)))
 
 
+@between_graphs
+def _tokens() -> int | None:
+    context = current()
+    return None if context is None else context.rope_tokens
+
+
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    tokens = getattr(module, TOKENS)
+    tokens = _tokens()
     if tokens is None:
         return None
     arguments = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
@@ -64,4 +65,4 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 
 
 def _after(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...] | None:
-    return None if getattr(module, TOKENS) is None else tuple(x[..., :-1, :] for x in output)
+    return None if _tokens() is None else tuple(x[..., :-1, :] for x in output)

@@ -8,31 +8,31 @@ until its values are read (`ds_seqpar.whole`); only the loss is summed at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compat import tensor_version
-from ds_seqpar.data.batches import fingerprint, shard_call
+from ds_seqpar.data.batches import shard_call
+from ds_seqpar.data.on_devices import to_device
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime import mismatch_hints, trusted
-from ds_seqpar.runtime.agreement import Fields, assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
-from ..families import is_of_liger
+from ..context import ForwardContext, ForwardState
+from ..families import is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
-from ..memory.tiled_modules import add_up_losses
-from .agreement import FORWARD, Agreement, common_misuse, tokens_of, whose_positions, wrong_inputs
-from .losses import loss_function_error, tried_loss
+from .agreement import Agreement, common_misuse, tokens_of
+from .losses import check_loss, loss_function_error
 
-CALL = "whole_call"  # an attribute of the position_ids that a call continues with: its WholeCall
-MOVED = "whole_batch"  # an attribute of a tensor of a whole batch: (its tensor on the CPU, its version)
 FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
     "fused_linear_cross_entropy=False, cross_entropy=False"
@@ -43,53 +43,14 @@ COMPILED = (
 )
 PASSED = ("num_items_in_batch", "logits_to_keep")  # arguments that are not sharded even where they are tensors
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeCall:
-    """One call of a patched model with a whole batch."""
-
-    module: nn.Module  # the outermost one that was called
-    agreement: Agreement
-    # (this rank's shift_labels, the divisor of their losses) where the loss is still to be checked
-    loss_inputs: tuple[Tensor, float] | None
-    shard_spec: ShardSpec  # of the batch's tokens
-    logits: ShardSpec  # of the tokens that get logits
-    labelled: bool  # whether the output has a loss
-    shifted: bool  # whether outputs of one number per token have none for the last token
-
-
-def is_whole(sp: SequenceParallel, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call that is not local was given a whole batch, and not this rank's shard of one.
-
-    Shards have what `shard_batches` adds. On one rank position_ids of another origin may fit both a shard and a whole
-    batch; then the other ranks' positions decide.
-
-    Args:
-        inputs: The call's arguments by name.
-    """
-    positions = inputs.get("position_ids")
-    if inputs.get("shift_labels") is not None or inputs.get("placement") is not None or wrong_inputs(inputs):
-        return False
-    if positions is None or torch.compiler.is_compiling():
-        return positions is None
-    if hasattr(positions, CALL) or trusted.is_trusted_of_any(positions):
-        return False
-    if is_moved_batch(positions):
-        return True
-    fits_shard, fits_whole = whose_positions(sp, inputs)
-    fits_shard_only = assert_ranks_agree(
-        sp.groups.control, "position_ids of a batch", None, number=int(fits_shard and not fits_whole), call=FORWARD
-    )
-    sharded = bool(fits_shard_only)
-    if sharded and fits_shard:
-        trusted.trust(positions, sp)
-    return not sharded and fits_whole
+# tensor of a whole batch on a device -> (the same on the CPU, the version of the tensor then)
+_on_cpu = WeakTensorKeyDictionary()
 
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
     """Move a whole batch from the CPU to a device.
 
-    Its tensors keep their CPU values, and a mark that they are whole. So a call need not copy them back, for which the
+    The CPU's tensors are kept, and it is known that they are whole. So a call need not copy them back, for which the
     host would wait, nor ask other ranks. A batch that is no mapping is returned unchanged.
     """
     if not isinstance(batch, Mapping):
@@ -101,14 +62,15 @@ def moved_batch(batch: Any, device: torch.device) -> Any:
 def _moved(x: Any, device: torch.device) -> Any:
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_inference() or x.device.type != "cpu":
         return x
-    moved = x.to(device)
-    setattr(moved, MOVED, (None if moved is x else x, tensor_version(moved)))
+    moved = to_device(x, device)
+    _on_cpu[moved] = None if moved is x else x, tensor_version(moved)
     return moved
 
 
+@between_graphs
 def is_moved_batch(x: Any) -> bool:
     """Return whether a tensor is from `moved_batch`, and was not written to since."""
-    return hasattr(x, MOVED) and getattr(x, MOVED)[1] == tensor_version(x)
+    return isinstance(x, Tensor) and x in _on_cpu and _on_cpu[x][1] == tensor_version(x)
 
 
 def set_loss_check(model: Any, option_of: str | None) -> None:
@@ -121,90 +83,81 @@ def set_loss_check(model: Any, option_of: str | None) -> None:
     model.base_model._sequence_parallel_patch.agreement.loss_option_of = option_of
 
 
-@between_graphs
-def shard_inputs(module: nn.Module, agreement: Agreement, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard the whole batch of a call.
+def shard_inputs(
+    agreement: Agreement, inputs: Mapping[str, Any], context: ForwardContext
+) -> tuple[dict[str, Any], ForwardContext]:
+    """Shard the whole batch of a call. Ranks compare it together with the base model's forward.
 
     Args:
-        module: The module that is called.
         agreement: The patched model's.
         inputs: The call's arguments by name.
+        context: The call's.
 
     Returns:
-        The forward's arguments by name, with this rank's shard.
+        (the forward's arguments by name, with this rank's shard; the context with that shard's specs).
 
     Raises:
-        InputError, ConfigError, DisagreementError: On all ranks of the sequence.
+        InputError, ConfigError, DisagreementError: On all ranks of the sequence, if the batch cannot be sharded.
     """
-    sp = agreement.sp
-    sharded: dict[str, Any] = {}
-    call, value, error = None, None, None
     try:
-        sharded, call, value = _prepare(module, agreement, inputs)
+        return _sharded(agreement, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
-        error = as_seqpar_error("sharding a whole batch failed", reason)
-    assert_ranks_agree(sp.groups.control, "whole batch", value, error=error, call=FORWARD, advice=_advice)
-    setattr(sharded["position_ids"], CALL, call)
-    return sharded
+        agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
+        raise
 
 
-def _advice(fields_by_rank: Mapping[int, Fields]) -> str:
-    """Return why ranks were given different batches, and what to do."""
-    reason = mismatch_hints.of_batches(fields_by_rank)
-    return reason and (
-        f"{reason}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "
-        "hf_integration.whole_sequences(model)"
-    )
-
-
-def _prepare(
-    module: nn.Module, agreement: Agreement, inputs: Mapping[str, Any]
-) -> tuple[dict[str, Any], WholeCall, dict[str, Any]]:
-    """Return (the forward's arguments, the call, what ranks compare)."""
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    model: Any = agreement.model()
+def _sharded(
+    agreement: Agreement, inputs: dict[str, Any], context: ForwardContext
+) -> tuple[dict[str, Any], ForwardContext]:
+    assert context.module is not None  # constants for graphs have none
+    model: Any = unwrapped(context.module)
     sp, labelled = agreement.sp, inputs.get("labels") is not None
     if wrong := _misuse(inputs):
         raise InputError(wrong)
     tries_loss = labelled and model is not model.base_model and agreement.loss_option_of is not None
     if tries_loss and (wrong_loss := loss_function_error(model, agreement.loss_option_of or "")):
         raise wrong_loss
-    if tries_loss:
-        add_up_losses(model, True)
+    checks = _compared(inputs)
     others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
-    batch = {name: _on_cpu(x) for name, x in inputs.items() if name not in others}
-    shard, counted = shard_call(sp, batch)
+    batch = {name: x for name, x in inputs.items() if name not in others}
+    shard, counted = shard_call(sp, batch, checks, _copies(batch))
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
     rows, tokens = tokens_of(inputs).shape[:2]
-    shard_spec = logits = ShardSpec.of(sp, rows, tokens, shard.get("placement"), "outputs")
+    spec = logits = ShardSpec.of(sp, rows, tokens, shard.get("placement"), "outputs")
     if keep := others.pop("logits_to_keep", 0):
-        logits, kept = shard_spec.narrow(slice(None), slice(-keep, None))
-        others["logits_to_keep"] = kept.to(tokens_of(inputs).device)
-    call = WholeCall(
-        module=module,
-        agreement=agreement,
-        loss_inputs=(shard["shift_labels"], float(inputs.get("num_items_in_batch", counted))) if tries_loss else None,
-        shard_spec=shard_spec,
+        logits, others["logits_to_keep"] = spec.narrow(slice(None), slice(-keep, None), tokens_of(inputs).device)
+    return {**shard, **others}, dataclasses.replace(
+        context,
+        positions=shard["position_ids"],
+        spec=spec,
         logits=logits,
-        labelled=labelled,
-        shifted=bool(inputs.get("fused_lm_head")),
+        compared=checks,
+        state=ForwardState(losses=[] if tries_loss else None),
     )
-    return {**shard, **others}, call, _compared({**inputs, **batch})
 
 
-def _compared(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.dim()}
-    small = {name: x for name, x in tensors.items() if not x.is_floating_point() or x.dim() == 1}
-    compared: dict[str, Any] = {name: describe(x) for name, x in tensors.items()} | fingerprint(small)
-    compared |= {name: x for name, x in inputs.items() if isinstance(x, bool | int | float | str)}
+def _copies(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that are on the CPU as well as on a device, by name."""
+    copies = {name: _on_cpu[x][0] for name, x in inputs.items() if is_moved_batch(x)}
+    return {name: x for name, x in copies.items() if x is not None}
+
+
+def _compared(inputs: Mapping[str, Any]) -> ValueChecks:
+    checks = ValueChecks(at_once=("cpu",))
+    checks.compare(inputs, _copies(inputs))
+    fields: dict[str, Any] = checks.fields
+    fields |= {name: x for name, x in inputs.items() if isinstance(x, bool | int | float | str)}
     if isinstance(items := inputs.get("num_items_in_batch"), Tensor):
-        compared["num_items_in_batch"] = float(items)
-    return compared
+        if items.device.type == "cpu":
+            fields["num_items_in_batch"] = float(items)
+        else:
+            checks.compare({"num_items_in_batch": items.reshape(1)})
+    return checks
 
 
 @between_graphs
-def compare_inputs(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any], compiled: bool) -> None:
+def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], compiled: bool = False) -> None:
     """Compare the arguments of a module that gets whole outputs; the model inside shards them.
 
     Args:
@@ -216,7 +169,7 @@ def compare_inputs(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any], 
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
-    assert_ranks_agree(sp.groups.control, "whole batch", _compared(inputs), error=error, call=FORWARD, advice=_advice)
+    agreement.compare_batch(_compared(inputs), error)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
@@ -235,35 +188,26 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
     return ""
 
 
-def _on_cpu(x: Tensor) -> Tensor:
-    """Copy a whole tensor of integers to the CPU, where it is checked; other tensors stay where they are."""
-    if x.is_floating_point():
-        return x
-    on_cpu = getattr(x, MOVED)[0] if is_moved_batch(x) else None
-    return x.cpu() if on_cpu is None else on_cpu
-
-
 @between_graphs
-def gather_outputs(sp: SequenceParallel, call: WholeCall, output: Any) -> Any:
-    """Replace this rank's shards in the output of a whole call by whole tensors."""
-    if call.loss_inputs is not None:
-        _check_loss(call, *call.loss_inputs, output)
+def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mapping[str, Any], output: Any) -> Any:
+    """Replace this rank's shards in the output of a whole call by whole tensors.
+
+    Args:
+        inputs: The arguments of the forward by name, with this rank's shard.
+    """
+    sp, labelled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
+    if tiles is not None and context.module is not None:
+        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # of the balance of experts
+        check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
+        agreement.loss_option_of = None  # not before: a loss that was refused is refused again
+    whole = functools.partial(_whole, sp, context, labelled, bool(inputs.get("fused_lm_head")))
     if isinstance(output, dict):
-        whole_outputs = {name: _whole(sp, call, name, x) for name, x in output.items()}
+        whole_outputs = {name: whole(name, x) for name, x in output.items()}
         return type(output)(**whole_outputs)
     if isinstance(output, tuple):
-        names = [*(["loss"] if call.labelled else []), "logits"]
-        return tuple(_whole(sp, call, (names[at:] or ["outputs"])[0], x) for at, x in enumerate(output))
-    return _whole(sp, call, "outputs", output)
-
-
-def _check_loss(call: WholeCall, labels: Tensor, items: float, output: Any) -> None:
-    """Raise ConfigError on all ranks of the sequence where a rank's loss is not its token losses' sum over `items`."""
-    agreement, model = call.agreement, call.agreement.model()
-    tried = tried_loss(model, labels, items, output, 1 / agreement.sp.size)  # of the balance, each rank has a share
-    error = tried.error(agreement.loss_option_of or "") if tried is not None and tried.rest else None
-    assert_ranks_agree(agreement.sp.groups.control, "loss of the model", None, error=error)
-    agreement.loss_option_of = None  # not before: a loss that was refused is refused again
+        names = [*(["loss"] if labelled else []), "logits"]
+        return tuple(whole((names[at:] or ["outputs"])[0], x) for at, x in enumerate(output))
+    return whole("outputs", output)
 
 
 class _OnPart:
@@ -291,23 +235,26 @@ def compute_on_parts(module: nn.Module) -> tuple[RemovableHandle, RemovableHandl
     return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after)
 
 
-def call_of(module: nn.Module, kwargs: Mapping[str, Any]) -> WholeCall | None:
-    """Return the whole call that a module was the outermost module of; None for any other forward."""
-    call = getattr(kwargs.get("position_ids"), CALL, None)
-    return call if call is not None and call.module is module else None
+def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifted: bool, name: str, x: Any) -> Any:
+    """Return the whole of an output.
 
-
-def _whole(sp: SequenceParallel, call: WholeCall, name: str, x: Any) -> Any:
+    Args:
+        labelled: Whether the output has a loss.
+        shifted: Whether outputs of one number per token have none for the last token.
+        name: The output's.
+        x: This rank's shard of it.
+    """
     if isinstance(x, tuple | list) and name != "past_key_values":
-        return type(x)(_whole(sp, call, name, element) for element in x)
+        return type(x)(_whole(sp, context, labelled, shifted, name, element) for element in x)
     if not isinstance(x, Tensor):
         return x
-    if name == "loss" and call.labelled:
+    if name == "loss" and labelled:
         return whole_loss(sp, x)
-    shard_spec = (call.logits if name == "logits" else call.shard_spec).named(name)
-    if x.shape[:2] == shard_spec.lead:
-        whole = whole_of(x, shard_spec)
-        return whole[:, :-1] if call.shifted else whole
+    spec: Any = context.logits if name == "logits" else context.spec
+    spec = spec.named(name)
+    if x.shape[:2] == spec.lead:
+        whole = whole_of(x, spec)
+        return whole[:, :-1] if shifted else whole
     if name == "router_logits" and x.dim() == 2:
-        return whole_of(x.unflatten(0, shard_spec.lead), shard_spec).flatten(0, 1)
+        return whole_of(x.unflatten(0, spec.lead), spec).flatten(0, 1)
     return x

@@ -48,7 +48,7 @@ def without_kernel(sp, rank):
     runtime = sp.runtime
     config, runtime.config = runtime.config, dataclasses.replace(runtime.config, kernel="cpu_flash")
     select.cache_clear()
-    runtime.checked = None  # as if these tensors were the first of their kind
+    runtime.admitted.clear()  # as if these tensors were the first of their kind
     runtime.last_bound.clear()
     try:
         attention(sp)

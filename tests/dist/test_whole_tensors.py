@@ -287,3 +287,17 @@ def test_losses_of_tokens_gather_a_number_a_token():
             warnings.simplefilter("always")
             USES[name][0](whole_of(own, where.named(name))).sum().backward()
         assert len(seen) == (name not in names), name
+
+
+@on_each_of(2)
+def test_outputs_of_two_forwards_with_one_layout_stay_in_parts_together():
+    """Of their tokens, and of the same slice of them; with another layout they become whole."""
+    sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1))
+    for where, again in zip(spreads(sp), spreads(sp), strict=True):
+        x, y = torch.randn(2, 2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1))
+        a, b = whole_of(where.shard(x), where), whole_of(again.shard(y), again)
+        for found, wanted in ((a - b, x - y), (a[:, 1:] - b[:, 1:], x[:, 1:] - y[:, 1:])):
+            assert isinstance(found, WholeTensor)
+            assert a._gathered is b._gathered is None
+            assert torch.equal(found.whole(), wanted)
+        assert torch.equal(a[:, 1:] - b[:, :-1], x[:, 1:] - y[:, :-1])

@@ -25,7 +25,7 @@ def on_stand_in(*calls):
         server.stdin.write(f"{folder}\n")
         server.stdin.flush()
         said = server.stdout.readline()
-        assert said == "done\n", Path(folder, "errors").read_text()[-4000:]
+        assert said == "done\n", Path(folder, "errors").read_text()[-20000:]
         return [
             [pickle.loads(Path(folder, f"{number}-{rank}").read_bytes()) for rank in range(world)]
             for number, (_, world, _) in enumerate(calls)

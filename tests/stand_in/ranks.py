@@ -47,11 +47,12 @@ def use_groups():
 
 
 def really(function):
-    """The function, on real tensors inside of a fake mode too."""
+    """The function, on real tensors inside of a fake mode too, and so what it returns to be called later."""
 
     def run(*args):
         with unset_fake_temporarily():
-            return function(*args)
+            result = function(*args)
+        return really(result) if callable(result) else result
 
     return run
 

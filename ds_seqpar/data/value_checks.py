@@ -1,0 +1,128 @@
+"""Read what must be known of a batch's values: at once where they are on the CPU, one call later on a device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, SeqParError
+from ..runtime.journal import Journal
+
+Judge = Callable[[list[int]], SeqParError | None]  # values -> the error that they are; None where all is right
+
+
+class ValueChecks:
+    """Checks of a batch's values, and what ranks compare of them.
+
+    To read a value on a device the host would have to wait for it. So such values are kept until `post`, and read in
+    the next comparison of ranks, when the device has computed them.
+
+    Args:
+        at_once: types of devices whose values are read at once; None: of all.
+    """
+
+    def __init__(self, at_once: Collection[str] | None = None) -> None:
+        self.at_once = at_once
+        self.fields: dict[str, str] = {}  # what ranks compare now
+        self._later: list[tuple[Tensor, Judge | str]] = []  # or how ranks call a digest
+
+    def reads(self, x: Tensor) -> bool:
+        """Whether the tensor's values are read at once."""
+        return self.at_once is None or x.device.type in self.at_once
+
+    def require(self, values: Tensor, judge: Judge) -> None:
+        """Judge values, at once or later.
+
+        Args:
+            values: int64, (count,).
+            judge: returns the error that they are; None where all is right.
+
+        Raises:
+            SeqParError: the error, where the values are read at once.
+        """
+        if not self.reads(values):
+            self._later.append((values, judge))
+        elif error := judge(values.tolist()):
+            raise error
+
+    def compare(self, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor] | None = None) -> None:
+        """Let ranks compare tensors: dtypes and shapes of all, values of those that are small.
+
+        Args:
+            inputs: tensors by name; anything else is left out, and tensors of no dimension.
+            on_cpu: name -> the same values on the CPU, for tensors on a device.
+        """
+        for name, x in sorted(inputs.items()):
+            if not isinstance(x, Tensor) or not x.dim():
+                continue
+            x = (on_cpu or {}).get(name, x)
+            if x.is_floating_point() and x.dim() > 1:
+                self.fields[name] = describe(x)
+            elif self.reads(x):
+                self.fields[name] = fingerprint_of(x)
+            else:
+                self.fields[name] = f"{describe(x)} on {x.device.type}"
+                self._later.append((device_digest(x)[None], name))
+
+    def post(self, journal: Journal) -> None:
+        """Give what is on devices to the journal, in one copy from each device."""
+        by_device: dict[torch.device, list[tuple[Tensor, Judge | str]]] = {}
+        for values, judge in self._later:
+            by_device.setdefault(values.device, []).append((values, judge))
+        self._later = []
+        for entries in by_device.values():
+            journal.later(torch.cat([values for values, _ in entries]), _Judgement(entries))
+
+
+class _Judgement:
+    """Judges values that several checks have put together."""
+
+    def __init__(self, entries: list[tuple[Tensor, Judge | str]]) -> None:
+        self.parts = [(len(values), judge) for values, judge in entries]
+
+    def __call__(self, values: Tensor) -> SeqParError | dict[str, str]:
+        numbers, fields = values.tolist(), dict[str, str]()
+        for count, judge in self.parts:
+            part, numbers = numbers[:count], numbers[count:]
+            if isinstance(judge, str):
+                fields[judge] = f"with values {part[0] % 2**64:016x}"
+            elif error := judge(part):
+                return InputError(f"{error} (in an earlier forward: on a device it is seen one later)")
+        return fields
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+# the constants of splitmix64, as signed numbers
+STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def device_digest(x: Tensor) -> Tensor:
+    """Return a hash of a tensor's values and their places, int64 of no dimension, on its device.
+
+    The host does not wait for it. dtype and shape are not part of it.
+    """
+    x = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
+    bits = x.view(INTEGERS[x.dtype.itemsize]).to(torch.int64)
+    places = torch.arange(1, len(bits) + 1, device=bits.device)
+    # the sum of hashes of (value, place), in integers that wrap around
+    mixed = torch.add(bits, places, alpha=STEP).mul_(FIRST)
+    mixed = (mixed ^ (mixed >> 31)).mul_(SECOND)
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def fingerprint_of(x: Tensor) -> str:
+    """Return dtype and shape of a tensor, and a digest of its values, which are read."""
+    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+
+
+def describe(x: object) -> str:
+    """Return dtype and shape of a tensor, "none" for None, else the name of the type, for messages."""
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return "none" if x is None else type(x).__name__

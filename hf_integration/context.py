@@ -1,0 +1,96 @@
+"""What one forward of a patched model is: local, sharded or whole, and all that its parts must know of it.
+
+The outermost module that is called makes the context, once. Layers get it as the keyword `sequence_parallel`. A
+ContextVar has it where no keyword reaches: dropout, RoPE, norms, MLPs, heads. Threads of autograd find nothing there:
+whoever recomputes a part of a forward there enters the context that the part had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.data.value_checks import ValueChecks
+from ds_seqpar.whole.shard_spec import ShardSpec
+
+Mode = Literal["local", "sharded", "whole"]
+KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Noise:
+    """The random numbers of one forward."""
+
+    seed: int
+    tokens: Tensor  # (rows, local tokens) int64: a number of each token (`dropout`)
+    length: int  # tokens of a whole sequence
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ForwardState:
+    """What changes while a forward runs."""
+
+    begun: bool = False  # whether the base model was called
+    losses: list[float] | None = None  # the sum of token losses of each tile; None: the loss is not to be checked
+    # (storage of the output, source) of the deferred norm that ran last, until all its readers have read it
+    deferred: tuple[StorageWeakRef, Any] | None = None
+    unread: int = 0  # how many of these readers have not read it
+    watched: set[nn.Module] = dataclasses.field(default_factory=set)  # norms whose output another hook may read
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardContext:
+    """One forward of a patched model."""
+
+    mode: Mode | None = None  # None: the base model's call will say
+    module: nn.Module | None = None  # the module that is called
+    layout: BatchLayout | None = None  # None: sequences are shared equally
+    positions: Tensor | None = None  # the position_ids with which the base model is to be called
+    spec: ShardSpec | None = None  # of a whole batch that was sharded
+    logits: ShardSpec | None = None  # of its tokens that get logits
+    compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
+    noise: Noise | None = None  # None: torch's own noise
+    rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
+    state: ForwardState = dataclasses.field(default_factory=ForwardState)
+    recomputed: bool = False  # whether a checkpoint computes this part, which it does in forward and in backward
+    outer: ForwardContext | None = None  # the context around this one
+    within: bool = False  # whether the module was called by that of `outer`, and not by a hook of a user's
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no module around this one has sharded the batch."""
+        return self.outer is None or self.outer.state is not self.state
+
+    @property
+    def is_in_whole(self) -> bool:
+        """Whether a module around this one has whole outputs of it."""
+        return self.within and self.outer is not None and self.outer.mode == "whole"
+
+    def recomputing(self) -> ForwardContext:
+        """Return the context in which a checkpoint computes a part, in forward and again in backward."""
+        return dataclasses.replace(self, recomputed=True, state=ForwardState(watched=self.state.watched))
+
+
+# contexts of compiled graphs, which keep nothing of a forward
+LOCAL, SHARDED = ForwardContext(mode="local"), ForwardContext(mode="sharded")
+
+_current: ContextVar[ForwardContext | None] = ContextVar("hf_integration_forward", default=None)
+current = _current.get
+set_current = _current.set
+
+
+@contextlib.contextmanager
+def entered(context: ForwardContext | None) -> Iterator[None]:
+    """Context manager in which `current` returns the context."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,361 @@
+"""Hooks around the forwards of a patched model: what a forward is, and what its parts are given.
+
+A forward is sharded, whole or local. A local one is that of the unpatched model: with a kv cache (`generate`), inside
+`whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A whole batch is sharded, and the
+output is whole (`whole_calls`). Before a forward that is not local its ranks agree, once, that each was given its own
+tokens with their global positions (`agreement`).
+
+The outermost module that is called decides, of all its arguments by name, and makes the `ForwardContext`. The base
+model passes it to its layers. Checkpoints keep it, so a layer that backward recomputes runs as it did in forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.errors import InputError
+from ds_seqpar.runtime.groups import check_thread
+from ds_seqpar.runtime.log import log_once
+
+from .. import dropout
+from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
+from ..families import is_causal_lm, unwrapped
+from ..graph_breaks import between_graphs
+from ..memory.tiled_loss import check_read
+from . import checkpointing, rope, whole_calls
+from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, warn_of_cache, wrong_inputs
+from .losses import ExpertBalance, check_loss, check_output
+
+# passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
+NO_MASK = torch.empty(1, 1, 0, 0)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Patch:
+    """The state of a patched base model."""
+
+    sp: SequenceParallel
+    hooks: list[RemovableHandle]
+    agreement: Agreement
+    layers: tuple[Any, ...]  # those that can be checkpointed
+    ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
+    experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
+    heads: tuple[nn.Module, ...] = ()  # modules around the base model
+    above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
+    untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
+    tiled: bool = False  # whether any module is tiled
+    # an item for each `whole_sequences` that is active, in whatever thread; they make forwards local
+    whole: list[None] = dataclasses.field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict) -> Patch:
+        """Copy the state; a copy of a model is not inside `whole_sequences`, even where it is made there."""
+        return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": []})
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether nothing in a compiled forward needs the context between its graphs."""
+        return torch.compiler.is_compiling() and not self.ropes and not self.tiled
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    return getattr(getattr(model, "base_model", None), checkpointing.PATCH, None)
+
+
+def hook(module: nn.Module, is_base: bool) -> list[RemovableHandle]:
+    """Register the hooks of a patched base model, or of a module around one."""
+    bind = functools.partial(_by_name, _argument_names(module))
+    before = functools.partial(_before_base if is_base else _before_head, bind)
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(functools.partial(_after, bind), with_kwargs=True),
+        module.register_forward_hook(_leave, with_kwargs=True, always_call=True),
+    ]
+
+
+def _argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a forward's positional arguments; those of the module inside where it only hands them on."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    inner = unwrapped(module)
+    return names if names or inner is module else _argument_names(inner)
+
+
+def _by_name(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+Bind = Callable[[tuple, Mapping[str, Any]], dict[str, Any]]
+
+# ---- which mode
+
+
+def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a forward is local.
+
+    A kv cache means generation, which is local, unless the model is trained or the labels are sharded. One rank has
+    whole sequences in any case, so there a forward is local too, except for batches of `shard_batches` and a Trainer's
+    batches with labels, which have tiles and checkpoints as on several ranks.
+    """
+    if patch.whole or (
+        patch.sp.size == 1
+        and inputs.get("shift_labels") is None
+        and inputs.get("placement") is None
+        and not (inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs)))
+    ):
+        return True
+    cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
+    return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+
+
+def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> Mode:
+    """Return the mode of a forward.
+
+    Shards have what `shard_batches` adds. position_ids alone may be those of a shard or of a whole batch, and on one
+    rank may fit both; then the other ranks' positions decide.
+
+    Args:
+        is_whole: Whether it is known that a batch with position_ids alone is whole.
+    """
+    positions, compiled = inputs.get("position_ids"), torch.compiler.is_compiling()
+    if _is_local(patch, module, inputs):
+        return "local"
+    if not compiled:
+        check_thread()
+    # what is wrong the agreement will say
+    if wrong_inputs(inputs) or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
+        return "sharded"
+    if positions is None or is_whole:
+        return "whole"
+    if compiled:
+        return "sharded"
+    if whole_calls.is_moved_batch(positions):
+        return "whole"
+    return patch.agreement.vote(inputs, _wrong_shard(unwrapped(module), inputs) if module in patch.heads else "")
+
+
+def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
+    """Return a context for a module's forward, which is complete where a module around it has decided already.
+
+    Until `_leave` it is the current one. It is that before anything can fail, so that an exception ends it as well.
+    """
+    outer = current()
+    context = ForwardContext(module=module, outer=outer)
+    if outer is not None and outer.module in patch.heads and outer.module is not module:
+        if outer.mode is None or (outer.mode == "whole" and outer.spec is None):
+            context = dataclasses.replace(context, within=True)
+        elif not outer.state.begun and inputs.get("position_ids") is outer.positions:
+            context = dataclasses.replace(outer, module=module, outer=outer, within=True)
+    set_current(context)
+    return context
+
+
+def _complete(
+    patch: Patch, module: nn.Module, inputs: dict[str, Any], context: ForwardContext, wrong: str, compiled: bool = False
+) -> tuple[dict[str, Any], ForwardContext]:
+    """Shard a whole batch, agree with the other ranks, and complete the context of a forward.
+
+    Args:
+        module: The outermost module that has no whole outputs inside of it.
+        inputs: Its arguments by name.
+        context: Its context, with the mode.
+        wrong: What is wrong with the arguments, as a sentence; "" where they are right.
+        compiled: Whether this runs between the graphs of a compiled model.
+
+    Returns:
+        (the arguments, with this rank's shard; the context).
+    """
+    if context.mode == "whole":
+        inputs, context = whole_calls.shard_inputs(patch.agreement, inputs, context)
+    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
+    layout, seed, rope_tokens, local = None, 0, None, context.mode == "local"
+    if local:
+        if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
+            warn_of_cache(patch.sp.rank)
+        if mistake := wrong_inputs(inputs):
+            raise InputError(mistake)
+        seed = dropout.prepare_and_seed(sources, shared=False)
+    else:
+        layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
+        seed = patch.agreement.agree(inputs, wrong, backward, None if compiled else sources, context.compared)
+        if patch.ropes:
+            rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
+    return inputs, dataclasses.replace(
+        context,
+        layout=layout,
+        positions=inputs.get("position_ids"),
+        noise=dropout.noise_of(patch.sp, seed, tokens_of(inputs), layout, local),
+        rope_tokens=rope_tokens,
+    )
+
+
+def _noisy_modules(patch: Patch, module: nn.Module, context: ForwardContext) -> list[Any]:
+    """Return the modules that draw by token in a training forward."""
+    if patch.whole or (context.mode == "local" and patch.sp.size > 1):
+        return []
+    head = context.outer.module if context.within and context.outer is not None else None
+    if head is None and module not in patch.heads:
+        head = patch.agreement.model()
+    return dropout.noisy_modules(unwrapped(head or module))
+
+
+# ---- modules around the base model
+
+
+def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Begin a forward of a module around the base model. One that gets whole outputs leaves sharding to that."""
+    inner, inputs = unwrapped(module), bind(args, kwargs)
+    patch = patch_of(inner)
+    if patch is None:
+        return args, kwargs
+    if compiled := torch.compiler.is_compiling():
+        mode = "local" if KEYWORD in kwargs or wrong_inputs(inputs) else _mode(patch, module, inputs)
+        if mode == "local" or (mode == "sharded" and not _wrong_shard(inner, inputs)):
+            return args, kwargs  # the base model does all, in the graph
+    sharded = _begin_head(patch, module, inner, inputs, compiled)
+    return (args, kwargs) if sharded is None else ((), sharded)
+
+
+@between_graphs
+def _begin_head(
+    patch: Patch, module: nn.Module, inner: Any, inputs: dict[str, Any], compiled: bool
+) -> dict[str, Any] | None:
+    """Begin a forward. Return the arguments by name with this rank's shard, where a whole batch was sharded."""
+    context = _begin(patch, module, inputs)
+    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
+        return None
+    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole), ""
+    context = dataclasses.replace(context, mode=mode)
+    if mode != "local" and patch.experts is not None:
+        check_output(inner, inputs)
+    if mode == "whole" and module in patch.above:
+        whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
+    else:
+        if mode == "sharded":
+            wrong = _wrong_shard(inner, inputs)
+            tries_loss = module in patch.untried and inputs.get("labels") is not None
+            context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
+        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
+    set_current(context)
+    if context.spec is None:
+        return None
+    return {**inputs, KEYWORD: context} if compiled else inputs
+
+
+def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
+    """Return why a module around the base model cannot take a sharded batch; "" where it can."""
+    if not is_causal_lm(inner):
+        return WHOLE_ONLY.format(type(inner).__name__)
+    return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
+
+
+# ---- the base model
+
+
+def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
+    checkpointing.keep_attention(patch.layers, module, patch.sp)
+    if patch.in_graph and inputs.get("placement") is None and KEYWORD not in inputs:
+        mode = _mode(patch, module, inputs)
+        if mode != "whole":
+            return (), _in_graph(patch, module, inputs, mode)
+    return (), _between(patch, module, inputs, torch.compiler.is_compiling())
+
+
+def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Return the arguments of a base model whose forward is part of one graph."""
+    if mode == "local":
+        if wrong := wrong_inputs(inputs):
+            raise InputError(wrong)
+        return {**inputs, KEYWORD: LOCAL}
+    positions = agree_in_graph(patch.agreement, inputs, torch.is_grad_enabled() and module.training)
+    return _for_layers(module, {**inputs, "position_ids": positions}, SHARDED)
+
+
+@between_graphs
+def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) -> dict[str, Any]:
+    """Return the arguments of a base model by name, with this rank's shard, and with the context for its layers."""
+    given = inputs.pop(KEYWORD, None)  # a compiled head's
+    context = _begin(patch, module, inputs)
+    if given is not None:
+        context = dataclasses.replace(given, module=module, outer=given, within=True)
+    if context.mode is None:
+        context = dataclasses.replace(context, mode=_mode(patch, module, inputs, is_whole=context.is_in_whole))
+        inputs, context = _complete(patch, module, inputs, context, "", compiled)
+    context.state.begun = True
+    set_current(context)
+    return {**inputs, KEYWORD: context} if context.mode == "local" else _for_layers(module, inputs, context)
+
+
+def _for_layers(module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
+    """Return the arguments with which the base model makes no mask and no cache."""
+    if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
+        log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
+    inputs.pop("placement", None)
+    return {**inputs, "attention_mask": NO_MASK, "use_cache": False, KEYWORD: context}
+
+
+# ---- after a forward
+
+
+def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    inner, inputs = unwrapped(module), bind(args, kwargs)
+    patch = patch_of(inner)
+    context = None if patch is None else _context_after(patch, module, inputs)
+    if patch is None or context is None or context.mode == "local":
+        return output
+    is_base, is_whole = module is inner.base_model, context.spec is not None
+    if is_base and not patch.in_graph:
+        between_graphs(check_read)(context.state)
+    if not context.is_outermost:
+        return output
+    sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
+    if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
+        _try_shard_loss(patch, module, inputs, output, context)
+    if patch.experts is not None and not is_base:
+        output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0)
+    return whole_calls.gather_outputs(patch.agreement, context, inputs, output) if is_whole else output
+
+
+def _context_after(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext | None:
+    if not torch.compiler.is_compiling():
+        context = current()
+        return context if context is not None and context.module is module else None
+    if KEYWORD in inputs:
+        return inputs[KEYWORD]
+    return LOCAL if _mode(patch, module, inputs) == "local" else SHARDED
+
+
+def _leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """End the context of a module's forward, also where an exception has ended it."""
+    if torch.compiler.is_compiling() and (KEYWORD not in kwargs or kwargs[KEYWORD].module is None):
+        return
+    _end(module)
+
+
+@between_graphs
+def _end(module: nn.Module) -> None:
+    context = current()
+    if context is None or context.module is not module:
+        return
+    outer = context.outer
+    if outer is not None and context.within:  # dropout behind the base model draws the same forward's numbers
+        outer = dataclasses.replace(outer, noise=context.noise)
+    set_current(outer)
+
+
+@between_graphs
+def _try_shard_loss(
+    patch: Patch, module: nn.Module, inputs: Mapping[str, Any], output: Any, context: ForwardContext
+) -> None:
+    if check_loss(patch.sp, module, inputs, output, tiles=context.state.losses):
+        patch.untried = tuple(head for head in patch.untried if head is not module)

@@ -1,0 +1,282 @@
+"""Ranks that are about to do different things, in the first, a middle or the last call of a step: all of them raise the
+sentence that says so, in every mode of agreement, and the same groups go on."""
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.errors import InputError
+from ds_seqpar.runtime import journal
+from ds_seqpar.runtime.agreement import assert_ranks_agree
+from ds_seqpar.runtime.comm import TorchComm
+from ds_seqpar.runtime.input_checks import COMPARED
+from ds_seqpar.runtime.journal import Journal
+from tests import oracle
+from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, refusal
+from tests.launch import on_each_of
+from tests.words import missing
+
+CALLS = 3  # of a step
+
+
+def attend(sp, tokens=8, heads=(4, 2), batch=1, dtype=torch.float64, grad=True, change=None, **options):
+    q, k, v = (x.requires_grad_(grad) for x in oracle.tensors(batch, tokens, heads, dtype=dtype)[:3])
+    return sp.attention(change(q) if change else q, k, v, **options)
+
+
+def uneven(sp):
+    placement = sp.place(15, (7, 8))
+    tokens = len(placement.positions(sp.config.ulysses, sp.rank))
+    return attend(sp, tokens, mask=placement.mask, shards=placement.shards)
+
+
+# name -> (what the wrong rank does in place of a call, words of the sentence)
+INSTEAD = {
+    "shape": (lambda sp: attend(sp, tokens=16), (COMPARED, "(1, 16, 4, 8)")),
+    "dtype": (lambda sp: attend(sp, dtype=torch.float32), (COMPARED, "float32")),
+    "mask": (lambda sp: attend(sp, mask=Mask(window=3)), (COMPARED, "mask", "window 3")),
+    "batch": (lambda sp: attend(sp, batch=2), (COMPARED, "(2, 8, 4, 8)")),
+    "heads": (lambda sp: attend(sp, heads=(8, 2)), (COMPARED, "(1, 8, 8, 8)")),
+    "layout": (uneven, (COMPARED, "a placement was left out")),
+    "no gradients": (torch.no_grad()(attend), (COMPARED, "backward False")),
+    "checkpoint": (lambda sp: sp.checkpoint(attend, sp), (COMPARED, "checkpoint 'first run'")),
+    "another call": (lambda sp: sp.gather(torch.zeros(8), 0), ("calls", "tensor to gather")),
+}
+# and those that let the wrong rank go on; the others find it in another call or at the end of the step
+SHIFTED = {
+    "a missing call": (lambda sp: None, CALLS),
+    "a call too many": (lambda sp: attend(sp) + attend(sp), CALLS + 1),
+}
+
+
+def step(sp, place=None, instead=None):
+    """A step of a model, in which the wrong rank does something else in place of a call."""
+    outs = [(instead if number == place and sp.rank == WRONG else attend)(sp) for number in range(CALLS)]
+    loss = sum(out.sum() for out in outs if out is not None and out.requires_grad)
+    loss.backward()
+    sp.mean_loss(loss.detach())
+
+
+def another_order(sp):
+    losses = [attend(sp).sum() for _ in range(CALLS)]
+    for loss in losses[:: -1 if sp.rank == WRONG else 1]:
+        loss.backward()
+
+
+def left_out(sp):
+    loss = attend(sp).sum()
+    (torch.zeros((), requires_grad=True) if sp.rank == WRONG else loss).backward()
+    sp.mean_loss(loss.detach())
+
+
+def another_batch_after_backward(sp):
+    attend(sp).sum().backward()
+    attend(sp, tokens=8 + 8 * (sp.rank == WRONG)).sum().backward()
+
+
+def plants(words_of):
+    """(name, what every rank does, what it is told) of each disagreement. words_of: of the number of a call."""
+    for place in range(CALLS):
+        for name, (instead, words) in INSTEAD.items():
+            told = "DisagreementError", *words, *(words_of(place + 1) if words[0] == COMPARED else ())
+            yield f"{name} in call {place}", lambda sp, x=instead, at=place: step(sp, at, x), told
+        for name, (instead, number) in SHIFTED.items():
+            told = "DisagreementError", "calls", "backward", *words_of(number)
+            yield f"{name} in call {place}", lambda sp, x=instead, at=place: step(sp, at, x), told
+        error = lambda sp: attend(sp, change=lambda q: q[0])  # noqa: E731
+        yield f"an error in call {place}", lambda sp, x=error, at=place: step(sp, at, x), "an error"
+    yield "losses in another order", another_order, ("DisagreementError", "backward", "another order")
+    yield "a loss without attention", left_out, ("DisagreementError", "calls", "0 * out.sum()")
+    yield "another shape after backward", another_batch_after_backward, ("DisagreementError", "(1, 16, 4, 8)")
+
+
+ERROR = "attention needs q, k and v of shape", "q (8, 4, 8)"
+
+
+def assert_told(sp, words_of=lambda number: ()):
+    """Every rank is told of every disagreement, and a right call follows."""
+    wrong = {}
+    for name, plant, told in plants(words_of):
+        if told == "an error":
+            told = ("InputError", *ERROR) if sp.rank == WRONG else ("DisagreementError", "rank 1 cannot go on", *ERROR)
+        refused = refusal(plant, sp)
+        if lacking(refused, *told):
+            wrong[name] = refused
+        attend(sp)
+        sp.journal.settle(last=True)
+    step(sp)
+    assert wrong == {}, wrong
+
+
+MODES = [("auto", 1), ("deferred", 2)]
+OTHER_MODES = [("auto", 2), ("deferred", 1), ("always", 1), ("always", 2)]
+
+
+@pytest.mark.parametrize(
+    ("agreement", "ulysses"), [*MODES, *(pytest.param(*mode, marks=pytest.mark.whole) for mode in OTHER_MODES)]
+)
+@on_each_of(2, timeout=SECONDS)
+def test_every_rank_is_told_before_anything_is_computed_of_it(agreement, ulysses):
+    sp = make(agreement=agreement, ulysses=ulysses)
+    assert_told(sp)
+    assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count])).unique()) == 1  # which errors name calls by
+    assert attention_error(sp) < 1e-10
+
+
+class Sent:
+    def wait(self): ...
+
+
+class OnDevice(TorchComm):
+    """Messages that a device sends: no host waits for them. What arrives is of no use here."""
+
+    def post(self, *messages):
+        return Sent()
+
+    all_gather = all_to_all = exchange = post
+
+    def parts_of_all(self, x):
+        return x.expand(2, -1)
+
+
+def on_devices(**config):
+    """A SequenceParallel whose ranks compare as those on accelerators do."""
+    sp = make(**config)
+    sp.comm.__class__ = OnDevice
+    sp.journal.notes_on, sp.journal.overlaps, sp.journal.defers = "cpu", False, False
+    return sp
+
+
+@pytest.mark.parametrize("known", [False, True])
+@on_each_of(2, timeout=SECONDS)
+def test_every_rank_is_told_by_the_end_of_the_step(known):
+    """Of calls unlike all before in that call, and of those that were known at the end of backward."""
+    sp = on_devices()
+    step(sp)
+    for instead, _ in INSTEAD.values() if known else ():
+        for _ in range(2):
+            instead(sp)
+    sp.journal.settle()
+    assert_told(sp, lambda number: [f"(call {number} of the step)"])
+
+
+def compared(of):
+    """Of what a Journal does from now on, a list of how many calls each comparison of ranks had."""
+    begin, found = of._begin, []
+
+    def counted(*args):
+        found.append(len(of._entries) + 1)
+        return begin(*args)
+
+    of._begin = counted
+    return found
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_hosts_wait_for_one_another_once_a_step():
+    """In which layers are of two kinds, with checkpoints that attend again; without a backward after many calls."""
+    sp = on_devices(recompute_attention=True)
+
+    def loss():
+        layers = [{"causal": True}, {"mask": Mask(window=3)}] * 2
+        outs = [attend(sp, **options) for options in layers]
+        outs += [sp.checkpoint(attend, sp, **options) for options in layers[:2]]
+        x = torch.zeros(1, requires_grad=True)
+        outs.append(sp.checkpoint(lambda x: attend(sp) + x, x, use_reentrant=True))
+        return sum(out.sum() for out in outs)
+
+    loss().backward()
+    found = compared(sp.journal)
+    for _ in range(3):
+        loss().backward()
+        sp.mean_loss(torch.ones(()))
+    assert found == [12] * 3
+    found.clear()
+    with torch.no_grad(), mock.patch.object(journal, "MOST_NOTED", 8):
+        for _ in range(9):
+            attend(sp)
+    assert found == [1, 9]
+    sp.journal.settle()
+    assert len(found) == 2
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_what_is_noted_is_what_all_ranks_know():
+    """However many values there were since."""
+    sp = on_devices()
+    found = compared(sp.journal)
+    with mock.patch.object(journal, "MOST_KNOWN", 8):
+        for number in (*range(9), 1, 0):
+            sp.journal.note("number", number)
+    assert len(found) == 10  # of 1 all knew
+    for value in (0, 1, 0, 1):  # beside 0, 0, 0, 0
+        sp.journal.agree("rounded", value * (sp.rank == WRONG), advice=lambda by_rank: None)
+    assert len(found) == 14
+
+
+@on_each_of(4, timeout=SECONDS)
+def test_what_one_group_noted_is_compared_before_all_ranks_compare_anything():
+    """Else some of its ranks would wait there, and the others here."""
+    sp = on_devices(size=2)
+    for causal in (True, False):
+        attend(sp, causal=causal)
+    sp.journal.settle()
+    attend(sp, causal=sp.data_rank == 0 or sp.rank == WRONG)
+    if sp.data_rank:
+        found = refusal(assert_ranks_agree, sp.control_world, "number", 0)
+        assert lacking(found, "DisagreementError", "the same attention inputs", "rank 2: causal False") == []
+
+
+def look(sp, again):
+    if again:
+        sp.journal.note("batch", 1)
+    sp.journal.settle(last=True)
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_what_a_tensor_holds_is_judged_in_the_next_call_of_its_kind_and_at_last_at_the_end():
+    for notes in (None, "cpu"):
+        sp = make()
+        its, is_wrong = sp.journal, sp.rank == WRONG
+        its.notes_on = notes
+        judges = {
+            "its own error": (lambda x: InputError(f"needs 0; got {int(x)}") if int(x) else {}, "needs 0; got 1"),
+            "what all must have": (lambda x: {"token": int(x)}, f"rank 0: token 0; rank {WRONG}: token 1"),
+        }
+        for judge, words in judges.values():
+            for again in (True, False):
+                its.note("batch", 1)
+                its.later(torch.tensor(int(is_wrong)), judge)
+                its.note(COMPARED, 2)
+                kind, sentence = refusal(look, sp, again)
+                assert words in sentence, kind
+                its.note("batch", 1)
+                its.later(torch.tensor(0), judge)
+                its.note("batch", 1)
+                its.settle(last=True)
+
+
+def test_what_nobody_looked_at_is_printed_at_the_end(capsys):
+    """Which is that of the Journal, or of the interpreter."""
+    one = Journal(None)
+    one.later(torch.tensor(1), lambda x: InputError(f"needs 0; got {int(x)}"))
+    one.later(torch.tensor(0), lambda x: {"token": int(x)})
+    del one
+    gc.collect()
+    assert missing(capsys.readouterr().err, "needs 0; got 1") == []
+
+
+@on_each_of(6, timeout=SECONDS)
+def test_ranks_whose_comparisons_take_two_steps_beside_what_follows():
+    sp = make(agreement="deferred", ulysses=1)
+    for wrong in (None, *range(6)):
+        sp.journal.note("number", 0, overlap=True)
+        sp.journal.note("number", int(sp.rank == wrong), overlap=True)  # which ends the one before
+        sp.journal.before_sending()  # which does not end it
+        found = refusal(sp.journal.before_waiting)
+        assert lacking(found, "DisagreementError", "the same number", f"rank {wrong}: 1") == [] or wrong is None
+        assert found == (None, None) or wrong is not None
+        assert sp.journal.agree("number", 0, number=sp.rank) == 5
