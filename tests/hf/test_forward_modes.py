@@ -1,0 +1,1024 @@
+"""Every forward of a patched model is local, sharded or whole, whatever forwards, errors and threads are around it: its
+outputs are what its mode makes of the plain model's, and so are its gradients."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+from ds_seqpar.whole import WholeTensor
+from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from tests.dist.ranks import lacking, make, refusal
+from tests.hf.families import gradients, model_of
+from tests.hf.llama import averaged, gap, llama, small, with_lora
+from tests.launch import on_each_of
+
+LOCAL, SHARDED, WHOLE = MODES = "local", "sharded", "whole"
+CACHED = "cached"  # local by a kv cache, and without gradients
+PAIRS = tuple(itertools.permutations(MODES, 2))
+TILES = {"mlp_tiles": 2, "loss_tiles": 2}
+CHUNKS = {"mlp_tiles": 2, "head_chunks": 2}
+HOW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+OUTPUTS = ("loss", "aux_loss", "logits", "last_hidden_state")
+USES = {}
+
+
+def use(name, *args):
+    """Registers a function, with these arguments, as a use of this name."""
+
+    def register(function):
+        assert name not in USES
+        USES[name] = functools.partial(function, *args)
+        return function
+
+    return register
+
+
+def batch(seed=0, tokens=16):
+    ids = torch.randint(3, 64, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def own(sp, tokens=9):
+    """Another batch on each rank, of another length."""
+    return batch(10 + sp.rank, tokens + 4 * sp.rank)
+
+
+def off(found, expected):
+    """The greatest difference, beside the greatest number that is expected."""
+    found, expected = (torch.as_tensor(x).detach().float() for x in (found, expected))
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def outputs_of(output):
+    output = dict(zip(("loss", "logits"), output, strict=False)) if isinstance(output, tuple) else output
+    return {name: output[name] for name in OUTPUTS if output.get(name) is not None}
+
+
+def within(model, mode):
+    return whole_sequences(model) if mode == LOCAL else contextlib.nullcontext()
+
+
+@dataclasses.dataclass
+class Twins:
+    """A patched model and the plain one, which are asked the same."""
+
+    sp: Any
+    plain: nn.Module
+    model: nn.Module
+    exact: float = 1e-5
+    forwards: int = 0
+
+    def forward(self, mode, how=lambda model, given: model(**given), given=None):
+        """(the patched model's loss, the plain one's), once the outputs are found to be those of the mode."""
+        sp, local = self.sp, mode in (LOCAL, CACHED)
+        given, how = given or (own(sp) if local else batch()), prefilled if mode == CACHED else how
+        expected = outputs_of(how(self.plain, given))
+        shard = sp.shard_batch(given) if mode == SHARDED else given
+        self.forwards = number = self.forwards + 1
+        before = sum(sp.comm.received.values())
+        with within(self.model, mode):
+            found = outputs_of(how(self.model, shard))
+        if self.forwards == number:  # none inside, which may have sent
+            assert (sum(sp.comm.received.values()) > before) == (not local)
+        assert found.keys() | {"logits"} == expected.keys() | {"logits"}  # a loss in tiles makes no logits
+        for name, x in found.items():
+            wanted = expected[name]
+            assert isinstance(x, WholeTensor) == (mode == WHOLE and x.dim() > 0), name
+            if mode == SHARDED:
+                wanted = sp.shard(wanted, 1, shard.get("placement")) if x.dim() else wanted
+                x = sp.mean_loss(x) if name == "loss" else x
+            assert off(x, wanted) < self.exact, (mode, name)
+        return tuple(x["loss"] if "loss" in x else [*x.values()][-1].float().pow(2).mean() for x in (found, expected))
+
+    def backward(self, *losses):
+        """Compares the gradients of the sum of losses, averaged over ranks as a training loop does."""
+        for loss in map(sum, zip(*losses, strict=True)):
+            loss.backward()
+        assert gap(averaged(self.model), averaged(self.plain)) < self.exact
+        self.forget()
+
+    def forget(self):
+        self.model.zero_grad(), self.plain.zero_grad()
+
+    def train(self, *how, modes=MODES):
+        """A step of a forward of each mode."""
+        self.backward(*[self.forward(mode, *how) for mode in modes])
+
+
+def twins(build=small, checkpoints=None, sp=None, **settings):
+    """checkpoints: whether those of the patched model are reentrant; None: it has none."""
+    plain, model = build().train(), build().train()
+    sp = sp or make(size=2, **settings)
+    patch_attention(model, sp)
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+        model.enable_input_require_grads()  # torch's reentrant checkpoint has no gradients otherwise
+    return Twins(sp, plain, model)
+
+
+# --- arguments
+
+
+def prefilled(model, given):
+    with torch.no_grad():
+        return model(given["input_ids"], use_cache=True)
+
+
+def by_position(model, given):
+    first = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels")
+    return model(*map(given.get, first), **{name: x for name, x in given.items() if name not in first})
+
+
+def base_by_position(model, given):
+    return model.base_model(given["input_ids"], None, given.get("position_ids"))
+
+
+def of_base(model, given):
+    return model.base_model(**{name: x for name, x in given.items() if name != "labels"})
+
+
+def embedded(model, given):
+    rest = {name: x for name, x in given.items() if name != "input_ids"}
+    return model(inputs_embeds=model.get_input_embeddings()(given["input_ids"]), **rest)
+
+
+def without_gradients(model, given):
+    with torch.no_grad():
+        return model(**given)
+
+
+def as_tuple(model, given):
+    return model(**given, return_dict=False)[:2]
+
+
+def with_positions(model, given):
+    """Positions of a tensor of the user's own."""
+    positions = given.get("position_ids", torch.arange(given["input_ids"].shape[1])[None])
+    return model(**{**given, "position_ids": positions.clone()})
+
+
+@use("arguments by position", by_position)
+@use("arguments of the base model by position", base_by_position)
+@use("the base model", of_base)
+@use("inputs_embeds", embedded)
+@use("a tuple", as_tuple)
+@use("positions of a user's own", with_positions)
+def arguments(how):
+    twins().train(how)
+
+
+@use("no gradients in training mode")
+def no_gradients():
+    t = twins()
+    for mode in MODES:
+        t.forward(mode, without_gradients)
+    t.train()
+
+
+@use("evaluation, of shift_labels too")
+def evaluated():
+    t = twins()
+    t.plain.eval(), t.model.eval()
+    for mode in (*MODES, CACHED, WHOLE):
+        t.forward(mode, without_gradients)
+
+
+@use("autocast", False)
+@use("autocast and checkpoints", True)
+def autocast(checkpointed):
+    t = twins(checkpoints=False if checkpointed else None)
+    t.exact = 0.05
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [t.forward(mode) for mode in MODES]
+    t.backward(*losses)
+
+
+@use("a dict that is used again")
+def a_dict_used_again():
+    t = twins()
+    whole, mine = batch(), own(t.sp)
+    shard = t.sp.shard_batch(whole)
+    before = [dict(x) for x in (whole, mine, shard)]
+    losses = []
+    for _ in range(2):
+        losses += [t.forward(WHOLE, given=whole), t.forward(LOCAL, given=mine)]
+        losses.append((t.model(**shard).loss, t.plain(**whole).loss))
+    assert all(
+        a.keys() == b.keys() and all(a[n] is b[n] for n in a) for a, b in zip(before, (whole, mine, shard), strict=True)
+    )
+    t.backward(*losses)
+
+
+@use("tensors of a batch that are used again in another mode")
+def tensors_used_again():
+    """The ids and positions of a shard, then of whole sequences."""
+    t = twins(layout="contiguous")
+    shard = t.sp.shard_batch(batch())
+    mine = {name: shard[name] for name in ("input_ids", "labels", "position_ids")}
+    losses = [(t.model(**shard).loss, t.plain(**batch()).loss)]
+    losses.append(t.forward(LOCAL, given=mine))
+    losses.append((t.model(**shard).loss, t.plain(**batch()).loss))
+    t.backward(*losses)
+
+
+@use("positions that on one rank fit a shard and whole sequences")
+def ambiguous_positions():
+    t = twins(layout="contiguous")
+    ids, positions = batch()["input_ids"], torch.arange(8)[None]
+    found = t.model(input_ids=ids[:, :8], position_ids=positions).logits
+    assert off(found, t.plain(ids[:, :8]).logits) < t.exact
+    found = t.model(input_ids=t.sp.shard(ids, 1), position_ids=positions + 8 * t.sp.rank).logits
+    assert not isinstance(found, WholeTensor)
+    assert off(found, t.sp.shard(t.plain(ids).logits, 1)) < t.exact
+
+
+@use("sp.position_ids alone")
+def position_ids_alone():
+    t = twins()
+    ids = batch()["input_ids"]
+    for call in (t.model, t.model.eval()):
+        found = call(input_ids=t.sp.shard(ids, 1), position_ids=t.sp.position_ids(16)).logits
+        assert not isinstance(found, WholeTensor)
+        assert off(found, t.sp.shard(t.plain(ids).logits, 1)) < t.exact
+
+
+@use("a placement, with labels and without")
+def a_placement():
+    t, given = twins(), batch(tokens=13)
+    losses = [t.forward(mode, given=given) for mode in MODES]
+    shard = t.sp.shard_batch(given)
+    placement = shard["placement"]
+    without = {name: shard[name] for name in ("input_ids", "position_ids", "placement")}
+    found = t.model(**without).logits
+    assert not isinstance(found, WholeTensor)
+    assert off(found, t.sp.shard(t.plain(given["input_ids"]).logits, 1, placement)) < t.exact
+    t.backward(*losses)
+
+
+@use("the last logits")
+def last_logits():
+    t = twins()
+    for mode in (LOCAL, WHOLE):
+        t.forward(mode, lambda model, given: model(given["input_ids"], logits_to_keep=3))
+
+
+# --- a kv cache
+
+
+def continued(model, ids, keyword, base):
+    """Logits, or hidden states, of tokens behind a cache."""
+    model = model.base_model if base else model
+    first = model(ids[:, :6], use_cache=True).past_key_values
+    second = (ids[:, 6:], None, None, first)
+    output = model(ids[:, 6:], past_key_values=first) if keyword else model(*second)
+    return output[0]
+
+
+@use("a cache by keyword, on one rank alone", True, False, small)
+@use("a cache by position, on one rank alone", False, False, small)
+@use("a cache by position, of the base model, on one rank alone", False, True, small)
+@use("a cache by position, of experts with router logits, on one rank alone", False, False, lambda: experts())
+def cached(keyword, base, build):
+    t = twins(build)
+    if t.sp.rank == 1:
+        with torch.no_grad():
+            ids = own(t.sp)["input_ids"]
+            assert off(*(continued(model, ids, keyword, base) for model in (t.model, t.plain))) == 0
+    t.train()
+
+
+@use("use_cache by position, on one rank alone")
+def use_cache_by_position():
+    t = twins(experts)
+    if t.sp.rank == 1:
+        with torch.no_grad():
+            ids = own(t.sp)["input_ids"]
+            found, expected = (model(ids, None, None, None, None, None, True) for model in (t.model, t.plain))
+        assert found.past_key_values is not None
+        assert off(found.logits, expected.logits) == 0
+    t.train()
+
+
+@use("a cache in training")
+def cache_in_training():
+    t = twins()
+    for given in (batch(), t.sp.shard_batch(batch())):
+        assert lacking(refusal(t.model, **given, use_cache=True), "InputError", "no kv cache") == []
+        t.train()
+
+
+def experts():
+    return model_of("qwen3_moe", num_hidden_layers=1)
+
+
+@use("a cache between forward and backward, of experts with checkpoints")
+def cached_experts():
+    t = twins(experts, checkpoints=False)
+    losses = [t.forward(mode) for mode in MODES]
+    t.model.eval(), t.plain.eval()
+    t.forward(CACHED)
+    t.model.train(), t.plain.train()
+    t.backward(*losses)
+
+
+# --- an exception in a forward
+
+
+class Interruption(BaseException):
+    pass
+
+
+def fail(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+def in_layer(model, hook):
+    return model.model.layers[0].mlp.register_forward_pre_hook(hook)
+
+
+@use("an exception in a layer", in_layer)
+@use("an exception in a layer, which is no Exception", in_layer, Interruption)
+@use("an exception in tiles", in_layer, KeyError, TILES)
+@use("an exception in the embeddings", lambda m, hook: m.get_input_embeddings().register_forward_hook(hook))
+@use("an exception in a pre-hook before ours", lambda m, hook: m.register_forward_pre_hook(hook, prepend=True))
+@use("an exception in a pre-hook after ours", lambda m, hook: m.register_forward_pre_hook(hook))
+@use("an exception in a pre-hook of the base model", lambda m, hook: m.model.register_forward_pre_hook(hook))
+@use("an exception in a forward hook before ours", lambda m, hook: m.register_forward_hook(hook, prepend=True))
+@use("an exception in a forward hook after ours", lambda m, hook: m.register_forward_hook(hook))
+@use("an exception in a forward hook of the base model", lambda m, hook: m.model.register_forward_hook(hook))
+def exception(place, error=KeyError, settings=None):
+    t = twins(**(settings or {}))
+    for mode in MODES:
+        handle = place(t.model, fail(error()))
+        with pytest.raises(error), within(t.model, mode):
+            t.model(**(t.sp.shard_batch(batch()) if mode == SHARDED else own(t.sp) if mode == LOCAL else batch()))
+        handle.remove()
+        t.train(modes=[other for other in MODES if other != mode])
+
+
+@use("an exception when a checkpoint computes a layer again")
+def exception_in_recomputation():
+    t = twins(checkpoints=False)
+    for mode in MODES:
+        loss = t.forward(mode)[0]
+        handle = in_layer(t.model, fail(KeyError()))
+        with pytest.raises(KeyError):
+            loss.backward()
+        handle.remove()
+        t.forget()
+        t.train(modes=[other for other in MODES if other != mode])
+
+
+@use("a forward that is refused")
+def refused():
+    t = twins()
+    for wrong in (batch(seed=t.sp.rank), {**batch(), "position_ids": torch.arange(5, 21)[None]}):
+        assert refusal(t.model, **wrong)[0] is not None
+        t.train()
+
+
+# --- dropout: each forward has its numbers, also where layers are computed again
+
+
+def dropping():
+    return model_of("phi3", num_hidden_layers=1, resid_pdrop=0.3, attn_implementation="sdpa").train()
+
+
+def noisy(mode, build=dropping, checkpoints=None, between=lambda sp, model: None, inside=None):
+    """(loss, gradients) of one forward from the same seed. between: called before backward; inside: in the forward,
+    between attention's dropout and the MLP's."""
+    sp, model = make(size=2), build()
+    patch_attention(model, sp)
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+        model.enable_input_require_grads()
+    given = own(sp) if mode == LOCAL else sp.shard_batch(batch()) if mode == SHARDED else batch()
+    if inside is not None:
+        in_layer(model, lambda *_: inside(sp, model))
+    torch.manual_seed(4)
+    with within(model, mode):
+        loss = model(**given).loss
+    between(sp, model)
+    loss.backward()
+    return loss, gradients(model)
+
+
+def assert_same(found, expected):
+    assert off(found[0], expected[0]) < 1e-6
+    assert gap(found[1], expected[1]) < 1e-6
+
+
+def others_between(sp, model):
+    with torch.no_grad(), whole_sequences(model):
+        model(**own(sp))
+    model(**batch(1))
+    model(**sp.shard_batch(batch(2)))
+    model.eval()(**batch(1))
+    model(own(sp)["input_ids"], use_cache=True)
+    model.train()
+
+
+@use("dropout of a local forward, before others", LOCAL)
+@use("dropout of a sharded forward, before others", SHARDED)
+@use("dropout of a whole forward, before others", WHOLE)
+def dropout_again(mode):
+    expected = noisy(mode)
+    for checkpoints in (False, True):
+        assert_same(noisy(mode, checkpoints=checkpoints, between=others_between), expected)
+
+
+@use("dropout of a local forward is the plain model's, after others")
+def local_dropout():
+    sp, model, plain = make(size=2), dropping(), dropping()
+    patch_attention(model, sp)
+    losses = []
+    for other in (batch(), sp.shard_batch(batch()), None):
+        if other is not None:
+            model(**other)
+        torch.manual_seed(4)
+        losses.append(plain(**own(sp)).loss)
+        torch.manual_seed(4)
+        with whole_sequences(model):
+            assert off(model(**own(sp)).loss, losses[-1]) < 1e-6
+    assert off(losses[0], losses[-1]) == 0
+
+
+@use("dropout of sharded and whole forwards is the same, after an exception too")
+def shared_dropout():
+    sp, model = make(size=2), dropping()
+    patch_attention(model, sp)
+    shard = sp.shard_batch(batch())
+    found = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        found.append(sp.mean_loss(model(**shard).loss))
+        torch.manual_seed(4)
+        found.append(float(model(**batch()).loss))
+        handle = in_layer(model, fail(KeyError()))
+        with pytest.raises(KeyError):
+            model(**batch())
+        handle.remove()
+    assert found == pytest.approx(found[:1] * 4, rel=1e-6)
+
+
+# --- a forward inside another
+
+
+@use("a whole forward of another model inside a local one", LOCAL, WHOLE)
+@use("a sharded forward of another model inside a local one", LOCAL, SHARDED)
+@use("a whole forward of another model inside a sharded one", SHARDED, WHOLE)
+@use("a local forward of another model inside a sharded one", SHARDED, LOCAL)
+@use("a sharded forward of another model inside a whole one", WHOLE, SHARDED)
+@use("a local forward of another model inside a whole one", WHOLE, LOCAL)
+@use("a whole forward of the same model inside a sharded one", SHARDED, WHOLE, True)
+@use("a local forward of the same model inside a sharded one", SHARDED, LOCAL, True)
+@use("a sharded forward of the same model inside a whole one", WHOLE, SHARDED, True)
+@use("a local forward of the same model inside a whole one", WHOLE, LOCAL, True)
+@use("a sharded forward of the same model inside a cached one", CACHED, SHARDED, True)
+@use("a whole forward of the same model inside a cached one", CACHED, WHOLE, True)
+@use("a cached forward of the same model inside a sharded one", SHARDED, CACHED, True)
+@use("a local forward inside a sharded one, in tiles", SHARDED, LOCAL, True, TILES)
+@use("a local forward inside a whole one, in chunks of heads", WHOLE, LOCAL, True, CHUNKS)
+@use("a whole forward inside a sharded one, in chunks of heads", SHARDED, WHOLE, True, CHUNKS)
+@use("a local forward inside a sharded one, in checkpoints", SHARDED, LOCAL, True, {"checkpoints": False})
+@use("a sharded forward inside a whole one, in reentrant checkpoints", WHOLE, SHARDED, True, {"checkpoints": True})
+def inside(outer, inner, same=False, settings=None):
+    t = twins(llama, **(settings or {}))
+    other, losses = t if same else twins(sp=t.sp), []
+
+    def hook(*_):
+        if not losses:
+            losses.append(None)  # its own hook does nothing
+            losses[0] = other.forward(inner)
+
+    handle = t.model.model.layers[0].self_attn.register_forward_pre_hook(hook)
+    loss = t.forward(outer)
+    handle.remove()
+    trained = [[t, loss], [other, losses[0]]]
+    if same:
+        t.backward(*[pair for _, pair in trained if pair[0].requires_grad])
+    else:
+        for its, pair in trained:
+            its.backward(pair)
+
+
+@use("a model called in its own forward hook")
+def in_own_hook():
+    t = twins()
+    losses = []
+
+    def hook(*_):
+        if len(losses) < 2:
+            losses.append(None)
+            mode = (LOCAL, SHARDED)[len(losses) - 1]
+            losses.append(t.forward(mode))
+
+    for prepend in (False, True):
+        losses.clear()
+        handle = t.model.register_forward_hook(hook, prepend=prepend)
+        loss = t.forward(WHOLE)
+        handle.remove()
+        t.backward(loss, losses[1])
+
+
+@use("a local forward inside a checkpointed layer, which is computed again with it")
+def inside_a_checkpoint():
+    for mode, reentrant in itertools.product((SHARDED, WHOLE), (False, True)):
+        t = twins(checkpoints=reentrant)
+        calls = []
+
+        def hook(*_, t=t, calls=calls):
+            if not calls or calls[-1]:
+                calls.append(False)
+                with torch.no_grad():
+                    t.forward(LOCAL, without_gradients)
+                calls.append(True)
+
+        in_layer(t.model, hook)
+        loss = t.forward(mode)
+        before = len(calls)
+        t.backward(loss)
+        assert before == 2
+        assert len(calls) == 4
+
+
+@use("dropout around a forward of another model")
+def dropout_around_another():
+    def other(sp, model):
+        twins(sp=sp).forward(LOCAL)
+        twins(sp=sp).forward(WHOLE)
+
+    for mode in MODES:
+        assert_same(noisy(mode, inside=other), noisy(mode))
+
+
+@use("dropout around a local forward of the same model")
+def dropout_around_itself():
+    running = []
+
+    def again(sp, model):
+        if running:
+            return
+        running.append(True)
+        model.eval()
+        with torch.no_grad(), whole_sequences(model):
+            model(**own(sp))
+        model.train()
+        running.clear()
+
+    for mode, checkpoints in itertools.product((SHARDED, WHOLE), (None, False, True)):
+        assert_same(noisy(mode, checkpoints=checkpoints, inside=again), noisy(mode))
+
+
+# --- between forward and backward
+
+
+@use("a local forward in checkpoints, before others", LOCAL, False)
+@use("a sharded forward in checkpoints, before others", SHARDED, False)
+@use("a whole forward in checkpoints, before others", WHOLE, False)
+@use("a local forward in reentrant checkpoints, before others", LOCAL, True)
+@use("a sharded forward in reentrant checkpoints, before others", SHARDED, True)
+@use("a whole forward in reentrant checkpoints, before others", WHOLE, True)
+def before_others(mode, reentrant):
+    for settings in ({}, TILES):
+        t = twins(checkpoints=reentrant, **settings)
+        for other in MODES:
+            loss = t.forward(mode)
+            t.forward(other)
+            t.backward(loss)
+
+
+@use("tiles of MLP and loss, a local forward between", TILES)
+@use("chunks of heads, a local forward between", CHUNKS)
+def tiles_between(settings):
+    t = twins(**settings)
+    for mode in (SHARDED, WHOLE):
+        loss = t.forward(mode)
+        t.forward(LOCAL)
+        t.backward(loss)
+    t.train()
+
+
+@use("backward in the other order")
+def other_order():
+    for settings in ({}, {"checkpoints": False}):
+        t = twins(**settings)
+        for loss in reversed([t.forward(mode) for mode in MODES]):
+            t.backward(loss)
+
+
+@use("evaluation between forward and backward")
+def evaluation_between():
+    t = twins(checkpoints=False)
+    losses = [t.forward(mode) for mode in MODES]
+    t.model.eval(), t.plain.eval()
+    for mode in MODES:
+        t.forward(mode, without_gradients)
+    t.model.train(), t.plain.train()
+    t.backward(*losses)
+
+
+@use("generate between forward and backward, on one rank alone")
+def generate_between():
+    t = twins(checkpoints=False)
+    losses = [t.forward(mode) for mode in MODES]
+    if t.sp.rank == 1:
+        t.model.eval(), t.plain.eval()
+        found, expected = (model.generate(batch()["input_ids"], **HOW) for model in (t.model, t.plain))
+        assert torch.equal(found, expected)
+        t.model.train(), t.plain.train()
+    t.backward(*losses)
+    t.train()
+
+
+@use("whole_sequences between forward and backward, nested, left by an exception")
+def whole_sequences_between():
+    t = twins(checkpoints=False)
+    for mode in (SHARDED, WHOLE):
+        loss = t.forward(mode)
+        with whole_sequences(t.model), whole_sequences(t.model):
+            t.backward(loss)
+        with pytest.raises(KeyError), whole_sequences(t.model), whole_sequences(t.model):
+            raise KeyError
+        t.train()
+    with whole_sequences(t.model):
+        loss = t.forward(LOCAL)
+        local = t.forward(LOCAL)  # the inner one has ended
+        found = t.model(**own(t.sp)).loss
+    assert off(found, local[1]) < t.exact
+    t.backward(loss, local)
+
+
+@use("a copy between forward and backward", None)
+@use("a copy between forward and backward, with checkpoints", False)
+def copy_between(checkpoints):
+    t = twins(checkpoints=checkpoints)
+    losses = [t.forward(mode) for mode in MODES]
+    with whole_sequences(t.model):
+        twin = Twins(t.sp, copy.deepcopy(t.plain), copy.deepcopy(t.model))
+    of_copy = [twin.forward(mode) for mode in MODES]
+    t.backward(*losses)
+    twin.backward(*of_copy)
+
+
+@use("a model that is patched again between forward and backward")
+def patched_again():
+    t = twins(checkpoints=False)
+    losses = {mode: t.forward(mode) for mode in MODES}
+    patch_attention(unpatch_attention(t.model), t.sp)
+    t.backward(losses[LOCAL])
+    for mode in (SHARDED, WHOLE):
+        assert lacking(refusal(losses[mode][0].backward), "ConfigError", "unpatch_attention after backward") == []
+    t.forget()
+    t.train()
+
+
+@use("a local forward in a function that torch checkpoints", LOCAL)
+@use("a whole forward in a function that torch checkpoints", WHOLE)
+def in_a_checkpointed_function(mode):
+    for reentrant in (False, True):
+        t = twins()
+
+        def how(model, given, mode=mode, reentrant=reentrant):
+            def function(x):
+                with within(model, mode):
+                    return model(inputs_embeds=x, labels=given["labels"]).loss
+
+            return {
+                "loss": checkpoint(function, model.get_input_embeddings()(given["input_ids"]), use_reentrant=reentrant)
+            }
+
+        loss = t.forward(mode, how)
+        others = [t.forward(other) for other in MODES]
+        t.backward(loss)
+        t.backward(*others)
+
+
+# --- several models
+
+
+@use("two models of one sp, in turn")
+def two_models():
+    first = twins(checkpoints=False)
+    second = twins(functools.partial(small, seed=1), sp=first.sp)
+    losses = [(t, t.forward(mode)) for mode in MODES for t in (first, second)]
+    with whole_sequences(first.model):
+        losses += [(second, second.forward(WHOLE)), (second, second.forward(SHARDED))]
+    for t, loss in reversed(losses):
+        t.backward(loss)
+
+
+def headed(t, kind, **changes):
+    """Twins of another head around the base models of t."""
+    made = []
+    for model in (t.plain, t.model):
+        torch.manual_seed(2)
+        config = copy.deepcopy(t.plain.config)
+        config.update(changes)
+        head = kind(config)
+        head.model = model.model
+        made.append(head.train())
+    patch_attention(made[1], t.sp)
+    return Twins(t.sp, *made)
+
+
+@use("one base model under two causal heads")
+def two_causal_heads():
+    t = twins()
+    second = headed(t, LlamaForCausalLM)
+    for pair in itertools.permutations((t, second)):
+        losses = [(its, its.forward(mode)) for mode in MODES for its in pair]
+        for its, loss in losses:
+            its.backward(loss)
+
+
+@use("one base model under a causal head and a classifier")
+def classifier_beside():
+    t = twins()
+    second = headed(t, LlamaForSequenceClassification, num_labels=3, pad_token_id=0)
+    for seed in range(2):
+        for mode in (LOCAL, WHOLE):
+            rows = {**(own(t.sp) if mode == LOCAL else batch(seed)), "labels": torch.tensor([0, 2])}
+            loss = second.forward(mode, given=rows)
+            t.forward(SHARDED)
+            second.backward(loss)
+        shard = t.sp.shard_batch(batch())
+        given = {name: shard[name] for name in ("input_ids", "position_ids")}
+        assert lacking(refusal(second.model, **given), "InputError", "needs whole batches") == []
+    t.train()
+
+
+@use("a classifier")
+def classifier():
+    def build():
+        torch.manual_seed(2)
+        return LlamaForSequenceClassification(small(num_labels=3, pad_token_id=0).config)
+
+    t = twins(build)
+    for _ in range(2):
+        for mode in (WHOLE, LOCAL):
+            rows = {**(own(t.sp) if mode == LOCAL else batch()), "labels": torch.tensor([0, 2])}
+            t.backward(t.forward(mode, given=rows))
+        shard = t.sp.shard_batch(batch())
+        given = {name: shard[name] for name in ("input_ids", "position_ids")}
+        assert lacking(refusal(t.model, **given), "InputError", "needs whole batches") == []
+
+
+class Penalised(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        output.loss = output.loss + 0.1 * output.logits.float().logsumexp(-1).pow(2).mean()
+        return output
+
+
+def penalised():
+    torch.manual_seed(0)
+    return Penalised(small().config)
+
+
+@use("a forward of a user's own, around a local one and a whole one")
+def of_own():
+    t = twins(penalised)
+    for mode in (LOCAL, WHOLE):
+        handle = in_layer(t.model, fail(KeyError()))
+        with pytest.raises(KeyError), within(t.model, mode):
+            t.model(**batch())
+        handle.remove()
+        t.train(modes=(WHOLE, LOCAL, WHOLE))
+
+
+@use("adapters of peft's")
+def adapters():
+    t = twins(lambda: with_lora(small(), "q_proj", "v_proj"))
+    t.train()
+    t.train(by_position)
+    t.train(of_base)
+
+
+# --- RoPE whose frequencies follow the longest position
+
+
+def dynamic():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return small(max_position_embeddings=10, rope_parameters=rope)
+
+
+@use("dynamic RoPE, a longer local forward between")
+def dynamic_between():
+    t = twins(dynamic)
+    for mode in (SHARDED, WHOLE):
+        losses = [t.forward(mode), t.forward(LOCAL, given=batch(5, 13)), t.forward(mode), t.forward(CACHED)]
+        losses += [t.forward(LOCAL, given=batch(6, 24)), t.forward(mode)]
+        t.backward(*[loss for loss in losses if loss[0].requires_grad])
+
+
+@use("dynamic RoPE, a local forward inside another one, before RoPE")
+def dynamic_inside():
+    for mode in (SHARDED, WHOLE):
+        t, inner = twins(dynamic), []
+
+        def hook(*_, t=t, inner=inner):
+            if not inner:
+                inner.append(None)
+                inner[0] = t.forward(LOCAL, given=batch(5, 12))
+
+        t.model.get_input_embeddings().register_forward_hook(hook)
+        t.backward(t.forward(mode), inner[0])
+
+
+@use("dynamic RoPE, called by itself")
+def dynamic_alone():
+    t = twins(dynamic)
+    x, positions = torch.zeros(1, 12, 64), torch.arange(12)[None]
+    for mode in (SHARDED, WHOLE, LOCAL):
+        t.forward(mode)
+        handle = in_layer(t.model, fail(KeyError()))
+        for failing in (False, True):
+            if failing:
+                with pytest.raises(KeyError), within(t.model, mode):
+                    t.model(**(t.sp.shard_batch(batch()) if mode == SHARDED else batch()))
+            else:
+                handle.remove()
+            found, expected = (model.model.rotary_emb(x, positions) for model in (t.model, t.plain))
+            assert all(off(*pair) < t.exact for pair in zip(found, expected, strict=True)), (mode, failing)
+            handle = in_layer(t.model, fail(KeyError()))
+        handle.remove()
+
+
+@use("a layer that is called by itself")
+def layer_alone():
+    t = twins()
+    x, positions = torch.ones(1, 8, 64), torch.arange(8)[None]
+    for mode in MODES:
+        t.forward(mode)
+        around = t.model.model.rotary_emb(x, positions)
+        said = refusal(t.model.model.layers[0], x, position_embeddings=around)
+        assert lacking(said, "InputError", "past its model's forward") == []
+
+
+# --- threads
+
+
+def in_threads(*functions):
+    """What functions return that run at once, each in a thread; raises what one of them raised."""
+    found, errors = [None] * len(functions), []
+
+    def run(number, function):
+        try:
+            found[number] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def alone(t):
+    """A local forward and its backward, without other ranks."""
+    loss, expected = t.forward(LOCAL)
+    loss.backward(), expected.backward()
+    assert gap(gradients(t.model), gradients(t.plain)) < t.exact
+    t.forget()
+
+
+@use("a local forward in a thread of one rank")
+def local_in_a_thread():
+    t = twins(checkpoints=False)
+    if t.sp.rank == 1:
+        in_threads(lambda: alone(t))
+    t.train()
+
+
+@use("a local forward in a thread, in whole_sequences of the main thread")
+def local_in_whole_sequences_of_another_thread():
+    t = twins()
+    given = own(t.sp)
+    with whole_sequences(t.model):
+        (found,) = in_threads(lambda: t.model(**given).loss)
+    assert off(found, t.plain(**given).loss) < t.exact
+    t.train()
+
+
+@use("local forwards in two threads at once")
+def two_threads():
+    """Each in a whole_sequences of its own: the first one ends while the second one's forward is still to come."""
+    t, given = twins(), own(twins().sp)
+    both, first_left = threading.Barrier(2, timeout=20), threading.Event()
+
+    def first():
+        with whole_sequences(t.model):
+            both.wait()
+            loss = t.model(**given).loss
+        first_left.set()
+        return loss
+
+    def second():
+        with whole_sequences(t.model):
+            both.wait()
+            assert first_left.wait(20)
+            return t.model(**given).loss
+
+    expected = t.plain(**given).loss
+    for found in in_threads(first, second):
+        assert off(found, expected) < t.exact
+    t.train()
+
+
+@use("forwards with a cache in two threads at once")
+def cached_in_two_threads():
+    t = twins()
+    t.model.eval(), t.plain.eval()
+    both, batches = threading.Barrier(2, timeout=20), [batch(seed, 9 + seed) for seed in (1, 2)]
+    handle = in_layer(t.model, lambda *_: both.wait() and None)
+    found = in_threads(*[lambda given=given: prefilled(t.model, given).logits for given in batches])
+    handle.remove()
+    for logits, given in zip(found, batches, strict=True):
+        assert off(logits, prefilled(t.plain, given).logits) < t.exact
+    t.model.train(), t.plain.train()
+    t.train()
+
+
+@use("a local forward in a thread, inside a sharded one")
+def thread_inside():
+    for mode in (SHARDED, WHOLE):
+        t = twins(checkpoints=False)
+        running = []
+
+        def hook(*_, t=t, running=running):
+            if not running:
+                running.append(True)
+                in_threads(lambda: t.forward(LOCAL, without_gradients))
+
+        handle = in_layer(t.model, hook)
+        loss = t.forward(mode)
+        handle.remove()
+        t.backward(loss)
+
+
+@use("dropout around a local forward in a thread")
+def dropout_around_a_thread():
+    other = twins()
+    for mode in (SHARDED, WHOLE):
+        inside = noisy(mode, inside=lambda *_: in_threads(lambda: other.forward(LOCAL, without_gradients)))
+        assert_same(inside, noisy(mode))
+
+
+@use("a forward that is shared, in a thread of one rank")
+def shared_in_a_thread():
+    t = twins()
+    shard = t.sp.shard_batch(batch())
+    for given in (batch(), shard):
+        if t.sp.rank == 1:
+            (said,) = in_threads(lambda given=given: refusal(t.model, **given))
+            assert lacking(said, "ConfigError", "in one thread", "sp.bind_to_thread()") == []
+        t.train()
+
+
+@use("a training step in a thread that is bound, with checkpoints")
+def bound_thread():
+    t = twins(checkpoints=False)
+    expected = noisy(WHOLE, checkpoints=False)
+    in_threads(lambda: (t.sp.bind_to_thread(), t.train(), assert_same(noisy(WHOLE, checkpoints=False), expected)))
+    t.sp.bind_to_thread()
+    t.train()
+
+
+# --- one rank a sequence
+
+
+@use("one rank a sequence, batches of shard_batches between local ones")
+def one_rank():
+    sp = make(size=1, **TILES)
+    t = Twins(sp, small().train(), patch_attention(small().train(), sp))
+    t.model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard, losses = sp.shard_batch(batch()), []
+    for given in (shard, batch(), shard):
+        losses += [(t.model(**given).loss, t.plain(**batch()).loss), t.forward(LOCAL)]
+    assert all(off(*pair) < t.exact for pair in losses)
+    t.backward(*losses)
+
+
+@pytest.mark.parametrize("name", USES)
+@on_each_of(2, timeout=40)
+def test_the_mode_is_right(name):
+    USES[name]()
