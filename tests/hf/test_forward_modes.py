@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -69,6 +69,10 @@ def within(model, mode):
     return whole_sequences(model) if mode == LOCAL else contextlib.nullcontext()
 
 
+def of_batch(model, given):
+    return model(**given)
+
+
 @dataclasses.dataclass
 class Twins:
     """A patched model and the plain one, which are asked the same."""
@@ -77,29 +81,30 @@ class Twins:
     plain: nn.Module
     model: nn.Module
     exact: float = 1e-5
-    forwards: int = 0
+    in_parts: bool = True  # whether whole outputs are
+    forwards: ClassVar[int] = 0
 
-    def forward(self, mode, how=lambda model, given: model(**given), given=None):
+    def forward(self, mode, how=of_batch, given=None):
         """(the patched model's loss, the plain one's), once the outputs are found to be those of the mode."""
         sp, local = self.sp, mode in (LOCAL, CACHED)
         given, how = given or (own(sp) if local else batch()), prefilled if mode == CACHED else how
         expected = outputs_of(how(self.plain, given))
         shard = sp.shard_batch(given) if mode == SHARDED else given
-        self.forwards = number = self.forwards + 1
+        Twins.forwards = number = Twins.forwards + 1
         before = sum(sp.comm.received.values())
         with within(self.model, mode):
             found = outputs_of(how(self.model, shard))
-        if self.forwards == number:  # none inside, which may have sent
+        if Twins.forwards == number:  # none inside, which may have sent
             assert (sum(sp.comm.received.values()) > before) == (not local)
         assert found.keys() | {"logits"} == expected.keys() | {"logits"}  # a loss in tiles makes no logits
         for name, x in found.items():
             wanted = expected[name]
-            assert isinstance(x, WholeTensor) == (mode == WHOLE and x.dim() > 0), name
+            assert isinstance(x, WholeTensor) == (mode == WHOLE and self.in_parts and x.dim() == 3), (mode, name)
             if mode == SHARDED:
                 wanted = sp.shard(wanted, 1, shard.get("placement")) if x.dim() else wanted
                 x = sp.mean_loss(x) if name == "loss" else x
             assert off(x, wanted) < self.exact, (mode, name)
-        return tuple(x["loss"] if "loss" in x else [*x.values()][-1].float().pow(2).mean() for x in (found, expected))
+        return tuple(x["loss"] if "loss" in x else [*x.values()][-1].float().exp().mean() for x in (found, expected))
 
     def backward(self, *losses):
         """Compares the gradients of the sum of losses, averaged over ranks as a training loop does."""
@@ -125,6 +130,19 @@ def twins(build=small, checkpoints=None, sp=None, **settings):
         model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
         model.enable_input_require_grads()  # torch's reentrant checkpoint has no gradients otherwise
     return Twins(sp, plain, model)
+
+
+def on(module, function):
+    """Calls a function before each forward of a module, but for those inside of it; returns the hook's handle."""
+    running = []
+
+    def hook(*_):
+        if not running:
+            running.append(True)
+            function()
+            running.clear()
+
+    return module.register_forward_pre_hook(hook)
 
 
 # --- arguments
@@ -214,9 +232,9 @@ def a_dict_used_again():
     for _ in range(2):
         losses += [t.forward(WHOLE, given=whole), t.forward(LOCAL, given=mine)]
         losses.append((t.model(**shard).loss, t.plain(**whole).loss))
-    assert all(
-        a.keys() == b.keys() and all(a[n] is b[n] for n in a) for a, b in zip(before, (whole, mine, shard), strict=True)
-    )
+    for now, then in zip((whole, mine, shard), before, strict=True):
+        assert now.keys() == then.keys()
+        assert all(now[name] is x for name, x in then.items())
     t.backward(*losses)
 
 
@@ -248,7 +266,7 @@ def position_ids_alone():
     t = twins()
     ids = batch()["input_ids"]
     for call in (t.model, t.model.eval()):
-        found = call(input_ids=t.sp.shard(ids, 1), position_ids=t.sp.position_ids(16)).logits
+        found = call(input_ids=t.sp.shard(ids, 1), position_ids=t.sp.position_ids(16)[None]).logits
         assert not isinstance(found, WholeTensor)
         assert off(found, t.sp.shard(t.plain(ids).logits, 1)) < t.exact
 
@@ -398,21 +416,21 @@ def dropping():
     return model_of("phi3", num_hidden_layers=1, resid_pdrop=0.3, attn_implementation="sdpa").train()
 
 
-def noisy(mode, build=dropping, checkpoints=None, between=lambda sp, model: None, inside=None):
-    """(loss, gradients) of one forward from the same seed. between: called before backward; inside: in the forward,
+def noisy(sp, mode, checkpoints=None, between=None, inside=None):
+    """(loss, gradients) of one forward from the same seed. between: is called before backward; inside: in the forward,
     between attention's dropout and the MLP's."""
-    sp, model = make(size=2), build()
-    patch_attention(model, sp)
+    model = patch_attention(dropping(), sp)
     if checkpoints is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
         model.enable_input_require_grads()
     given = own(sp) if mode == LOCAL else sp.shard_batch(batch()) if mode == SHARDED else batch()
     if inside is not None:
-        in_layer(model, lambda *_: inside(sp, model))
+        on(model.model.layers[0].mlp, lambda: inside(sp, model))
     torch.manual_seed(4)
     with within(model, mode):
         loss = model(**given).loss
-    between(sp, model)
+    if between is not None:
+        between(sp, model)
     loss.backward()
     return loss, gradients(model)
 
@@ -436,16 +454,16 @@ def others_between(sp, model):
 @use("dropout of a sharded forward, before others", SHARDED)
 @use("dropout of a whole forward, before others", WHOLE)
 def dropout_again(mode):
-    expected = noisy(mode)
+    sp = make(size=2)
+    expected = noisy(sp, mode)
     for checkpoints in (False, True):
-        assert_same(noisy(mode, checkpoints=checkpoints, between=others_between), expected)
+        assert_same(noisy(sp, mode, checkpoints, between=others_between), expected)
 
 
 @use("dropout of a local forward is the plain model's, after others")
 def local_dropout():
-    sp, model, plain = make(size=2), dropping(), dropping()
-    patch_attention(model, sp)
-    losses = []
+    sp, plain, losses = make(size=2), dropping(), []
+    model = patch_attention(dropping(), sp)
     for other in (batch(), sp.shard_batch(batch()), None):
         if other is not None:
             model(**other)
@@ -459,10 +477,8 @@ def local_dropout():
 
 @use("dropout of sharded and whole forwards is the same, after an exception too")
 def shared_dropout():
-    sp, model = make(size=2), dropping()
-    patch_attention(model, sp)
-    shard = sp.shard_batch(batch())
-    found = []
+    sp, found = make(size=2), []
+    model, shard = patch_attention(dropping(), sp), sp.shard_batch(batch())
     for _ in range(2):
         torch.manual_seed(4)
         found.append(sp.mean_loss(model(**shard).loss))
@@ -499,89 +515,68 @@ def shared_dropout():
 def inside(outer, inner, same=False, settings=None):
     t = twins(llama, **(settings or {}))
     other, losses = t if same else twins(sp=t.sp), []
-
-    def hook(*_):
-        if not losses:
-            losses.append(None)  # its own hook does nothing
-            losses[0] = other.forward(inner)
-
-    handle = t.model.model.layers[0].self_attn.register_forward_pre_hook(hook)
+    how = without_gradients if "checkpoints" in (settings or {}) else of_batch
+    handle = on(t.model.model.layers[0].self_attn, lambda: losses.append(other.forward(inner, how)))
     loss = t.forward(outer)
-    handle.remove()
-    trained = [[t, loss], [other, losses[0]]]
-    if same:
-        t.backward(*[pair for _, pair in trained if pair[0].requires_grad])
-    else:
-        for its, pair in trained:
+    if how is of_batch:
+        handle.remove()
+    for its, pair in ((t, loss), (other, losses[0])):
+        if pair[0].requires_grad:
             its.backward(pair)
 
 
 @use("a model called in its own forward hook")
 def in_own_hook():
     t = twins()
-    losses = []
+    losses, running = [], []
 
     def hook(*_):
-        if len(losses) < 2:
-            losses.append(None)
-            mode = (LOCAL, SHARDED)[len(losses) - 1]
-            losses.append(t.forward(mode))
+        if not running:
+            running.append(True)
+            losses.extend(t.forward(mode) for mode in (LOCAL, SHARDED, WHOLE))
+            running.clear()
 
     for prepend in (False, True):
-        losses.clear()
-        handle = t.model.register_forward_hook(hook, prepend=prepend)
-        loss = t.forward(WHOLE)
-        handle.remove()
-        t.backward(loss, losses[1])
+        for mode in (SHARDED, WHOLE):
+            handle = t.model.register_forward_hook(hook, prepend=prepend)
+            losses.append(t.forward(mode))
+            handle.remove()
+    t.backward(*losses)
 
 
 @use("a local forward inside a checkpointed layer, which is computed again with it")
 def inside_a_checkpoint():
     for mode, reentrant in itertools.product((SHARDED, WHOLE), (False, True)):
-        t = twins(checkpoints=reentrant)
-        calls = []
-
-        def hook(*_, t=t, calls=calls):
-            if not calls or calls[-1]:
-                calls.append(False)
-                with torch.no_grad():
-                    t.forward(LOCAL, without_gradients)
-                calls.append(True)
-
-        in_layer(t.model, hook)
+        t, calls = twins(checkpoints=reentrant), []
+        on(t.model.model.layers[0].mlp, lambda t=t, calls=calls: calls.append(t.forward(LOCAL, without_gradients)))
         loss = t.forward(mode)
-        before = len(calls)
+        assert len(calls) == 1
         t.backward(loss)
-        assert before == 2
-        assert len(calls) == 4
+        assert len(calls) == 2
 
 
 @use("dropout around a forward of another model")
 def dropout_around_another():
-    def other(sp, model):
-        twins(sp=sp).forward(LOCAL)
-        twins(sp=sp).forward(WHOLE)
-
+    other = twins()
     for mode in MODES:
-        assert_same(noisy(mode, inside=other), noisy(mode))
+        for inner in (LOCAL, WHOLE):
+            found = noisy(other.sp, mode, inside=lambda *_, inner=inner: other.forward(inner))
+            assert_same(found, noisy(other.sp, mode))
 
 
 @use("dropout around a local forward of the same model")
 def dropout_around_itself():
-    running = []
-
     def again(sp, model):
-        if running:
-            return
-        running.append(True)
         model.eval()
         with torch.no_grad(), whole_sequences(model):
             model(**own(sp))
         model.train()
-        running.clear()
 
-    for mode, checkpoints in itertools.product((SHARDED, WHOLE), (None, False, True)):
-        assert_same(noisy(mode, checkpoints=checkpoints, inside=again), noisy(mode))
+    sp = make(size=2)
+    for mode in (SHARDED, WHOLE):
+        expected = noisy(sp, mode)
+        for checkpoints in (None, False, True):
+            assert_same(noisy(sp, mode, checkpoints, inside=again), expected)
 
 
 # --- between forward and backward
@@ -733,7 +728,7 @@ def headed(t, kind, **changes):
         head.model = model.model
         made.append(head.train())
     patch_attention(made[1], t.sp)
-    return Twins(t.sp, *made)
+    return Twins(t.sp, *made, in_parts=False)
 
 
 @use("one base model under two causal heads")
@@ -801,12 +796,17 @@ def of_own():
         t.train(modes=(WHOLE, LOCAL, WHOLE))
 
 
+def adapted_by_position(model, given):
+    rest = {name: x for name, x in given.items() if name not in ("input_ids", "labels")}
+    return model(given["input_ids"], None, None, given["labels"], **rest)
+
+
 @use("adapters of peft's")
 def adapters():
     t = twins(lambda: with_lora(small(), "q_proj", "v_proj"))
     t.train()
-    t.train(by_position)
     t.train(of_base)
+    t.train(adapted_by_position)
 
 
 # --- RoPE whose frequencies follow the longest position
@@ -828,35 +828,39 @@ def dynamic_between():
 
 @use("dynamic RoPE, a local forward inside another one, before RoPE")
 def dynamic_inside():
+    """The plain model makes the same forwards, since its frequencies follow the longest of them."""
     for mode in (SHARDED, WHOLE):
-        t, inner = twins(dynamic), []
+        t, losses = twins(dynamic), []
 
-        def hook(*_, t=t, inner=inner):
-            if not inner:
-                inner.append(None)
-                inner[0] = t.forward(LOCAL, given=batch(5, 12))
+        def again(model, losses=losses):
+            with whole_sequences(model):
+                losses.append(model(**batch(5, 12)).loss)
 
-        t.model.get_input_embeddings().register_forward_hook(hook)
-        t.backward(t.forward(mode), inner[0])
+        for model in (t.plain, t.model):
+            embeddings = model.get_input_embeddings()
+            on(embeddings, functools.partial(again, model))
+        loss = t.forward(mode)
+        t.backward(loss, losses[::-1])
 
 
 @use("dynamic RoPE, called by itself")
 def dynamic_alone():
+    """After a forward, and after one that an exception has ended."""
     t = twins(dynamic)
-    x, positions = torch.zeros(1, 12, 64), torch.arange(12)[None]
-    for mode in (SHARDED, WHOLE, LOCAL):
+    x, positions = torch.zeros(1, 6, 64), torch.arange(6)[None]  # RoPE that is not scaled
+
+    def compare():
+        found, expected = (model.model.rotary_emb(x, positions) for model in (t.model, t.plain))
+        assert all(off(*pair) < t.exact for pair in zip(found, expected, strict=True))
+
+    for mode in (SHARDED, WHOLE):
         t.forward(mode)
+        compare()
         handle = in_layer(t.model, fail(KeyError()))
-        for failing in (False, True):
-            if failing:
-                with pytest.raises(KeyError), within(t.model, mode):
-                    t.model(**(t.sp.shard_batch(batch()) if mode == SHARDED else batch()))
-            else:
-                handle.remove()
-            found, expected = (model.model.rotary_emb(x, positions) for model in (t.model, t.plain))
-            assert all(off(*pair) < t.exact for pair in zip(found, expected, strict=True)), (mode, failing)
-            handle = in_layer(t.model, fail(KeyError()))
+        with pytest.raises(KeyError):
+            t.model(**(t.sp.shard_batch(batch()) if mode == SHARDED else batch()))
         handle.remove()
+        compare()
 
 
 @use("a layer that is called by itself")
@@ -949,7 +953,11 @@ def cached_in_two_threads():
     t = twins()
     t.model.eval(), t.plain.eval()
     both, batches = threading.Barrier(2, timeout=20), [batch(seed, 9 + seed) for seed in (1, 2)]
-    handle = in_layer(t.model, lambda *_: both.wait() and None)
+
+    def hook(*_):
+        both.wait()
+
+    handle = in_layer(t.model, hook)
     found = in_threads(*[lambda given=given: prefilled(t.model, given).logits for given in batches])
     handle.remove()
     for logits, given in zip(found, batches, strict=True):
@@ -962,25 +970,18 @@ def cached_in_two_threads():
 def thread_inside():
     for mode in (SHARDED, WHOLE):
         t = twins(checkpoints=False)
-        running = []
-
-        def hook(*_, t=t, running=running):
-            if not running:
-                running.append(True)
-                in_threads(lambda: t.forward(LOCAL, without_gradients))
-
-        handle = in_layer(t.model, hook)
+        handle = on(t.model.model.layers[0].mlp, lambda t=t: in_threads(lambda: t.forward(LOCAL, without_gradients)))
         loss = t.forward(mode)
-        handle.remove()
         t.backward(loss)
+        handle.remove()
 
 
 @use("dropout around a local forward in a thread")
 def dropout_around_a_thread():
     other = twins()
     for mode in (SHARDED, WHOLE):
-        inside = noisy(mode, inside=lambda *_: in_threads(lambda: other.forward(LOCAL, without_gradients)))
-        assert_same(inside, noisy(mode))
+        found = noisy(other.sp, mode, inside=lambda *_: in_threads(lambda: other.forward(LOCAL, without_gradients)))
+        assert_same(found, noisy(other.sp, mode))
 
 
 @use("a forward that is shared, in a thread of one rank")
@@ -997,8 +998,8 @@ def shared_in_a_thread():
 @use("a training step in a thread that is bound, with checkpoints")
 def bound_thread():
     t = twins(checkpoints=False)
-    expected = noisy(WHOLE, checkpoints=False)
-    in_threads(lambda: (t.sp.bind_to_thread(), t.train(), assert_same(noisy(WHOLE, checkpoints=False), expected)))
+    expected = noisy(t.sp, WHOLE, False)
+    in_threads(lambda: (t.sp.bind_to_thread(), t.train(), assert_same(noisy(t.sp, WHOLE, False), expected)))
     t.sp.bind_to_thread()
     t.train()
 
