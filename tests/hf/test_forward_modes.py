@@ -18,26 +18,28 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from tests.dist.ranks import lacking, make, refusal
+from tests.grids import each_then_rest
 from tests.hf.families import gradients, model_of
 from tests.hf.llama import averaged, gap, llama, small, with_lora
 from tests.launch import on_each_of
 
 LOCAL, SHARDED, WHOLE = MODES = "local", "sharded", "whole"
 CACHED = "cached"  # local by a kv cache, and without gradients
-PAIRS = tuple(itertools.permutations(MODES, 2))
 TILES = {"mlp_tiles": 2, "loss_tiles": 2}
 CHUNKS = {"mlp_tiles": 2, "head_chunks": 2}
 HOW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 OUTPUTS = ("loss", "aux_loss", "logits", "last_hidden_state")
 USES = {}
+REST = []  # names of uses for `make test-all` alone
 
 
-def use(name, *args):
+def use(name, *args, rest=False):
     """Registers a function, with these arguments, as a use of this name."""
 
     def register(function):
         assert name not in USES
         USES[name] = functools.partial(function, *args)
+        REST.extend([name] if rest else [])
         return function
 
     return register
@@ -188,15 +190,15 @@ def with_positions(model, given):
 
 @use("arguments by position", by_position)
 @use("arguments of the base model by position", base_by_position)
-@use("the base model", of_base)
-@use("inputs_embeds", embedded)
-@use("a tuple", as_tuple)
+@use("the base model", of_base, rest=True)
+@use("inputs_embeds", embedded, rest=True)
+@use("a tuple", as_tuple, rest=True)
 @use("positions of a user's own", with_positions)
 def arguments(how):
     twins().train(how)
 
 
-@use("no gradients in training mode")
+@use("no gradients in training mode", rest=True)
 def no_gradients():
     t = twins()
     for mode in MODES:
@@ -204,7 +206,7 @@ def no_gradients():
     t.train()
 
 
-@use("evaluation, of shift_labels too")
+@use("evaluation, of shift_labels too", rest=True)
 def evaluated():
     t = twins()
     t.plain.eval(), t.model.eval()
@@ -212,7 +214,7 @@ def evaluated():
         t.forward(mode, without_gradients)
 
 
-@use("autocast", False)
+@use("autocast", False, rest=True)
 @use("autocast and checkpoints", True)
 def autocast(checkpointed):
     t = twins(checkpoints=False if checkpointed else None)
@@ -222,7 +224,7 @@ def autocast(checkpointed):
     t.backward(*losses)
 
 
-@use("a dict that is used again")
+@use("a dict that is used again", rest=True)
 def a_dict_used_again():
     t = twins()
     whole, mine = batch(), own(t.sp)
@@ -284,7 +286,7 @@ def a_placement():
     t.backward(*losses)
 
 
-@use("the last logits")
+@use("the last logits", rest=True)
 def last_logits():
     t = twins()
     for mode in (LOCAL, WHOLE):
@@ -303,8 +305,8 @@ def continued(model, ids, keyword, base):
     return output[0]
 
 
-@use("a cache by keyword, on one rank alone", True, False, small)
-@use("a cache by position, on one rank alone", False, False, small)
+@use("a cache by keyword, on one rank alone", True, False, small, rest=True)
+@use("a cache by position, on one rank alone", False, False, small, rest=True)
 @use("a cache by position, of the base model, on one rank alone", False, True, small)
 @use("a cache by position, of experts with router logits, on one rank alone", False, False, lambda: experts())
 def cached(keyword, base, build):
@@ -368,16 +370,20 @@ def in_layer(model, hook):
     return model.model.layers[0].mlp.register_forward_pre_hook(hook)
 
 
-@use("an exception in a layer", in_layer)
+PLACES = {
+    "a layer": in_layer,
+    "the embeddings": lambda model, hook: model.get_input_embeddings().register_forward_hook(hook),
+    "a pre-hook before ours": lambda model, hook: model.register_forward_pre_hook(hook, prepend=True),
+    "a pre-hook after ours": lambda model, hook: model.register_forward_pre_hook(hook),
+    "a pre-hook of the base model": lambda model, hook: model.model.register_forward_pre_hook(hook),
+    "a forward hook before ours": lambda model, hook: model.register_forward_hook(hook, prepend=True),
+    "a forward hook after ours": lambda model, hook: model.register_forward_hook(hook),
+    "a forward hook of the base model": lambda model, hook: model.model.register_forward_hook(hook),
+}
+
+
 @use("an exception in a layer, which is no Exception", in_layer, Interruption)
 @use("an exception in tiles", in_layer, KeyError, TILES)
-@use("an exception in the embeddings", lambda m, hook: m.get_input_embeddings().register_forward_hook(hook))
-@use("an exception in a pre-hook before ours", lambda m, hook: m.register_forward_pre_hook(hook, prepend=True))
-@use("an exception in a pre-hook after ours", lambda m, hook: m.register_forward_pre_hook(hook))
-@use("an exception in a pre-hook of the base model", lambda m, hook: m.model.register_forward_pre_hook(hook))
-@use("an exception in a forward hook before ours", lambda m, hook: m.register_forward_hook(hook, prepend=True))
-@use("an exception in a forward hook after ours", lambda m, hook: m.register_forward_hook(hook))
-@use("an exception in a forward hook of the base model", lambda m, hook: m.model.register_forward_hook(hook))
 def exception(place, error=KeyError, settings=None):
     t = twins(**(settings or {}))
     for mode in MODES:
@@ -386,6 +392,11 @@ def exception(place, error=KeyError, settings=None):
             t.model(**(t.sp.shard_batch(batch()) if mode == SHARDED else own(t.sp) if mode == LOCAL else batch()))
         handle.remove()
         t.train(modes=[other for other in MODES if other != mode])
+
+
+for place in PLACES:
+    quick = place in ("a pre-hook after ours", "a forward hook before ours")
+    use(f"an exception in {place}", PLACES[place], rest=not quick)(exception)
 
 
 @use("an exception when a checkpoint computes a layer again")
@@ -401,7 +412,7 @@ def exception_in_recomputation():
         t.train(modes=[other for other in MODES if other != mode])
 
 
-@use("a forward that is refused")
+@use("a forward that is refused", rest=True)
 def refused():
     t = twins()
     for wrong in (batch(seed=t.sp.rank), {**batch(), "position_ids": torch.arange(5, 21)[None]}):
@@ -452,7 +463,7 @@ def others_between(sp, model):
 
 @use("dropout of a local forward, before others", LOCAL)
 @use("dropout of a sharded forward, before others", SHARDED)
-@use("dropout of a whole forward, before others", WHOLE)
+@use("dropout of a whole forward, before others", WHOLE, rest=True)
 def dropout_again(mode):
     sp = make(size=2)
     expected = noisy(sp, mode)
@@ -494,28 +505,19 @@ def shared_dropout():
 # --- a forward inside another
 
 
-@use("a whole forward of another model inside a local one", LOCAL, WHOLE)
-@use("a sharded forward of another model inside a local one", LOCAL, SHARDED)
-@use("a whole forward of another model inside a sharded one", SHARDED, WHOLE)
-@use("a local forward of another model inside a sharded one", SHARDED, LOCAL)
-@use("a sharded forward of another model inside a whole one", WHOLE, SHARDED)
-@use("a local forward of another model inside a whole one", WHOLE, LOCAL)
-@use("a whole forward of the same model inside a sharded one", SHARDED, WHOLE, True)
-@use("a local forward of the same model inside a sharded one", SHARDED, LOCAL, True)
-@use("a sharded forward of the same model inside a whole one", WHOLE, SHARDED, True)
-@use("a local forward of the same model inside a whole one", WHOLE, LOCAL, True)
-@use("a sharded forward of the same model inside a cached one", CACHED, SHARDED, True)
-@use("a whole forward of the same model inside a cached one", CACHED, WHOLE, True)
-@use("a cached forward of the same model inside a sharded one", SHARDED, CACHED, True)
-@use("a local forward inside a sharded one, in tiles", SHARDED, LOCAL, True, TILES)
-@use("a local forward inside a whole one, in chunks of heads", WHOLE, LOCAL, True, CHUNKS)
-@use("a whole forward inside a sharded one, in chunks of heads", SHARDED, WHOLE, True, CHUNKS)
-@use("a local forward inside a sharded one, in checkpoints", SHARDED, LOCAL, True, {"checkpoints": False})
-@use("a sharded forward inside a whole one, in reentrant checkpoints", WHOLE, SHARDED, True, {"checkpoints": True})
-def inside(outer, inner, same=False, settings=None):
-    t = twins(llama, **(settings or {}))
+SETTINGS = {
+    "": {},
+    "tiles": TILES,
+    "chunks of heads": CHUNKS,
+    "checkpoints": {"checkpoints": False},
+    "reentrant checkpoints": {"checkpoints": True},
+}
+
+
+def inside(outer, inner, same=False, settings=""):
+    t = twins(llama, **SETTINGS[settings])
     other, losses = t if same else twins(sp=t.sp), []
-    how = without_gradients if "checkpoints" in (settings or {}) else of_batch
+    how = without_gradients if "checkpoints" in settings else of_batch  # they would save the inner forward's tensors
     handle = on(t.model.model.layers[0].self_attn, lambda: losses.append(other.forward(inner, how)))
     loss = t.forward(outer)
     if how is of_batch:
@@ -523,6 +525,35 @@ def inside(outer, inner, same=False, settings=None):
     for its, pair in ((t, loss), (other, losses[0])):
         if pair[0].requires_grad:
             its.backward(pair)
+
+
+NESTED = {  # (outer, inner), of another model: whether for `make test-all` alone
+    (LOCAL, WHOLE): False,
+    (LOCAL, SHARDED): True,
+    (SHARDED, WHOLE): True,
+    (SHARDED, LOCAL): True,
+    (WHOLE, SHARDED): False,
+    (WHOLE, LOCAL): True,
+}
+NESTED_IN_ITSELF = {
+    (CACHED, SHARDED, ""): True,
+    (CACHED, WHOLE, ""): False,
+    (SHARDED, CACHED, ""): True,
+    (SHARDED, LOCAL, ""): True,
+    (SHARDED, LOCAL, "tiles"): False,
+    (SHARDED, LOCAL, "checkpoints"): True,
+    (SHARDED, WHOLE, ""): True,
+    (SHARDED, WHOLE, "chunks of heads"): False,
+    (WHOLE, LOCAL, ""): True,
+    (WHOLE, LOCAL, "chunks of heads"): True,
+    (WHOLE, SHARDED, ""): True,
+    (WHOLE, SHARDED, "reentrant checkpoints"): False,
+}
+for (outer, inner), rest in NESTED.items():
+    use(f"a {inner} forward of another model inside a {outer} one", outer, inner, rest=rest)(inside)
+for (outer, inner, how), rest in NESTED_IN_ITSELF.items():
+    name = f"a {inner} forward inside a {outer} one of the same model{f', in {how}' * bool(how)}"
+    use(name, outer, inner, True, how, rest=rest)(inside)
 
 
 @use("a model called in its own forward hook")
@@ -582,22 +613,21 @@ def dropout_around_itself():
 # --- between forward and backward
 
 
-@use("a local forward in checkpoints, before others", LOCAL, False)
-@use("a sharded forward in checkpoints, before others", SHARDED, False)
-@use("a whole forward in checkpoints, before others", WHOLE, False)
-@use("a local forward in reentrant checkpoints, before others", LOCAL, True)
-@use("a sharded forward in reentrant checkpoints, before others", SHARDED, True)
-@use("a whole forward in reentrant checkpoints, before others", WHOLE, True)
-def before_others(mode, reentrant):
-    for settings in ({}, TILES):
-        t = twins(checkpoints=reentrant, **settings)
-        for other in MODES:
-            loss = t.forward(mode)
-            t.forward(other)
-            t.backward(loss)
+def before_others(mode, reentrant, settings):
+    t = twins(checkpoints=reentrant, **settings)
+    for other in MODES:
+        loss = t.forward(mode)
+        t.forward(other)
+        t.backward(loss)
 
 
-@use("tiles of MLP and loss, a local forward between", TILES)
+for mode, reentrant, tiles in itertools.product(MODES, (False, True), (False, True)):
+    name = f"a {mode} forward before others, {'reentrant ' * reentrant}checkpoints{' and tiles' * tiles}"
+    quick = (mode, reentrant, tiles) in ((LOCAL, False, True), (SHARDED, True, False), (WHOLE, False, True))
+    use(name, mode, reentrant, TILES if tiles else {}, rest=not quick)(before_others)
+
+
+@use("tiles of MLP and loss, a local forward between", TILES, rest=True)
 @use("chunks of heads, a local forward between", CHUNKS)
 def tiles_between(settings):
     t = twins(**settings)
@@ -640,7 +670,7 @@ def generate_between():
     t.train()
 
 
-@use("whole_sequences between forward and backward, nested, left by an exception")
+@use("whole_sequences between forward and backward, nested, left by an exception", rest=True)
 def whole_sequences_between():
     t = twins(checkpoints=False)
     for mode in (SHARDED, WHOLE):
@@ -658,7 +688,7 @@ def whole_sequences_between():
     t.backward(loss, local)
 
 
-@use("a copy between forward and backward", None)
+@use("a copy between forward and backward", None, rest=True)
 @use("a copy between forward and backward, with checkpoints", False)
 def copy_between(checkpoints):
     t = twins(checkpoints=checkpoints)
@@ -682,7 +712,7 @@ def patched_again():
     t.train()
 
 
-@use("a local forward in a function that torch checkpoints", LOCAL)
+@use("a local forward in a function that torch checkpoints", LOCAL, rest=True)
 @use("a whole forward in a function that torch checkpoints", WHOLE)
 def in_a_checkpointed_function(mode):
     for reentrant in (False, True):
@@ -757,7 +787,7 @@ def classifier_beside():
     t.train()
 
 
-@use("a classifier")
+@use("a classifier", rest=True)
 def classifier():
     def build():
         torch.manual_seed(2)
@@ -785,7 +815,7 @@ def penalised():
     return Penalised(small().config)
 
 
-@use("a forward of a user's own, around a local one and a whole one")
+@use("a forward of a user's own, around a local one and a whole one", rest=True)
 def of_own():
     t = twins(penalised)
     for mode in (LOCAL, WHOLE):
@@ -863,7 +893,7 @@ def dynamic_alone():
         compare()
 
 
-@use("a layer that is called by itself")
+@use("a layer that is called by itself", rest=True)
 def layer_alone():
     t = twins()
     x, positions = torch.ones(1, 8, 64), torch.arange(8)[None]
@@ -905,7 +935,7 @@ def alone(t):
     t.forget()
 
 
-@use("a local forward in a thread of one rank")
+@use("a local forward in a thread of one rank", rest=True)
 def local_in_a_thread():
     t = twins(checkpoints=False)
     if t.sp.rank == 1:
@@ -995,7 +1025,7 @@ def shared_in_a_thread():
         t.train()
 
 
-@use("a training step in a thread that is bound, with checkpoints")
+@use("a training step in a thread that is bound, with checkpoints", rest=True)
 def bound_thread():
     t = twins(checkpoints=False)
     expected = noisy(t.sp, WHOLE, False)
@@ -1007,7 +1037,7 @@ def bound_thread():
 # --- one rank a sequence
 
 
-@use("one rank a sequence, batches of shard_batches between local ones")
+@use("one rank a sequence, batches of shard_batches between local ones", rest=True)
 def one_rank():
     sp = make(size=1, **TILES)
     t = Twins(sp, small().train(), patch_attention(small().train(), sp))
@@ -1019,7 +1049,7 @@ def one_rank():
     t.backward(*losses)
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", each_then_rest([name for name in USES if name not in REST], REST))
 @on_each_of(2, timeout=40)
 def test_the_mode_is_right(name):
     USES[name]()
