@@ -122,6 +122,12 @@ class Twins:
         """A step of a forward of each mode."""
         self.backward(*[self.forward(mode, *how) for mode in modes])
 
+    @contextlib.contextmanager
+    def evaluating(self):
+        self.model.eval(), self.plain.eval()
+        yield
+        self.model.train(), self.plain.train()
+
 
 def twins(build=small, checkpoints=None, sp=None, **settings):
     """checkpoints: whether those of the patched model are reentrant; None: it has none."""
@@ -148,6 +154,12 @@ def on(module, function):
 
 
 # --- arguments
+
+
+def assert_sharded(t, found, ids, placement=None):
+    """Logits of this rank's tokens of the ids."""
+    assert not isinstance(found, WholeTensor)
+    assert off(found, t.sp.shard(t.plain(ids).logits, 1, placement)) < t.exact
 
 
 def prefilled(model, given):
@@ -193,25 +205,20 @@ def with_positions(model, given):
 @use("the base model", of_base, rest=True)
 @use("inputs_embeds", embedded, rest=True)
 @use("a tuple", as_tuple, rest=True)
-@use("positions of a user's own", with_positions)
+@use("positions of a user's own", with_positions, rest=True)
 def arguments(how):
     twins().train(how)
 
 
-@use("no gradients in training mode", rest=True)
-def no_gradients():
+@use("evaluation, and no gradients in training mode")
+def evaluated():
     t = twins()
     for mode in MODES:
         t.forward(mode, without_gradients)
+    with t.evaluating():
+        for mode in (*MODES, CACHED, WHOLE):
+            t.forward(mode, without_gradients)
     t.train()
-
-
-@use("evaluation, of shift_labels too", rest=True)
-def evaluated():
-    t = twins()
-    t.plain.eval(), t.model.eval()
-    for mode in (*MODES, CACHED, WHOLE):
-        t.forward(mode, without_gradients)
 
 
 @use("autocast", False, rest=True)
@@ -240,7 +247,7 @@ def a_dict_used_again():
     t.backward(*losses)
 
 
-@use("tensors of a batch that are used again in another mode")
+@use("tensors of a batch that are used again in another mode", rest=True)
 def tensors_used_again():
     """The ids and positions of a shard, then of whole sequences."""
     t = twins(layout="contiguous")
@@ -259,8 +266,7 @@ def ambiguous_positions():
     found = t.model(input_ids=ids[:, :8], position_ids=positions).logits
     assert off(found, t.plain(ids[:, :8]).logits) < t.exact
     found = t.model(input_ids=t.sp.shard(ids, 1), position_ids=positions + 8 * t.sp.rank).logits
-    assert not isinstance(found, WholeTensor)
-    assert off(found, t.sp.shard(t.plain(ids).logits, 1)) < t.exact
+    assert_sharded(t, found, ids)
 
 
 @use("sp.position_ids alone")
@@ -269,8 +275,7 @@ def position_ids_alone():
     ids = batch()["input_ids"]
     for call in (t.model, t.model.eval()):
         found = call(input_ids=t.sp.shard(ids, 1), position_ids=t.sp.position_ids(16)[None]).logits
-        assert not isinstance(found, WholeTensor)
-        assert off(found, t.sp.shard(t.plain(ids).logits, 1)) < t.exact
+        assert_sharded(t, found, ids)
 
 
 @use("a placement, with labels and without")
@@ -278,11 +283,9 @@ def a_placement():
     t, given = twins(), batch(tokens=13)
     losses = [t.forward(mode, given=given) for mode in MODES]
     shard = t.sp.shard_batch(given)
-    placement = shard["placement"]
     without = {name: shard[name] for name in ("input_ids", "position_ids", "placement")}
     found = t.model(**without).logits
-    assert not isinstance(found, WholeTensor)
-    assert off(found, t.sp.shard(t.plain(given["input_ids"]).logits, 1, placement)) < t.exact
+    assert_sharded(t, found, given["input_ids"], shard["placement"])
     t.backward(*losses)
 
 
@@ -342,13 +345,12 @@ def experts():
     return model_of("qwen3_moe", num_hidden_layers=1)
 
 
-@use("a cache between forward and backward, of experts with checkpoints")
+@use("a cache between forward and backward, of experts with checkpoints", rest=True)
 def cached_experts():
     t = twins(experts, checkpoints=False)
     losses = [t.forward(mode) for mode in MODES]
-    t.model.eval(), t.plain.eval()
-    t.forward(CACHED)
-    t.model.train(), t.plain.train()
+    with t.evaluating():
+        t.forward(CACHED)
     t.backward(*losses)
 
 
@@ -506,18 +508,16 @@ def shared_dropout():
 
 
 SETTINGS = {
-    "": {},
-    "tiles": TILES,
-    "chunks of heads": CHUNKS,
-    "checkpoints": {"checkpoints": False},
-    "reentrant checkpoints": {"checkpoints": True},
+    "in tiles": TILES,
+    "in chunks of heads": CHUNKS,
+    "in reentrant checkpoints": {"checkpoints": True},
 }
 
 
-def inside(outer, inner, same=False, settings=""):
-    t = twins(llama, **SETTINGS[settings])
-    other, losses = t if same else twins(sp=t.sp), []
-    how = without_gradients if "checkpoints" in settings else of_batch  # they would save the inner forward's tensors
+def inside(outer, inner, where):
+    t = twins(llama, **SETTINGS.get(where, {}))
+    other, losses = twins(sp=t.sp) if where == "of another model" else t, []
+    how = without_gradients if "checkpoints" in where else of_batch  # they would save the inner forward's tensors
     handle = on(t.model.model.layers[0].self_attn, lambda: losses.append(other.forward(inner, how)))
     loss = t.forward(outer)
     if how is of_batch:
@@ -527,33 +527,18 @@ def inside(outer, inner, same=False, settings=""):
             its.backward(pair)
 
 
-NESTED = {  # (outer, inner), of another model: whether for `make test-all` alone
-    (LOCAL, WHOLE): False,
-    (LOCAL, SHARDED): True,
-    (SHARDED, WHOLE): True,
-    (SHARDED, LOCAL): True,
-    (WHOLE, SHARDED): False,
-    (WHOLE, LOCAL): True,
-}
-NESTED_IN_ITSELF = {
-    (CACHED, SHARDED, ""): True,
-    (CACHED, WHOLE, ""): False,
-    (SHARDED, CACHED, ""): True,
-    (SHARDED, LOCAL, ""): True,
-    (SHARDED, LOCAL, "tiles"): False,
-    (SHARDED, LOCAL, "checkpoints"): True,
-    (SHARDED, WHOLE, ""): True,
-    (SHARDED, WHOLE, "chunks of heads"): False,
-    (WHOLE, LOCAL, ""): True,
-    (WHOLE, LOCAL, "chunks of heads"): True,
-    (WHOLE, SHARDED, ""): True,
-    (WHOLE, SHARDED, "reentrant checkpoints"): False,
-}
-for (outer, inner), rest in NESTED.items():
-    use(f"a {inner} forward of another model inside a {outer} one", outer, inner, rest=rest)(inside)
-for (outer, inner, how), rest in NESTED_IN_ITSELF.items():
-    name = f"a {inner} forward inside a {outer} one of the same model{f', in {how}' * bool(how)}"
-    use(name, outer, inner, True, how, rest=rest)(inside)
+FEW = [(CACHED, WHOLE, "of the same model"), (LOCAL, WHOLE, "of another model"), (WHOLE, SHARDED, "of another model")]
+FEW += [
+    (SHARDED, WHOLE, "in chunks of heads"),
+    (WHOLE, SHARDED, "in reentrant checkpoints"),
+    (SHARDED, LOCAL, "in tiles"),
+]
+PAIRS = itertools.permutations((*MODES, CACHED), 2)
+MORE = [(*pair, where) for pair in PAIRS for where in ("of another model", "of the same model")]
+for outer, inner, where in dict.fromkeys(FEW + MORE):
+    if (outer, where) != (LOCAL, "of the same model"):  # in whose whole_sequences all are local
+        rest = (outer, inner, where) not in FEW
+        use(f"a {inner} forward inside a {outer} one {where}", outer, inner, where, rest=rest)(inside)
 
 
 @use("a model called in its own forward hook")
@@ -628,7 +613,7 @@ for mode, reentrant, tiles in itertools.product(MODES, (False, True), (False, Tr
 
 
 @use("tiles of MLP and loss, a local forward between", TILES, rest=True)
-@use("chunks of heads, a local forward between", CHUNKS)
+@use("chunks of heads, a local forward between", CHUNKS, rest=True)
 def tiles_between(settings):
     t = twins(**settings)
     for mode in (SHARDED, WHOLE):
@@ -646,14 +631,13 @@ def other_order():
             t.backward(loss)
 
 
-@use("evaluation between forward and backward")
+@use("evaluation between forward and backward", rest=True)
 def evaluation_between():
     t = twins(checkpoints=False)
     losses = [t.forward(mode) for mode in MODES]
-    t.model.eval(), t.plain.eval()
-    for mode in MODES:
-        t.forward(mode, without_gradients)
-    t.model.train(), t.plain.train()
+    with t.evaluating():
+        for mode in MODES:
+            t.forward(mode, without_gradients)
     t.backward(*losses)
 
 
@@ -662,10 +646,9 @@ def generate_between():
     t = twins(checkpoints=False)
     losses = [t.forward(mode) for mode in MODES]
     if t.sp.rank == 1:
-        t.model.eval(), t.plain.eval()
-        found, expected = (model.generate(batch()["input_ids"], **HOW) for model in (t.model, t.plain))
+        with t.evaluating():
+            found, expected = (model.generate(batch()["input_ids"], **HOW) for model in (t.model, t.plain))
         assert torch.equal(found, expected)
-        t.model.train(), t.plain.train()
     t.backward(*losses)
     t.train()
 
@@ -723,9 +706,8 @@ def in_a_checkpointed_function(mode):
                 with within(model, mode):
                     return model(inputs_embeds=x, labels=given["labels"]).loss
 
-            return {
-                "loss": checkpoint(function, model.get_input_embeddings()(given["input_ids"]), use_reentrant=reentrant)
-            }
+            x = model.get_input_embeddings()(given["input_ids"])
+            return {"loss": checkpoint(function, x, use_reentrant=reentrant)}
 
         loss = t.forward(mode, how)
         others = [t.forward(other) for other in MODES]
@@ -765,10 +747,9 @@ def headed(t, kind, **changes):
 def two_causal_heads():
     t = twins()
     second = headed(t, LlamaForCausalLM)
-    for pair in itertools.permutations((t, second)):
-        losses = [(its, its.forward(mode)) for mode in MODES for its in pair]
-        for its, loss in losses:
-            its.backward(loss)
+    losses = [(its, its.forward(mode)) for mode in MODES for its in (second, t)]
+    for its, loss in losses:
+        its.backward(loss)
 
 
 @use("one base model under a causal head and a classifier")
@@ -834,7 +815,6 @@ def adapted_by_position(model, given):
 @use("adapters of peft's")
 def adapters():
     t = twins(lambda: with_lora(small(), "q_proj", "v_proj"))
-    t.train()
     t.train(of_base)
     t.train(adapted_by_position)
 
@@ -981,22 +961,21 @@ def two_threads():
 @use("forwards with a cache in two threads at once")
 def cached_in_two_threads():
     t = twins()
-    t.model.eval(), t.plain.eval()
     both, batches = threading.Barrier(2, timeout=20), [batch(seed, 9 + seed) for seed in (1, 2)]
 
     def hook(*_):
         both.wait()
 
     handle = in_layer(t.model, hook)
-    found = in_threads(*[lambda given=given: prefilled(t.model, given).logits for given in batches])
-    handle.remove()
-    for logits, given in zip(found, batches, strict=True):
-        assert off(logits, prefilled(t.plain, given).logits) < t.exact
-    t.model.train(), t.plain.train()
+    with t.evaluating():
+        found = in_threads(*[lambda given=given: prefilled(t.model, given).logits for given in batches])
+        handle.remove()
+        for logits, given in zip(found, batches, strict=True):
+            assert off(logits, prefilled(t.plain, given).logits) < t.exact
     t.train()
 
 
-@use("a local forward in a thread, inside a sharded one")
+@use("a local forward in a thread, inside a sharded one", rest=True)
 def thread_inside():
     for mode in (SHARDED, WHOLE):
         t = twins(checkpoints=False)
