@@ -201,7 +201,7 @@ def with_positions(model, given):
 
 
 @use("arguments by position", by_position)
-@use("arguments of the base model by position", base_by_position)
+@use("arguments of the base model by position", base_by_position, rest=True)
 @use("the base model", of_base, rest=True)
 @use("inputs_embeds", embedded, rest=True)
 @use("a tuple", as_tuple, rest=True)
@@ -222,7 +222,7 @@ def evaluated():
 
 
 @use("autocast", False, rest=True)
-@use("autocast and checkpoints", True)
+@use("autocast and checkpoints", True, rest=True)
 def autocast(checkpointed):
     t = twins(checkpoints=False if checkpointed else None)
     t.exact = 0.05
@@ -269,7 +269,7 @@ def ambiguous_positions():
     assert_sharded(t, found, ids)
 
 
-@use("sp.position_ids alone")
+@use("sp.position_ids alone", rest=True)
 def position_ids_alone():
     t = twins()
     ids = batch()["input_ids"]
@@ -310,7 +310,7 @@ def continued(model, ids, keyword, base):
 
 @use("a cache by keyword, on one rank alone", True, False, small, rest=True)
 @use("a cache by position, on one rank alone", False, False, small, rest=True)
-@use("a cache by position, of the base model, on one rank alone", False, True, small)
+@use("a cache by position, of the base model, on one rank alone", False, True, small, rest=True)
 @use("a cache by position, of experts with router logits, on one rank alone", False, False, lambda: experts())
 def cached(keyword, base, build):
     t = twins(build)
@@ -333,7 +333,7 @@ def use_cache_by_position():
     t.train()
 
 
-@use("a cache in training")
+@use("a cache in training", rest=True)
 def cache_in_training():
     t = twins()
     for given in (batch(), t.sp.shard_batch(batch())):
@@ -401,7 +401,7 @@ for place in PLACES:
     use(f"an exception in {place}", PLACES[place], rest=not quick)(exception)
 
 
-@use("an exception when a checkpoint computes a layer again")
+@use("an exception when a checkpoint computes a layer again", rest=True)
 def exception_in_recomputation():
     t = twins(checkpoints=False)
     for mode in MODES:
@@ -463,7 +463,7 @@ def others_between(sp, model):
     model.train()
 
 
-@use("dropout of a local forward, before others", LOCAL)
+@use("dropout of a local forward, before others", LOCAL, rest=True)
 @use("dropout of a sharded forward, before others", SHARDED)
 @use("dropout of a whole forward, before others", WHOLE, rest=True)
 def dropout_again(mode):
@@ -552,17 +552,16 @@ def in_own_hook():
             losses.extend(t.forward(mode) for mode in (LOCAL, SHARDED, WHOLE))
             running.clear()
 
-    for prepend in (False, True):
-        for mode in (SHARDED, WHOLE):
-            handle = t.model.register_forward_hook(hook, prepend=prepend)
-            losses.append(t.forward(mode))
-            handle.remove()
+    for mode in (SHARDED, WHOLE):
+        handle = t.model.register_forward_hook(hook, prepend=mode == WHOLE)
+        losses.append(t.forward(mode))
+        handle.remove()
     t.backward(*losses)
 
 
 @use("a local forward inside a checkpointed layer, which is computed again with it")
 def inside_a_checkpoint():
-    for mode, reentrant in itertools.product((SHARDED, WHOLE), (False, True)):
+    for mode, reentrant in ((SHARDED, False), (WHOLE, True)):
         t, calls = twins(checkpoints=reentrant), []
         on(t.model.model.layers[0].mlp, lambda t=t, calls=calls: calls.append(t.forward(LOCAL, without_gradients)))
         loss = t.forward(mode)
@@ -574,10 +573,9 @@ def inside_a_checkpoint():
 @use("dropout around a forward of another model")
 def dropout_around_another():
     other = twins()
-    for mode in MODES:
-        for inner in (LOCAL, WHOLE):
-            found = noisy(other.sp, mode, inside=lambda *_, inner=inner: other.forward(inner))
-            assert_same(found, noisy(other.sp, mode))
+    for mode, inner in ((LOCAL, WHOLE), (SHARDED, LOCAL), (WHOLE, SHARDED)):
+        found = noisy(other.sp, mode, inside=lambda *_, inner=inner: other.forward(inner))
+        assert_same(found, noisy(other.sp, mode))
 
 
 @use("dropout around a local forward of the same model")
@@ -625,10 +623,9 @@ def tiles_between(settings):
 
 @use("backward in the other order")
 def other_order():
-    for settings in ({}, {"checkpoints": False}):
-        t = twins(**settings)
-        for loss in reversed([t.forward(mode) for mode in MODES]):
-            t.backward(loss)
+    t = twins(checkpoints=False)
+    for loss in reversed([t.forward(mode) for mode in MODES]):
+        t.backward(loss)
 
 
 @use("evaluation between forward and backward", rest=True)
@@ -695,24 +692,23 @@ def patched_again():
     t.train()
 
 
-@use("a local forward in a function that torch checkpoints", LOCAL, rest=True)
-@use("a whole forward in a function that torch checkpoints", WHOLE)
-def in_a_checkpointed_function(mode):
-    for reentrant in (False, True):
-        t = twins()
+@use("a local forward in a function that torch checkpoints", LOCAL, False, rest=True)
+@use("a whole forward in a function that torch checkpoints", WHOLE, False)
+@use("a whole forward in a function that torch checkpoints, reentrant", WHOLE, True, rest=True)
+def in_a_checkpointed_function(mode, reentrant):
+    def how(model, given):
+        def function(x):
+            with within(model, mode):
+                return model(inputs_embeds=x, labels=given["labels"]).loss
 
-        def how(model, given, mode=mode, reentrant=reentrant):
-            def function(x):
-                with within(model, mode):
-                    return model(inputs_embeds=x, labels=given["labels"]).loss
+        x = model.get_input_embeddings()(given["input_ids"])
+        return {"loss": checkpoint(function, x, use_reentrant=reentrant)}
 
-            x = model.get_input_embeddings()(given["input_ids"])
-            return {"loss": checkpoint(function, x, use_reentrant=reentrant)}
-
-        loss = t.forward(mode, how)
-        others = [t.forward(other) for other in MODES]
-        t.backward(loss)
-        t.backward(*others)
+    t = twins()
+    loss = t.forward(mode, how)
+    others = [t.forward(other) for other in MODES]
+    t.backward(loss)
+    t.backward(*others)
 
 
 # --- several models
@@ -752,19 +748,25 @@ def two_causal_heads():
         its.backward(loss)
 
 
+def classified(sp, mode):
+    return {**(own(sp) if mode == LOCAL else batch()), "labels": torch.tensor([0, 2])}
+
+
+def assert_takes_no_shards(t):
+    shard = t.sp.shard_batch(batch())
+    said = refusal(t.model, input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    assert lacking(said, "InputError", "needs whole batches") == []
+
+
 @use("one base model under a causal head and a classifier")
 def classifier_beside():
     t = twins()
     second = headed(t, LlamaForSequenceClassification, num_labels=3, pad_token_id=0)
-    for seed in range(2):
-        for mode in (LOCAL, WHOLE):
-            rows = {**(own(t.sp) if mode == LOCAL else batch(seed)), "labels": torch.tensor([0, 2])}
-            loss = second.forward(mode, given=rows)
-            t.forward(SHARDED)
-            second.backward(loss)
-        shard = t.sp.shard_batch(batch())
-        given = {name: shard[name] for name in ("input_ids", "position_ids")}
-        assert lacking(refusal(second.model, **given), "InputError", "needs whole batches") == []
+    for mode in (LOCAL, WHOLE):
+        loss = second.forward(mode, given=classified(t.sp, mode))
+        t.forward(SHARDED)
+        second.backward(loss)
+        assert_takes_no_shards(second)
     t.train()
 
 
@@ -775,13 +777,9 @@ def classifier():
         return LlamaForSequenceClassification(small(num_labels=3, pad_token_id=0).config)
 
     t = twins(build)
-    for _ in range(2):
-        for mode in (WHOLE, LOCAL):
-            rows = {**(own(t.sp) if mode == LOCAL else batch()), "labels": torch.tensor([0, 2])}
-            t.backward(t.forward(mode, given=rows))
-        shard = t.sp.shard_batch(batch())
-        given = {name: shard[name] for name in ("input_ids", "position_ids")}
-        assert lacking(refusal(t.model, **given), "InputError", "needs whole batches") == []
+    for mode in (WHOLE, LOCAL, WHOLE):
+        t.backward(t.forward(mode, given=classified(t.sp, mode)))
+        assert_takes_no_shards(t)
 
 
 class Penalised(LlamaForCausalLM):
@@ -923,7 +921,7 @@ def local_in_a_thread():
     t.train()
 
 
-@use("a local forward in a thread, in whole_sequences of the main thread")
+@use("a local forward in a thread, in whole_sequences of the main thread", rest=True)
 def local_in_whole_sequences_of_another_thread():
     t = twins()
     given = own(t.sp)
