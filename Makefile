@@ -1,5 +1,6 @@
 # make demo   train a small LLaMA, one sequence split over all ranks: on up to 4 GPUs, or on 4 CPU ranks
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
+# make gpu    a first hour on the GPUs of one node: tests and measurements, and one file of both in runs/gpu
 # make test-gpu   the tests for GPUs alone
 # make test-all   the tests, with every case grid whole (of many ranks a cover), the Trainer's with the oldest transformers too, Liger's and QLoRA's
 # make test-next   the tests with the newest releases that pip finds, which setup.cfg may not allow yet
@@ -35,7 +36,7 @@ HAS_GPU := python -c "import sys, torch; sys.exit(not torch.cuda.is_available())
 # without the builder's advertisement
 SITE := NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
 
-.PHONY: demo test test-all test-gpu test-next lint format docs
+.PHONY: demo test test-all gpu test-gpu test-next lint format docs
 
 demo: $(VENV)/.ready
 	python examples/demo.py $(if $(RANKS),--ranks $(RANKS)) $(if $(CONFIG),--config $(CONFIG)) --out $(OUT)
@@ -43,6 +44,9 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(PYTEST) -m "not whole and not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
+
+gpu: $(VENV)/.ready
+	python -m benchmarks.gpu.first_hour
 
 test-gpu: $(VENV)/.ready
 	$(ON_GPU)

@@ -20,6 +20,7 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole.shard_spec import ShardSpec
 
+Mode = Literal["local", "sharded", "whole"]
 KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
 
 
@@ -48,7 +49,7 @@ class ForwardState:
 class ForwardContext:
     """One forward of a patched model."""
 
-    mode: Literal["local", "sharded", "whole"] | None = None  # None: the base model's call will say
+    mode: Mode | None = None  # None: the base model's call will say
     module: nn.Module | None = None  # the module that is called
     layout: BatchLayout | None = None  # None: sequences are shared equally
     positions: Tensor | None = None  # the position_ids with which the base model is to be called

@@ -38,18 +38,24 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=None, help="for all sections; default: 480, of a stand-in 60")
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
+    parser.add_argument(
+        "--room", type=int, default=None,
+        help="MiB that the longest sequence may take beside parameters and gradients; default: 8192, of a stand-in 8",
+    )  # fmt: skip
     args = parser.parse_args(given)
     args.stand_in = args.stand_in or not torch.cuda.is_available()
     args.seconds = args.seconds if args.seconds is not None else 60.0 if args.stand_in else 480.0
     if not 0 < args.seconds < 86400:
         parser.error(f"--seconds must be above 0 and below a day; got {args.seconds:g}")
+    if args.room is not None and args.room < 1:
+        parser.error(f"--room must be at least 1 MiB; got {args.room}")
     return args
 
 
 def measure(args: argparse.Namespace) -> Path:
     """Measures all sections; returns the JSON's path."""
     start()
-    bench = Bench(args.stand_in)
+    bench = Bench(args.stand_in, args.room and args.room << 20)
     found: dict[str, Any] = {"about": about(args.stand_in), "records": bench.records, "left_out": bench.left_out}
     began, share = time.perf_counter(), args.seconds / sum(SECTIONS[name][1] for name in args.sections)
     for name in args.sections:

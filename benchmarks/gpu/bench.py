@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.metadata
+import math
+import multiprocessing
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +62,7 @@ class Sizes:
 GPU = Sizes(
     dtype=torch.bfloat16, heads=(32, 8), head_dim=128, matrix=8192, tokens=(2048, 8192, 32768, 131072), window=1024,
     document=1024, shares=(32768, 131072), checkpoints=(8192, 16384, 32768), intermediate=14336, layers=4,
-    vocab=128256, room=8 * 2**30, resolution=1024, most=2**18, host=256,
+    vocab=128256, room=8 * 2**30, resolution=1024, most=2**19, host=256,
 )  # fmt: skip
 STAND_IN = Sizes(
     dtype=torch.float32, heads=(4, 2), head_dim=32, matrix=256, tokens=(128, 512), window=64, document=64,
@@ -71,8 +74,9 @@ STAND_IN = Sizes(
 class Bench:
     """records: figures, each with its section. left_out: sentences."""
 
-    def __init__(self, stand_in: bool) -> None:
+    def __init__(self, stand_in: bool, room: int | None = None) -> None:
         self.device, self.sizes = ("cpu", STAND_IN) if stand_in else ("cuda", GPU)
+        self.sizes = dataclasses.replace(self.sizes, room=room or self.sizes.room)
         self.records: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.name, self.seconds, self.until = "", 0.0, 0.0
@@ -117,6 +121,11 @@ class Bench:
         if self.device != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
+    def unused(self) -> float:
+        """Bytes of the device that nobody holds."""
+        self.free()
+        return math.inf if self.device == "cpu" else torch.get_device_module(self.device).mem_get_info()[0]
+
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.sizes.dtype)
 
@@ -148,6 +157,12 @@ def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:
         found["capability"] = f"{properties.major}.{properties.minor}"
         found["versions"]["CUDA"] = torch.version.cuda or torch.version.hip
     return found
+
+
+def about_apart(stand_in: bool, ranks: int) -> dict[str, Any]:
+    """`about`, found by a process of its own: this one takes no memory of a GPU."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(about, stand_in, ranks).result()
 
 
 def commit() -> str:

@@ -1,6 +1,6 @@
-"""Sections of LLaMA layers on one device, forward and backward: "checkpoints", "host" and "longest".
+"""Sections of LLaMA layers, forward and backward: "checkpoints", "host" and "longest".
 
-No optimiser is in them. Ours is the same model, patched, as a world of one rank. Losses are compared.
+No optimiser is in them. Ours is the same model, patched, on one rank or, by `reach`, on more. Losses are compared.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.memory.peers import search
 from benchmarks.memory.ranks import LONGEST, Model
-from benchmarks.turns import Clock, in_turns, of_host, until_done, wall
+from benchmarks.turns import Clock, in_turns, of_host, slowest, until_done, wall
 from hf_integration import share_sequences
 
 OVER = 2**62  # bytes
@@ -48,7 +49,7 @@ def shape_of(bench: Bench, vocab: int, zero: Sequence[tuple[str, Any]] = ()) -> 
 
 
 class Layers:
-    """A model. settings: of ours; None: plain. checkpoints: whether its layers are checkpointed."""
+    """A model. settings: of ours, on all ranks; None: plain. checkpoints: whether its layers are checkpointed."""
 
     def __init__(self, bench: Bench, shape: Model, settings: dict[str, Any] | None, checkpoints: bool = True) -> None:
         self.device, self.ids = bench.device, shape.tokens(LONGEST)
@@ -57,7 +58,7 @@ class Layers:
         if checkpoints:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
-        self.sp = None if settings is None else share_sequences(self.model, size=1, **settings)
+        self.sp = None if settings is None else share_sequences(self.model, size=dist.get_world_size(), **settings)
         if self.sp is None:
             self.ids = self.ids.to(self.device)
 
@@ -122,7 +123,8 @@ def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
 
 
 def longest(bench: Bench) -> None:
-    """The longest sequence whose step takes `room` bytes beside parameters and gradients, feature after feature."""
+    """The longest sequence whose step takes `room` bytes beside parameters and gradients, or what the device has free,
+    feature after feature."""
     settings, all_ = dict[str, Any](), features(bench.sizes.heads[1])
     for number, (name, more) in enumerate(all_.items()):
         settings |= more or {}
@@ -134,37 +136,42 @@ def longest(bench: Bench) -> None:
 
 
 def _longest(bench: Bench, name: str, settings: dict[str, Any] | None, seconds: float) -> None:
+    bench.note(feature=name, **reach(bench, settings, name != "nothing", seconds))
+
+
+def reach(bench: Bench, settings: dict[str, Any] | None, checkpoints: bool, seconds: float) -> dict[str, Any]:
+    """The longest sequence of a model, which all ranks share; collective. seconds: of the search."""
     sizes = bench.sizes
-    layers = Layers(bench, shape_of(bench, sizes.vocab), settings, name != "nothing")
+    layers = Layers(bench, shape_of(bench, sizes.vocab), settings, checkpoints)
     took = dict[int, float]()
 
     def taken(tokens: int) -> int:
         size, spent = peak_of(bench, layers, tokens)
+        size = int(slowest(size, bench.device))
         if spent is not None:
-            took[tokens] = spent
+            took[tokens] = slowest(spent, bench.device)
         return size
 
     def most() -> int:
         """Tokens of a step that there is time for, if its time grows with their square."""
         last, spare = max(took, default=0), seconds - sum(took.values())
-        reach = last * math.sqrt(max(0.0, spare) / took[last]) if last else sizes.most
-        return min(sizes.most, int(reach // sizes.resolution) * sizes.resolution)
+        bound = last * math.sqrt(max(0.0, spare) / took[last]) if last else sizes.most
+        return min(sizes.most, int(bound // sizes.resolution) * sizes.resolution)
 
     try:
         layers.step(sizes.resolution)  # now there are gradients
-        known = search(taken, sizes.room, sizes.resolution, most, OVER)
+        room = -int(slowest(-min(sizes.room, bench.unused()), bench.device))
+        known = search(taken, room, sizes.resolution, most, OVER)
     finally:
         layers.close()
-    fits = max(tokens for tokens, size in known.items() if size <= sizes.room)
+    fits = max(tokens for tokens, size in known.items() if size <= room)
     measured = sorted(tokens for tokens, size in known.items() if tokens and size < OVER)
     if not measured:
         raise MemoryError(f"no sequence fits, not even one of {min(filter(None, known))} tokens")
     first, last = measured[0], measured[-1]
     slope = (known[last] - known[first]) / (last - first) if last > first else known[last] / last
-    bench.note(
-        feature=name, tokens=fits, at_least=max(known) == fits, room=sizes.room, bytes_a_token=slope,
-        layers=sizes.layers, vocab=sizes.vocab, seconds=took.get(fits),
-    )  # fmt: skip
+    return {"tokens": fits, "at_least": max(known) == fits, "room": room, "bytes_a_token": slope,
+            "seconds": took.get(fits), "layers": sizes.layers, "vocab": sizes.vocab}  # fmt: skip
 
 
 def peak_of(bench: Bench, layers: Layers, tokens: int) -> tuple[int, float | None]:

@@ -1,4 +1,4 @@
-"""What 2 to 8 GPUs of one node do: links, attention with its transfers hidden or not, and training steps.
+"""What 2 to 8 GPUs of one node do: links, attention with its transfers hidden or not, training steps, long sequences.
 
     python -m benchmarks.gpu.node                       # all GPUs; it starts the ranks itself
     python -m benchmarks.gpu.node --stand-in --ranks 2  # small sizes on CPU ranks: shows that the script runs
@@ -6,7 +6,8 @@
 Prints and writes what `python -m benchmarks.gpu` does. Links: each operation's bus bandwidth, as nccl-tests count it.
 Attention: contenders take turns, and each walks the same programs without transfers too. Steps: a LLaMA under ZeRO-3,
 ours beside DeepSpeed's Ulysses with its recipe for long sequences, each with processes of its own, twice, in turns;
-losses and gradient norms must agree. What fails or takes longer than --timeout is said, and the others go on.
+losses and gradient norms must agree. Long sequences: the longest that fits as in `benchmarks.gpu`, on 1, 2, 4 and 8
+ranks. What fails or takes longer than --timeout is said, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from benchmarks import contenders, tables
 from benchmarks.attention.peers import made, step
 from benchmarks.contenders import Spec, parse
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import Bench, about
-from benchmarks.gpu.layers import shape_of
+from benchmarks.gpu.bench import Bench, about_apart
+from benchmarks.gpu.layers import reach, shape_of
 from benchmarks.gpu.shares import Alone
 from benchmarks.memory.peers import unlike
 from benchmarks.turns import in_turns, order, slowest, together
@@ -71,8 +72,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 # ---- on every rank
 
 
-def on_rank(stand_in: bool, specs: list[Spec], part: str) -> dict[str, Any]:
-    """What a launch measures: "links", or the training step of the contender of that name."""
+def on_rank(stand_in: bool, specs: list[Spec], part: str, seconds: float) -> dict[str, Any]:
+    """What a launch measures: "links", "longest", or the training step of the contender of that name. seconds: of the
+    search for the longest."""
     start()
     bench = Bench(stand_in)
     if part == "links":
@@ -80,6 +82,9 @@ def on_rank(stand_in: bool, specs: list[Spec], part: str) -> dict[str, Any]:
         bus(bench)
         bench.enter("overlap")
         attention(bench, specs)
+    elif part == "longest":
+        bench.enter("reach")
+        bench.note(ranks=dist.get_world_size(), **reach(bench, OPTIONS["ours"], True, seconds))
     else:
         bench.enter("step")
         training(bench, parse(part))
@@ -173,12 +178,13 @@ def training(bench: Bench, spec: Spec) -> None:
 # ---- in the process that starts them
 
 
-def launched(args: argparse.Namespace, part: str) -> dict[str, Any] | str:
+def launched(args: argparse.Namespace, part: str, count: int) -> dict[str, Any] | str:
     """What a fresh set of ranks found, or why they found nothing."""
-    tables.say(f"{part}: {args.ranks} ranks")
+    tables.say(f"{part}: {count} ranks")
     # of GPUs nothing is imported before ranks are forked: CUDA could not begin in them
-    with Ranks(args.ranks, None, PRELOAD if args.stand_in else []) as ranks:
-        results, errors = ranks.call(on_rank, args.stand_in, args.contenders, part, timeout=args.timeout)
+    with Ranks(count, None, PRELOAD if args.stand_in else []) as ranks:
+        given = args.stand_in, args.contenders, part, args.timeout / 4
+        results, errors = ranks.call(on_rank, *given, timeout=args.timeout)
     if not errors:
         return results[0]
     kind, said, trace = min(errors.values(), key=lambda error: error[0] in ("Hang", "Died"))
@@ -188,38 +194,39 @@ def launched(args: argparse.Namespace, part: str) -> dict[str, Any] | str:
     return f"{kind}: {said.splitlines()[0][:200] if said else ''}"
 
 
-def together_found(args: argparse.Namespace) -> dict[str, Any]:
-    """Of all launches."""
-    found: dict[str, Any] = {"records": [], "left_out": []}
-    names = [name.format(n=args.ranks) for name in TRAINING]
-    for part in ("links", *(names[index] for turn in range(2) for index in order(len(names), turn))):
-        its = launched(args, part)
-        if isinstance(its, str):
-            found["left_out"].append(f"{part}: {its}")
-        else:
-            found["left_out"] += its["left_out"]
-            found["records"] += its["records"]
-    found["records"], steps = (
-        [one for one in found["records"] if (one["section"] == "step") is wanted] for wanted in (False, True)
-    )
+def summed(found: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The file's content: of a contender's training steps one row, of all its launches, if their losses agree."""
+    records, left_out = ([one for one in found["records"] if one["section"] != "step"], [*found["left_out"]])
+    steps = [one for one in found["records"] if one["section"] == "step"]
     rows = [some for name in names if (some := [one for one in steps if one["contender"] == name])]
     for some in rows:
         row = {**some[0], "seconds": statistics.median(one["seconds"] for one in some)}
         if wrong := unlike(*((one["losses"], one["norms"]) for one in (rows[0][0], row)), TOLERANCE):
-            found["left_out"].append(f"step, {row['contender']}: {wrong}")
+            left_out.append(f"step, {row['contender']}: {wrong}")
         else:
-            found["records"].append(row)
-    return {"about": about(args.stand_in, args.ranks), **found}  # last: it takes memory of a GPU
+            records.append(row)
+    return {**found, "records": records, "left_out": left_out}
 
 
 def main() -> None:
     args, began = arguments(), time.perf_counter()
     if args.stand_in:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
-    found = together_found(args)
-    found["about"]["seconds"] = round(time.perf_counter() - began, 1)
-    file = gpu_tables.write(found, args.out)
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+    found: dict[str, Any] = {"about": about_apart(args.stand_in, args.ranks), "records": [], "left_out": []}
+    names = [name.format(n=args.ranks) for name in TRAINING]
+    steps = [names[index] for turn in range(2) for index in order(len(names), turn)]
+    counts = [count for count in (1, 2, 4, 8) if count <= args.ranks]
+    for part, count in [*((part, args.ranks) for part in ("links", *steps)), *(("longest", count) for count in counts)]:
+        its = launched(args, part, count)
+        if isinstance(its, str):
+            found["left_out"].append(f"{part}, {count} ranks: {its}")
+        else:
+            found["left_out"] += its["left_out"]
+            found["records"] += its["records"]
+        found["about"]["seconds"] = round(time.perf_counter() - began, 1)
+        whole = summed(found, names)
+        file = gpu_tables.write(whole, args.out)  # after every launch: what ends the process takes no figure away
+    print(f"\n{gpu_tables.page(whole)}\nwrote {file}, and beside it the page and the chart")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of files of figures, which `benchmarks.gpu` and `benchmarks.gpu.node` write.
+"""Tables of files of figures, which `benchmarks.gpu.first_hour` writes, and each of its parts by itself.
 
     python -m benchmarks.gpu.tables FILE ...     # prints their pages
     python -m benchmarks.gpu.tables --docs       # writes those of benchmarks/gpu/figures into docs/gpu_benchmarks.md
@@ -49,7 +49,9 @@ def write(found: Found, folder: Path) -> Path:
     count = f"-x{about['ranks']}" if about["ranks"] > 1 else ""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{about['date']}-{kind}{count}.json"
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    new.replace(file)  # whatever ends this process leaves one of both
     chart(found, file.with_suffix(".png"))
     file.with_suffix(".md").write_text(f"{page(found)}\n![Chart]({file.stem}.png)\n", encoding="utf-8")
     return file
@@ -64,6 +66,8 @@ def page(found: Found, level: int = 1) -> str:
     if about["stand_in"]:
         lines.append("**A stand-in: small sizes on a CPU. It shows that the script runs; no figure is a GPU's.**\n")
     lines.append(f"Host: {about['host']}. Versions: {versions}. Commit {about['commit']}.\n")
+    if ran := found.get("parts"):
+        lines += [f"{hashes}# Parts\n", parts(ran), ""]
     for name, (title, make) in SECTIONS.items():
         if rows := of(found, name):
             lines += [f"{hashes}# {title}\n", make(rows), ""]
@@ -106,6 +110,20 @@ def rate(one: dict[str, Any] | None) -> str:
     return "-" if one is None else f"{one['flops'] / 1e12:.3g} ({one['flops'] / one['ceiling']:.2f})"
 
 
+def parts(rows: Records) -> str:
+    """How the parts of an hour ended, and what they found."""
+    cells, failed = [], []
+    for one in rows:
+        told = "-"
+        if tests := one.get("tests"):
+            told = f"{tests['passed']} passed, {len(tests['failed'])} failed, {len(tests['skipped'])} skipped"
+            failed += [f"- failed: {name}" for name in tests["failed"]]
+        elif "figures" in one:
+            told = f"{one['figures']} figures"
+        cells.append([one["part"], one["result"], number(one["seconds"], 1 / 60), told])
+    return "\n".join([table(["part", "result", "minutes", "found"], cells), *([""] if failed else []), *failed])
+
+
 def kernels(rows: Records) -> str:
     """The fastest of a mask and a length, and each contender at the greatest length that was measured of a mask."""
     lines, cells = [], []
@@ -136,16 +154,18 @@ def ranks(rows: Records) -> str:
 
 
 def longest(rows: Records) -> str:
-    one = rows[0]
+    """By feature on one device, or by the number of ranks."""
+    one, by_ranks = rows[0], "ranks" in rows[0]
     about = (
-        f"In {one['room'] / 2**20:,.0f} MiB beside parameters and gradients, {one['layers']} layers, vocabulary "
-        f"{one['vocab']:,}. Each row has the features of all rows above it."
+        f"In {max(x['room'] for x in rows) / 2**20:,.0f} MiB a rank beside parameters and gradients, {one['layers']} "
+        f"layers, vocabulary {one['vocab']:,}. "
     )
+    about += "With tiles of the MLP and of the loss." if by_ranks else "Each row has the features of all rows above it."
     told = [{**one, "tokens": f"{one['tokens']:,}{' or more' * one['at_least']}"} for one in rows]
     words: dict[str, Any] = {
-        "feature": "features",
+        **({"ranks": "ranks"} if by_ranks else {"feature": "features"}),
         "tokens": "tokens",
-        "bytes_a_token": ("KiB a token", 2**-10),
+        "bytes_a_token": ("KiB a token and rank", 2**-10),
         "seconds": "s a step",
     }
     return f"{about}\n\n{columns(told, **words)}"
@@ -178,6 +198,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Records], str]]] = {
     "host": ("The host", lambda rows: columns(
         rows, what="layers with", seconds=("host's ms a layer, forward and backward", 1e3))),
     "longest": ("The longest sequence", longest),
+    "reach": ("The longest sequence of several ranks", longest),
     "bus": ("Links", lambda rows: columns(
         rows, operation="operation", bytes=("MiB a rank", 2**-20), rate=("bus bandwidth, GB/s", 1e-9))),
     "overlap": ("Hidden transfers", overlap),
@@ -195,6 +216,7 @@ BARS: dict[str, tuple[Words, Length, str]] = {
               "a rank's part: 1 / ranks of a dense call's time over its own"),
     "checkpoints": (lambda x: f"{x['tokens']:,} tokens", lambda x: x["speedup"], "plain checkpoints' time over ours"),
     "longest": (lambda x: x["feature"], lambda x: x["tokens"], "longest sequence, tokens"),
+    "reach": (lambda x: f"{x['ranks']} ranks", lambda x: x["tokens"], "longest sequence of several ranks, tokens"),
     "overlap": (lambda x: x["contender"], lambda x: x["to_first"], "attention, the first's time over it"),
     "step": (lambda x: x["contender"], lambda x: x["tokens"] / x["seconds"], "a training step, tokens/s"),
 }  # fmt: skip
@@ -206,7 +228,7 @@ def chart(found: Found, file: Path) -> None:
     causal = [one for one in drawn.get("kernels", []) if one["mask"] == "causal"]
     if causal:
         drawn["kernels"] = [one for one in causal if one["tokens"] == max(x["tokens"] for x in causal)]
-    figure = new_figure(9, sum(1 + len(rows) / 4 for rows in drawn.values()))
+    figure = new_figure(9, sum(1 + len(rows) / 4 for rows in drawn.values()) or 1)
     axes = figure.subplots(max(1, len(drawn)), squeeze=False, height_ratios=[4 + len(x) for x in drawn.values()] or [1])
     for (name, rows), (its,) in zip(drawn.items(), axes, strict=False):
         words, length, title = BARS[name]

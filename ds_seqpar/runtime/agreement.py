@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ def assert_ranks_agree(
         DisagreementError: on all other ranks, and on all if values differ.
         CommunicationError: if a rank does not make the call.
     """
+    for owner in sorted(journals):
+        journals[owner].settle_before(group)
     entry, has_error = Entry.of(name, value, call, advice), int(error is not None)
     digest = entry.compared.digest
     among_peers &= peers is not group
@@ -76,6 +78,13 @@ def assert_ranks_agree(
     if wrong:
         raise_difference(group, [entry], error, _ranks_of(peers)[0] if among_peers else 0)
     return greatest
+
+
+class Settles(Protocol):
+    def settle_before(self, group: dist.ProcessGroup | None) -> None: ...
+
+
+journals: weakref.WeakValueDictionary[int, Settles] = weakref.WeakValueDictionary()  # by the number of their groups
 
 
 def digest_of(*content: object) -> int:
@@ -212,7 +221,8 @@ def raise_difference(
     """
     values = [(entry.compared.name, entry.compared.fields) for entry in entries]
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
-    failures[group and group.group_name] += 1
+    if group is not None:
+        failures[group] = failures.get(group, 0) + 1
     global_ranks = _ranks_of(group)
     sentences = [sentence for *_, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
@@ -239,7 +249,8 @@ def raise_difference(
                 raise printed_by(DisagreementError(sentence), min(members), key)
 
 
-failures: Counter[object] = Counter()  # of the groups, by name: how often all of their ranks found a difference
+# how often all ranks of a group found a difference
+failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:

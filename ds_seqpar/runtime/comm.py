@@ -93,20 +93,10 @@ class Comm(Protocol):
         ...
 
 
-class Agreement(Protocol):
-    """What a transport must know of the comparison of ranks that may still run; see `journal`."""
+class Agreement:
+    """What a transport must know of a comparison of ranks that may still run; see `journal`. Here: none runs."""
 
-    salt: int  # below SALTS; of a call's messages, which ranks send with the same salt alone
-
-    def before_sending(self) -> None: ...
-
-    def before_waiting(self) -> None: ...
-
-
-class Agreed:
-    """The `Agreement` where no comparison runs."""
-
-    salt = 0
+    salt = 0  # below SALTS, of a call's messages: only messages of one salt are taken for one another
 
     def before_sending(self) -> None: ...
 
@@ -394,7 +384,7 @@ def _all_to_all(
 class TorchComm:
     """The transport over process groups (gloo or NCCL)."""
 
-    journal: Agreement = Agreed()  # of the ranks that share the sequence
+    journal = Agreement()  # of the ranks that share the sequence
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups

@@ -179,8 +179,9 @@ def agree_on_inputs(
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
     with compat.without_torch_func():
         runtime.journal.note(
-            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention, overlap=overlap
-        )
+            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention, overlap=overlap,
+            device=getattr(q, "device", None),
+        )  # fmt: skip
 
 
 def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
-from ..errors import SeqParError
-from .agreement import Advice, Comparison, Entry, digest_of, failures, raise_difference
-from .comm import SALTS, end_later, end_unfinished
+from ..errors import SeqParError, as_seqpar_error
+from .agreement import Advice, Comparison, Entry, digest_of, failures, journals, raise_difference
+from .comm import SALTS, Agreement, end_later, end_unfinished
 from .devices import communicator_device
 from .groups import Groups
 from .process_exit import IDLE_TIMEOUT
@@ -42,7 +43,7 @@ class _Look(NamedTuple):
     judge: Judge
 
 
-class Journal:
+class Journal(Agreement):
     """The comparisons of the ranks that share a sequence.
 
     Args:
@@ -52,11 +53,11 @@ class Journal:
 
     def __init__(self, groups: Groups | None, agreement: str = "auto") -> None:
         self.groups, at_once = groups, agreement == "always"
-        on_devices = groups is not None and groups.sp is not None and communicator_device(groups.sp) is not None
-        self.notes = on_devices and not at_once  # whether a call like one before is noted
-        self.overlaps = not on_devices and not at_once  # whether a comparison may run beside the packing of messages
+        device = None if groups is None or groups.sp is None else communicator_device(groups.sp)
+        # the type of the devices on which calls like earlier ones are noted; None: nothing is noted
+        self.notes_on = None if device is None or at_once else device.type
+        self.overlaps = device is None and not at_once  # whether a comparison may run beside the packing of messages
         self.defers = self.overlaps and agreement == "deferred"  # and beside their sending
-        self.salt = 0
         self._entries: list[Entry] = []  # what was noted since ranks agreed or failed last
         self._before = 0  # how many calls of the step were compared before those
         self._failures = 0  # of the group, when those were noted
@@ -64,6 +65,8 @@ class Journal:
         self._last = NOTHING
         self._looks: list[_Look] = []
         self._at_exit: weakref.finalize | None = None
+        if groups is not None:
+            journals[groups.number] = self
 
     def agree(
         self, name: str, value: object, *, error: SeqParError | None = None, number: int = 0, call: str = "",
@@ -71,13 +74,11 @@ class Journal:
     ) -> int:  # fmt: skip
         """Compare a value between the ranks, and wait for them. For the arguments see `assert_ranks_agree`."""
         entry = Entry.of(name, value, call, advice)
-        self._forget_failed()
-        error = self._judge(entry) or error
-        return self._begin(entry, error, number)()
+        return self._begin(entry, self._prepare(entry) or error, number)()
 
     def note(
         self, name: str, value: object, *, error: SeqParError | None = None, call: str = "",
-        advice: Advice | None = None, overlap: bool = False, like: object = None,
+        advice: Advice | None = None, overlap: bool = False, device: torch.device | None = None, like: object = None,
     ) -> None:  # fmt: skip
         """Compare a value between the ranks, without waiting for them where that is possible.
 
@@ -86,13 +87,14 @@ class Journal:
         Args:
             name: As for `assert_ranks_agree`, and so are the others.
             overlap: Whether all that is sent next is sent by `TorchComm`, which ends the comparison in time.
+            device: Where the tensors are that are sent next; None where accelerators' ranks have theirs.
             like: What of the value must be as in an earlier call, to be noted; None: all of it.
         """
         entry = Entry.of(name, value, call, advice)
-        self._forget_failed()
-        error = self._judge(entry) or error
+        error = self._prepare(entry) or error
         key = entry.compared.digest if like is None else Entry.of(name, like).compared.digest
-        if self.notes and error is None and key in self._known:
+        notes = self.notes_on is not None and (device is None or device.type == self.notes_on)
+        if notes and error is None and key in self._known:
             self._entries.append(entry)
             if len(self._entries) >= MOST_NOTED:
                 self._begin(END)()
@@ -113,8 +115,8 @@ class Journal:
             x: The tensor.
             judge: Gets the copy. It must not refer to the SequenceParallel, which would then live until exit.
         """
-        copy = x.to("cpu", non_blocking=True)
-        on_its_way = copy is not x and not compat.is_fake(copy)
+        copy = x.detach().to("cpu", non_blocking=True)
+        on_its_way = x.device.type != "cpu" and not compat.is_fake(copy)
         arrived = torch.accelerator.current_stream(x.device).record_event() if on_its_way else None
         self._looks.append(_Look(self._last, copy, arrived, judge))
         self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
@@ -135,8 +137,13 @@ class Journal:
 
     def settle_after_backward(self) -> None:
         """Call `settle` when the graph task ends in which this is called, where calls are noted."""
-        if self.notes:
+        if self.notes_on is not None and compat.graph_task() >= 0:
             compat.after_backward(self.settle)
+
+    def settle_before(self, group: dist.ProcessGroup | None) -> None:
+        """Call `settle` before a comparison in another group, where some ranks would wait for those that wait here."""
+        if self._entries and self.groups is not None and self.groups.control is not group:
+            self.settle()
 
     def before_sending(self) -> None:
         """End the comparison that was begun, where messages must not leave before."""
@@ -147,10 +154,17 @@ class Journal:
         """End the comparison that was begun."""
         end_unfinished()
 
+    def _prepare(self, entry: Entry) -> SeqParError | None:
+        """Prepare to compare an entry, or to note it. Return this rank's error of tensors that are looked at now."""
+        self._forget_failed()
+        error = self._judge(entry)
+        self._last = entry
+        return error
+
     def _forget_failed(self) -> None:
         """Forget what was noted before all ranks of the group raised, whatever they compared then."""
-        if self.notes and self.groups is not None and self.groups.control is not None:
-            found = failures[self.groups.control.group_name]
+        if self.notes_on is not None and self.groups is not None and self.groups.control is not None:
+            found = failures.get(self.groups.control, 0)
             if found != self._failures:
                 self._failures, self._entries, self._before = found, [], 0
 
@@ -160,18 +174,18 @@ class Journal:
         """Begin to compare what was noted and one entry more. Return what ends that; it returns the greatest number."""
         group = None if self.groups is None else self.groups.control
         before, entries, self._entries = self._before, [*self._entries, entry], []
-        self._before, self._last = before + len(entries), entry
+        self._before = before + len(entries)
         digests = [entry.compared.digest for entry in entries]
         digest = digests[0] if len(digests) == 1 else digest_of(digests)
         comparison = Comparison(group, int(error is not None), digest, number, entry.subject)
         if self.defers and group is not None:  # no message of a call that failed is ever taken for another call's
-            self.salt = digest_of(failures[group.group_name], digest) % SALTS
+            self.salt = digest_of(failures.get(group, 0), digest) % SALTS
 
         def end() -> int:
             differs, greatest = comparison.result()
             if differs:
-                raise_difference(group, entries, error, before=before if self.notes else None)
-            elif self.notes:
+                raise_difference(group, entries, error, before=None if self.notes_on is None else before)
+            elif self.notes_on is not None:
                 self._known[entry.compared.digest if key is None else key] = None
                 if len(self._known) > MOST_KNOWN:
                     del self._known[next(iter(self._known))]
@@ -201,8 +215,12 @@ def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mappin
     for look in looks:
         if look.arrived is not None:
             look.arrived.synchronize()
-        if not compat.is_fake(look.copy):
+        if compat.is_fake(look.copy):
+            continue
+        try:
             yield look, look.judge(look.copy)
+        except Exception as error:  # a rank that raised alone would leave its peers waiting
+            yield look, as_seqpar_error("a check of a tensor's values failed", error)
 
 
 def _say(looks: list[_Look]) -> None:

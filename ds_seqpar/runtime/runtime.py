@@ -28,7 +28,7 @@ from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
 
 ATTENTION = "attention"  # the name of a call in errors
-MOST_ADMITTED = 256  # keys of inputs that were checked
+MOST_ADMITTED = 16  # keys of inputs that were checked
 
 
 class CallSettings(NamedTuple):

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding import shards
 from ds_seqpar.compiler.sharding.handles import handle_of, object_of
-from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.batches import whole_error
+from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.runtime import mismatch_hints
@@ -43,7 +42,6 @@ FORWARD = (
     "a forward of a model that shares sequences (one rank alone makes it in hf_integration.whole_sequences(model))"
 )
 MEDIA = re.compile(r"(pixel|image|video|audio|input_features).*")  # arguments of multimodal models
-HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
 class Agreement:
@@ -73,79 +71,55 @@ class Agreement:
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
-    def vote(self, inputs: Mapping[str, Any]) -> tuple[Literal["sharded", "whole"], str]:
+    def vote(self, inputs: Mapping[str, Any], refusal: str) -> Literal["sharded", "whole"]:
         """Decide with all ranks whether position_ids are those of a shard or of a whole batch.
 
         On a device they are read once for each shape. What ranks decide then is what later ones are compared with.
 
-        Returns:
-            (the kind of batch, what is wrong with the positions, as a sentence, or "").
+        Args:
+            inputs: The call's arguments by name.
+            refusal: Why this call can have no shard, as a sentence; "" where it can.
+
+        Raises:
+            InputError, DisagreementError: On all ranks, if a rank's are neither, or those of a shard that is refused.
         """
         tokens, positions = tokens_of(inputs), inputs["position_ids"]
         key = positions.device.type != "cpu" and (tokens.shape, positions.shape, positions.dtype, positions.device)
         if key in self.modes:
-            return self.modes[key], ""
-        error = tokens_error(self.sp, tokens, None) or shard_error(self.sp, tokens, positions, checks=ValueChecks())
-        wrong = whole_error(inputs, *tokens.shape[:2])
-        sharded = self.sp.journal.agree(
-            "position_ids of a batch", None, number=int(error is None and wrong is not None), call=FORWARD
-        )
-        mode: Literal["sharded", "whole"] = "sharded" if sharded or wrong else "whole"
+            return self.modes[key]
+        wrong_whole, fits_shard = whole_error(inputs, *tokens.shape[:2]), True
+        try:
+            check_tokens(self.sp, tokens, None)
+            check_shard(self.sp, tokens, positions, None, None, ValueChecks())
+        except InputError:
+            fits_shard = False
+        error, neither = None, "(or give the part of a batch, with all that sp.shard_batches returns for it)"
+        if wrong_whole is not None and (refusal or not fits_shard):
+            error = InputError(refusal if fits_shard else f"{wrong_whole} {neither}")
+        votes = int(fits_shard and wrong_whole is not None)
+        sharded = self.sp.journal.agree("position_ids of a batch", None, error=error, number=votes, call=FORWARD)
+        mode: Literal["sharded", "whole"] = "sharded" if sharded else "whole"
         if key:
             self.modes[key] = mode
-        if error is not None and wrong is not None:
-            return mode, f"{wrong} (or give the part of a batch, with all that sp.shard_batches returns for it)"
-        return mode, str(error) if error is not None and mode == "sharded" else ""
+        return mode
 
-    def refuse(self, error: SeqParError) -> None:
-        """Raise an error of this rank, and what follows from it on the others, where their forwards agree."""
-        self.sp.journal.agree("model inputs", None, error=error, call=FORWARD)
-
-    def note_batch(self, fields: Fields, error: SeqParError | None) -> None:
-        """Compare a whole batch that the base model will shard."""
-        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=_advice)
-
-    def agree_on(
-        self,
-        inputs: Mapping[str, Any],
-        wrong: str,
-        backward: bool,
-        sources: list[Any] | None,
-        batch: ValueChecks | None = None,
-    ) -> int:
-        """Agree on a base model's forward, of its arguments by name.
-
-        Args:
-            inputs: The arguments, with this rank's shard.
-            wrong: What is known to be wrong with them.
-            backward: As for `agree`, and so are `sources` and `batch`.
-        """
-        if mistake := wrong_inputs(inputs):  # tensors may be of any type
-            return self.agree(None, None, None, mistake, backward, sources=sources)
-        positions, mask, layout = (inputs.get(name) for name in ("position_ids", "attention_mask", "placement"))
-        wrong = wrong or _misuse(inputs)
-        return self.agree(tokens_of(inputs), positions, mask, wrong, backward, layout, sources, batch)
+    def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
+        """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
+        fields = None if batch is None else batch.fields
+        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=_advice, like=())
+        if batch is not None:
+            batch.post(self.sp.journal)
 
     def agree(
-        self,
-        tokens: Tensor | None,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        wrong: str,
-        backward: bool,
-        layout: BatchLayout | None = None,
-        sources: list[Any] | None = None,
+        self, inputs: Mapping[str, Any], wrong: str, backward: bool, sources: list[Any] | None,
         batch: ValueChecks | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Agree on one forward, before any rank of the sequence sends.
 
         Args:
-            tokens: input_ids or inputs_embeds of this rank; None where they are of a wrong type.
-            positions: This rank's position_ids.
-            mask: This rank's attention_mask.
-            wrong: What is wrong on this rank, as a sentence; "" for nothing.
+            inputs: The forward's arguments by name, with this rank's shard.
+            wrong: What is known to be wrong with them, as a sentence; "" for nothing.
             backward: Whether a backward will follow.
-            layout: The batch's layout; None: sequences are shared equally.
             sources: Modules that draw noise by token; None: the forward is compiled.
             batch: What ranks compare of a whole batch, whose shards are right; None: the batch came sharded.
 
@@ -155,42 +129,38 @@ class Agreement:
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
         """
-        model = self.model()
+        model, journal, layout, like, seed = self.model(), self.sp.journal, inputs.get("placement"), dict[str, Any](), 0
         if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
-        error: SeqParError | None = InputError(wrong) if wrong else None
-        seed = 0
+        checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
         try:
+            if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs):
+                raise InputError(sentence)
+            tokens = tokens_of(inputs)
             if sources is None and backward and model is not None and dropout.noisy_modules(model):
                 raise ConfigError(COMPILED)
             seed = dropout.prepare_and_seed(sources or [], shared=True)
-        except ConfigError as reason:
-            error = error or reason
-        checks = ValueChecks(at_once=("cpu",)) if batch is None else batch
-        if error is None and tokens is not None:
-            error = tokens_error(self.sp, tokens, layout)
-        if error is None and tokens is not None and batch is None:
-            error = shard_error(self.sp, tokens, positions, mask, layout, checks=checks)
-        value: dict[str, object] = {**(batch.fields if batch else {})}
-        if batch is None:
-            value["shape"] = None if tokens is None else tuple(tokens.shape)
-        if layout is not None and batch is None and error is None:
-            value = {"placement": str(layout)}
-        value["backward"], value["autocast"] = backward, _autocast_dtype(tokens)
-        value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        value["dropout"] = dropout.describe_modules(sources or [])
-        journal = self.sp.journal
+            check_tokens(self.sp, tokens, layout)
+            if batch is None:
+                like = {"shape": tuple(tokens.shape)} if layout is None else {"placement": str(layout)}
+                check_shard(self.sp, tokens, inputs.get("position_ids"), inputs.get("attention_mask"), layout, checks)
+            error = None
+        except SeqParError as reason:
+            error = reason
+        like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
+        like["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
+        like["dropout"] = dropout.describe_modules(sources or [])
         if not self.compared and model is not None:
             journal.agree("models", fingerprint(model), call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
-        like = {key: x for key, x in value.items() if batch is None or key not in batch.fields}
         name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
+        value = {**(batch.fields if batch else {}), **like}
         if seed:
             number = seed if self.sp.rank == 0 else 0
             seed = journal.agree(name, value, error=error, number=number, call=FORWARD, advice=advice)
         else:
             journal.note(name, value, error=error, call=FORWARD, advice=advice, like=like)
-        checks.post(self.sp.journal)
+        checks.post(journal)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
         return seed
@@ -227,7 +197,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
     """
     tokens, positions = tokens_of(inputs), inputs.get("position_ids")
     if wrong_inputs(inputs) or positions is None:
-        torch.compiler.disable(agreement.agree_on)(inputs, "", backward, None, None)
+        torch.compiler.disable(agreement.agree)(inputs, "", backward, None)
         return positions
     return _agree_on_shard(tokens, positions, inputs.get("attention_mask"), agreement.handle, _misuse(inputs), backward)
 
@@ -271,7 +241,9 @@ def wrong_inputs(inputs: Mapping[str, Any]) -> str:
 def _agree_on_shard(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong: str, backward: bool
 ) -> Tensor:
-    object_of(handle).agree(tokens, positions, mask, wrong, backward)
+    tokens_by_name = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
+    inputs = {**tokens_by_name, "position_ids": positions, "attention_mask": mask}
+    object_of(handle).agree(inputs, wrong, backward, None)
     return positions.clone()  # the model's forward needs the result, so that no compiler drops the agreement
 
 
@@ -314,102 +286,3 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
     if labels is not None and not inputs.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
         return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"
     return ""
-
-
-def tokens_error(sp: SequenceParallel, tokens: Tensor, layout: BatchLayout | None) -> InputError | None:
-    """Return the error for a rank that has other tokens than a layout says; None where all is right.
-
-    Args:
-        layout: The batch's layout; None: sequences are shared equally.
-    """
-    return _equal_shards_error(sp, tokens) if layout is None else _placement_error(sp, tokens, layout)
-
-
-def shard_error(
-    sp: SequenceParallel,
-    tokens: Tensor,
-    positions: Tensor | None,
-    mask: Tensor | None = None,
-    layout: BatchLayout | None = None,
-    *,
-    checks: ValueChecks,
-) -> SeqParError | None:
-    """Return the error for a rank that was not given the positions of its tokens, and no mask; None where all is right.
-
-    Args:
-        layout: As for `tokens_error`.
-        checks: Takes what is to be read on a device later.
-    """
-    if positions is None or not _are_for(positions, tokens):
-        return InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
-    expected = sp.local_positions(tokens.shape[1] * sp.size if layout is None else layout, positions.device)
-    found = [] if mask is None else [(WRONG_MASK, _is_wrong_mask(sp, mask, layout))]
-    try:
-        for sentence, wrong in (*found, (_wrong_positions(layout), (positions != expected).any())):
-            checks.require(wrong.long().reshape(1), functools.partial(_judge, sentence))
-    except SeqParError as error:
-        return error
-    return None
-
-
-def _judge(sentence: str, wrong: list[int]) -> InputError | None:
-    return InputError(sentence) if wrong[0] else None
-
-
-def _is_wrong_mask(sp: SequenceParallel, mask: Tensor, layout: BatchLayout | None) -> Tensor:
-    """Return whether a mask beside a sharded batch says more than that padding does not count, where that is asked."""
-    if not sp.keeps_masks:
-        return (mask != 1).any()
-    wrong = ((mask != 0) & (mask != 1)).any()
-    return wrong if layout is not None else wrong | (mask[..., 1:] > mask[..., :-1]).any()
-
-
-def _equal_shards_error(sp: SequenceParallel, tokens: Tensor) -> InputError | None:
-    if tokens.shape[1] and tokens.shape[1] * sp.size % sp.multiple == 0:
-        return None
-    return InputError(
-        f"a patched model needs {sp.multiple // sp.size} tokens on each rank, or a multiple of it, or a placement; got "
-        f"{tokens.shape[1]} tokens and none, {HOW}"
-    )
-
-
-def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) -> InputError | None:
-    if not isinstance(placement, BatchLayout):
-        return InputError(f"placement must be a BatchLayout, or None; got {type(placement).__name__}, {HOW}")
-    cp_size = sp.size // sp.config.ulysses
-    if placement.shards.size != cp_size:
-        return InputError(f"a placement must be of the {cp_size} CP ranks; got {placement.shards.size}, {HOW}")
-    if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(cp_size)) < sp.config.ulysses:
-        return InputError(
-            f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
-            "some ranks would have none, give it longer sequences, or fewer ranks a sequence"
-        )
-    local_tokens = len(placement.positions(sp.config.ulysses, sp.rank))
-    if tokens.shape[1] == local_tokens and (placement.rows is None or tokens.shape[0] == 1):
-        return None
-    got = tuple(tokens.shape[:2])
-    return InputError(
-        f"a patched model needs the {local_tokens} tokens that the placement gives this rank; got {got}, {HOW}"
-    )
-
-
-WRONG_MASK = (
-    f"a sharded forward takes no padding mask; got one with zeros or other numbers, {HOW} (it checks and drops it)"
-)
-
-
-def _wrong_positions(layout: BatchLayout | None, got: str = "those of other tokens") -> str:
-    if layout is not None:
-        return (
-            f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
-        )
-    return (
-        "a batch with shift_labels, or with this rank's position_ids, looks sharded: a patched model needs this rank's "
-        f"tokens with their global position_ids; got {got}, {HOW}"
-    )
-
-
-def _are_for(positions: Tensor, tokens: Tensor) -> bool:
-    """Return whether the positions have a shape that fits the tokens."""
-    batch, seq = tokens.shape[:2]
-    return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))

@@ -23,19 +23,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.groups import check_thread
 from ds_seqpar.runtime.log import log_once
 
 from .. import dropout
-from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, current, set_current
+from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
 from ..families import base_of, is_causal_lm, unwrapped
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts
 from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, warn_of_cache, wrong_inputs
-from .losses import ExpertBalance, check_output, shard_loss_error, tried_loss
+from .losses import ExpertBalance, check_loss, check_output
 
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
@@ -119,8 +119,8 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
     return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
-def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> tuple[Any, str]:
-    """Return the mode of a forward, and what is wrong with its position_ids, as a sentence; "" where they are right.
+def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> Mode:
+    """Return the mode of a forward.
 
     Shards have what `shard_batches` adds. position_ids alone may be those of a shard or of a whole batch, and on one
     rank may fit both; then the other ranks' positions decide.
@@ -128,20 +128,21 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: 
     Args:
         is_whole: Whether it is known that a batch with position_ids alone is whole.
     """
-    positions = inputs.get("position_ids")
+    positions, compiled = inputs.get("position_ids"), torch.compiler.is_compiling()
     if _is_local(patch, module, inputs):
-        return "local", ""
-    if not torch.compiler.is_compiling():
+        return "local"
+    if not compiled:
         check_thread()
-    if wrong_inputs(inputs):  # which the agreement will say
-        return "sharded", ""
-    if inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
-        return "sharded", ""
+    # what is wrong the agreement will say
+    if wrong_inputs(inputs) or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
+        return "sharded"
     if positions is None or is_whole:
-        return "whole", ""
-    if torch.compiler.is_compiling():
-        return "sharded", ""
-    return ("whole", "") if whole_calls.is_moved_batch(positions) else patch.agreement.vote(inputs)
+        return "whole"
+    if compiled:
+        return "sharded"
+    if whole_calls.is_moved_batch(positions):
+        return "whole"
+    return patch.agreement.vote(inputs, _wrong_shard(unwrapped(module), inputs) if module in patch.heads else "")
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
@@ -187,7 +188,7 @@ def _complete(
         seed = dropout.prepare_and_seed(sources, shared=False)
     else:
         layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
-        seed = patch.agreement.agree_on(inputs, wrong, backward, None if compiled else sources, context.compared)
+        seed = patch.agreement.agree(inputs, wrong, backward, None if compiled else sources, context.compared)
         if patch.ropes:
             rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
     return inputs, dataclasses.replace(
@@ -218,25 +219,38 @@ def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, A
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if torch.compiler.is_compiling():
-        return _before_compiled_head(patch, module, inner, args, kwargs, inputs)
+    if compiled := torch.compiler.is_compiling():
+        mode = "local" if KEYWORD in kwargs or wrong_inputs(inputs) else _mode(patch, module, inputs)
+        if mode == "local" or (mode == "sharded" and not _wrong_shard(inner, inputs)):
+            return args, kwargs  # the base model does all, in the graph
+    sharded = _begin_head(patch, module, inner, inputs, compiled)
+    return (args, kwargs) if sharded is None else ((), sharded)
+
+
+@between_graphs
+def _begin_head(
+    patch: Patch, module: nn.Module, inner: Any, inputs: dict[str, Any], compiled: bool
+) -> dict[str, Any] | None:
+    """Begin a forward. Return the arguments by name with this rank's shard, where a whole batch was sharded."""
     context = _begin(patch, module, inputs)
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
-        return args, kwargs
-    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
+        return None
+    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole), ""
     context = dataclasses.replace(context, mode=mode)
     if mode != "local" and patch.experts is not None:
         check_output(inner, inputs)
     if mode == "whole" and module in patch.above:
-        whole_calls.compare_inputs(patch.agreement, inner, inputs)
+        whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
     else:
         if mode == "sharded":
-            wrong = wrong or _wrong_shard(inner, inputs)
+            wrong = _wrong_shard(inner, inputs)
             tries_loss = module in patch.untried and inputs.get("labels") is not None
             context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
-        inputs, context = _complete(patch, module, inputs, context, wrong)
+        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
     set_current(context)
-    return ((), inputs) if mode == "whole" and context.spec is not None else (args, kwargs)
+    if context.spec is None:
+        return None
+    return {**inputs, KEYWORD: context} if compiled else inputs
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
@@ -246,32 +260,6 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
 
 
-def _before_compiled_head(
-    patch: Patch, module: nn.Module, inner: Any, args: tuple, kwargs: dict[str, Any], inputs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Do what `_before_head` does in a graph. The base model agrees on shards; whole ones are made between graphs."""
-    mode, _ = _mode(patch, module, inputs)
-    if KEYWORD in kwargs or mode == "local" or wrong_inputs(inputs):
-        return args, kwargs
-    if patch.experts is not None:
-        check_output(inner, inputs)
-    if mode == "whole" and module in patch.above:
-        whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled=True)
-    elif mode == "whole":
-        return (), _whole_in_graph(patch, module, inputs)
-    elif wrong := _wrong_shard(inner, inputs):
-        torch.compiler.disable(patch.agreement.refuse)(InputError(wrong))
-    return args, kwargs
-
-
-@between_graphs
-def _whole_in_graph(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    context = dataclasses.replace(_begin(patch, module, inputs), mode="whole")
-    inputs, context = _complete(patch, module, inputs, context, "", compiled=True)
-    set_current(context)
-    return {**inputs, KEYWORD: context}
-
-
 # ---- the base model
 
 
@@ -279,7 +267,7 @@ def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
     patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if patch.in_graph and inputs.get("placement") is None and KEYWORD not in inputs:
-        mode, _ = _mode(patch, module, inputs)
+        mode = _mode(patch, module, inputs)
         if mode != "whole":
             return (), _in_graph(patch, module, inputs, mode)
     return (), _between(patch, module, inputs, torch.compiler.is_compiling())
@@ -303,9 +291,8 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
     if given is not None:
         context = dataclasses.replace(given, module=module, outer=given, within=True)
     if context.mode is None:
-        mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole)
-        context = dataclasses.replace(context, mode=mode)
-        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
+        context = dataclasses.replace(context, mode=_mode(patch, module, inputs, is_whole=context.is_in_whole))
+        inputs, context = _complete(patch, module, inputs, context, "", compiled)
     context.state.begun = True
     set_current(context)
     if context.mode != "local":
@@ -357,7 +344,7 @@ def _context_after(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -
         return context if context is not None and context.module is module else None
     if KEYWORD in inputs:
         return inputs[KEYWORD]
-    return LOCAL if _mode(patch, module, inputs)[0] == "local" else SHARDED
+    return LOCAL if _mode(patch, module, inputs) == "local" else SHARDED
 
 
 def _leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -382,33 +369,5 @@ def _end(module: nn.Module) -> None:
 def _try_shard_loss(
     patch: Patch, module: nn.Module, inputs: Mapping[str, Any], output: Any, context: ForwardContext
 ) -> None:
-    if tried_on_shard(patch.sp, module, inputs, output, tiles=context.state.losses):
+    if check_loss(patch.sp, module, inputs, output, tiles=context.state.losses):
         patch.untried = tuple(head for head in patch.untried if head is not module)
-
-
-def tried_on_shard(
-    sp: SequenceParallel,
-    module: nn.Module,
-    inputs: Mapping[str, Any],
-    output: Any,
-    error: ConfigError | None = None,
-    tiles: list[float] | None = None,
-) -> bool:
-    """Raise ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses.
-
-    Args:
-        inputs: The forward's arguments by name.
-        output: What it returned.
-        error: Another error of this rank.
-        tiles: As for `tried_loss`.
-
-    Returns:
-        Whether the batch has what the trial needs.
-    """
-    labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
-    if labels is None or items is None or inputs.get("labels") is None:
-        return False
-    tried = tried_loss(unwrapped(module), labels, float(items), output, 1.0, tiles)
-    error = shard_loss_error(sp, tried) or error
-    sp.journal.agree("loss of the model", None, error=error)
-    return True

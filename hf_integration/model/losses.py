@@ -108,6 +108,34 @@ def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigErr
     return None if alike else tried.error("initialize")
 
 
+def check_loss(
+    sp: SequenceParallel, module: nn.Module, inputs: Mapping[str, Any], output: Any, *, share: float = 1.0,
+    tiles: list[float] | None = None, option_of: str | None = None, error: ConfigError | None = None,
+) -> bool:  # fmt: skip
+    """Raise ConfigError on all ranks of a sequence where a rank's loss is more than its token losses.
+
+    Args:
+        inputs: The forward's arguments by name, with this rank's shard.
+        output: What it returned.
+        share: As for `tried_loss`, and so is `tiles`.
+        option_of: As for `loss_function_error`, of a whole batch; None: the batch came sharded.
+        error: Another error of this rank.
+
+    Returns:
+        Whether the batch has what the trial needs.
+    """
+    labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
+    if labels is None or items is None or inputs.get("labels") is None:
+        return False
+    tried = tried_loss(unwrapped(module), labels, float(items), output, share, tiles)
+    if option_of is None:
+        error = shard_loss_error(sp, tried) or error
+    elif tried is not None and tried.rest:
+        error = tried.error(option_of)
+    sp.journal.agree("loss of the model", None, error=error)
+    return True
+
+
 def tried_loss(
     model: Any, labels: Tensor, items: float, output: Any, share: float, tiles: list[float] | None = None
 ) -> TriedLoss | None:

@@ -49,8 +49,8 @@ from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
 from . import checkpointing, rope, whole_calls
 from .agreement import Agreement
-from .forward import Patch, hook, patch_of, tried_on_shard
-from .losses import ExpertBalance, has_loss
+from .forward import Patch, hook, patch_of
+from .losses import ExpertBalance, check_loss, has_loss
 
 # attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
@@ -363,7 +363,7 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
             "a model that is given with sequence_parallel=sp must call sp.attention; got "
             f"{type(unwrapped(module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
         )
-        if tried_on_shard(sp, module, kwargs, output, error if silent else None):
+        if check_loss(sp, module, kwargs, output, error=error if silent else None):
             handle.remove()
 
     handle = engine.module.register_forward_hook(check, with_kwargs=True)

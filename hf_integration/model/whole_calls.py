@@ -31,7 +31,7 @@ from ..context import ForwardContext, ForwardState
 from ..families import base_of, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .agreement import Agreement, common_misuse, tokens_of
-from .losses import loss_function_error, tried_loss
+from .losses import check_loss, loss_function_error
 
 FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
@@ -102,7 +102,7 @@ def shard_inputs(
     try:
         return _sharded(agreement, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
-        agreement.refuse(as_seqpar_error("sharding a whole batch failed", reason))
+        agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
 
 
@@ -169,9 +169,7 @@ def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], 
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
-    checks = _compared(inputs)
-    agreement.note_batch(checks.fields, error)
-    checks.post(agreement.sp.journal)
+    agreement.compare_batch(_compared(inputs), error)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
@@ -197,11 +195,12 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
     Args:
         inputs: The arguments of the forward by name, with this rank's shard.
     """
-    labelled, tiles = inputs.get("labels") is not None, context.state.losses
+    sp, labelled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
     if tiles is not None and context.module is not None:
-        items = float(inputs["num_items_in_batch"])
-        _check_loss(agreement, unwrapped(context.module), inputs["shift_labels"], items, output, tiles)
-    whole = functools.partial(_whole, agreement.sp, context, labelled, bool(inputs.get("fused_lm_head")))
+        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # of the balance of experts
+        check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
+        agreement.loss_option_of = None  # not before: a loss that was refused is refused again
+    whole = functools.partial(_whole, sp, context, labelled, bool(inputs.get("fused_lm_head")))
     if isinstance(output, dict):
         whole_outputs = {name: whole(name, x) for name, x in output.items()}
         return type(output)(**whole_outputs)
@@ -209,17 +208,6 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
         names = [*(["loss"] if labelled else []), "logits"]
         return tuple(whole((names[at:] or ["outputs"])[0], x) for at, x in enumerate(output))
     return whole("outputs", output)
-
-
-def _check_loss(
-    agreement: Agreement, model: Any, labels: Tensor, items: float, output: Any, tiles: list[float]
-) -> None:
-    """Raise ConfigError on all ranks of the sequence where a rank's loss is not its token losses' sum over `items`."""
-    # of the balance of experts, each rank has a share
-    tried = tried_loss(model, labels, items, output, 1 / agreement.sp.size, tiles)
-    error = tried.error(agreement.loss_option_of or "") if tried is not None and tried.rest else None
-    agreement.sp.journal.agree("loss of the model", None, error=error)
-    agreement.loss_option_of = None  # not before: a loss that was refused is refused again
 
 
 class _OnPart:

@@ -176,6 +176,9 @@ class SequenceParallelCallback(TrainerCallback):
             self.shape_logged = True
         self.flops_done = self.tokens = self.seconds = 0.0
 
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.sp.journal.settle(last=True)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
             logs.update(self.figures)  # not state.log_history, which is equal for equal runs, while times are not

@@ -1,11 +1,13 @@
 """The benchmarks of GPUs, to their end on stand-ins: what they write, the tables of it, and what they refuse."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
 from benchmarks.contenders import parse
-from benchmarks.gpu import node, tables
+from benchmarks.gpu import first_hour, node, tables
 from benchmarks.gpu.__main__ import SECTIONS, arguments, measure
 from benchmarks.gpu.bench import STAND_IN, about
 from benchmarks.gpu.layers import features
@@ -91,7 +93,8 @@ def test_files_that_are_no_figures(text, tmp_path):
 @pytest.mark.parametrize(("read", "words", "said"), [
     (arguments, ["--seconds", "0"], "above 0"), (arguments, ["--sections", "kernel"], "invalid choice"),
     (node.arguments, ["--stand-in", "--ranks", "1"], "2 to 8"), (node.arguments, ["rings"], "a contender must be"),
-    (node.arguments, ["--stand-in", "--ranks", "9"], "got 9"),
+    (node.arguments, ["--stand-in", "--ranks", "9"], "got 9"), (arguments, ["--room", "0"], "at least 1 MiB"),
+    (first_hour.arguments, ["--stand-in", "--seconds", "0"], "above 0"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(read, words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -107,7 +110,7 @@ def test_the_node_refuses_a_launcher(monkeypatch, capsys):
 
 
 def test_links_and_transfers_of_a_node():
-    found = on_engine_ranks(2, node.on_rank, True, [parse("u2"), parse("ring")], "links")[0]
+    found = on_engine_ranks(2, node.on_rank, True, [parse("u2"), parse("ring")], "links", 1.0)[0]
     assert found["left_out"] == []
     u2, ring = (one for one in found["records"] if one["section"] == "overlap")
     # a rank of a ring gets k and v, and their gradients twice in fp32 or q's side in their place; all is some MiB
@@ -116,7 +119,88 @@ def test_links_and_transfers_of_a_node():
     assert "| ring |" in tables.page({"about": about(True, 2), **found})
 
 
+def test_longest_sequence_of_a_node():
+    found = [one["records"] for one in on_engine_ranks(2, node.on_rank, True, [], "longest", 1.0)]
+    ((row,), _) = found
+    assert {**row, "seconds": None} == {**found[1][0], "seconds": None}
+    assert (row["section"], row["ranks"]) == ("reach", 2)
+    assert row["tokens"] >= STAND_IN.resolution
+    assert "| ranks | tokens |" in tables.page({"about": about(True, 2), "records": [row], "left_out": []})
+
+
 def test_steps_must_be_the_same_work():
     right = [2.0, 1.0], [1.0, 1.0]
     assert unlike(right, ([2.001, 1.0], [1.0, 1.0]), 1e-2) is None
     assert "not the same work: gradient norms" in unlike(right, ([2.0, 1.0], [1.0, 1.1]), 1e-2)
+
+
+TESTS = """
+import pytest
+def test_right(): pass
+def test_wrong(): raise ValueError
+@pytest.mark.skip
+def test_later(): pass
+"""
+# a part that hangs, and a process that it started, which does not end when it is asked
+HANGS = "(trap '' INT; exec sleep 600) & echo $! >$1/pid; wait"
+
+
+def test_an_hour_goes_on_after_parts_that_fail(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (tmp_path / "test_three.py").write_text(TESTS)
+    (tmp_path / "hangs").write_text(HANGS)
+    pytest_of = "python -m pytest -p no:cacheprovider -c /dev/null --junitxml {folder}/tests.xml"
+    commands = {
+        "tests": f"{pytest_of} {tmp_path}/test_three.py",
+        "hangs": f"sh {tmp_path}/hangs {{folder}}",
+        "dies": "sh -c 'echo no memory; kill -9 $$'",
+        "cut": "sh -c 'echo {{ >{folder}/cut.json; exit 3'",
+        "node": "false",
+        "nothing": "true",
+        "kernels": f"cp {file} {{folder}}",
+    }
+    parts = [first_hour.Part(name, 0.2 if name == "hangs" else 1, command, gpus=1 + (name == "node"))
+             for name, command in commands.items()]  # fmt: skip
+    machine = {**about(True), "stand_in": False, "device": "a GPU"}
+    assert first_hour.hour(parts, machine, 60, tmp_path / "out") is False
+    (sent,) = (tmp_path / "out").glob("*.json")
+    rows = {row["part"]: row for row in tables.load(sent)["parts"]}
+    limit = rows["hangs"]["limit"]
+    assert {name: row["result"] for name, row in rows.items()} == {
+        "tests": "failed with exit status 1", "hangs": f"not done after {limit:.0f} s", "dies": "ended by signal 9",
+        "cut": "failed with exit status 3", "node": "left out: needs 2 GPUs; got 1",
+        "nothing": "failed: it wrote no figures", "kernels": "done",
+    }  # fmt: skip
+    wrong = ["test_three.test_wrong"]
+    assert rows["tests"]["tests"] == {"passed": 1, "failed": wrong, "skipped": ["test_three.test_later"]}
+    assert "ValueError" in rows["tests"]["log"]
+    assert rows["dies"]["log"] == "no memory\n"
+    (pid,) = (tmp_path / "out").glob("*/hangs/pid")
+    running = Path("/proc", pid.read_text().strip(), "cmdline")
+    assert not running.exists() or running.read_bytes() == b""  # nobody, or what its parent has yet to look at
+    said = capsys.readouterr().out
+    assert "3 of 7: dies, ended by signal 9" in said
+    assert f"- failed: {wrong[0]}" in said
+    page = tables.docs([sent])
+    assert "| kernels | done |" in page
+    assert f"- cut: figures must be a JSON file that can be read; got {tmp_path}" in page
+    assert tables.of(tables.load(sent), "kernels") == tables.of(tables.load(file), "kernels")
+
+
+def test_commands_of_an_hour_are_understood():
+    """Together they measure every section, and run what `make test-gpu` does."""
+    sections, makefile = [], (Path(tables.PAGE).parents[1] / "Makefile").read_text()
+    for part in first_hour.parts(True, 2**24):
+        words = [word.format(seconds=9, folder="figures", gpus=2) for word in shlex.split(part.command)]
+        if words[2] == "benchmarks.gpu":
+            args = arguments(words[3:])
+            sections += args.sections
+            assert (args.stand_in, args.seconds) == (True, 9)
+            assert args.room == (16 if args.sections == ["longest"] else None)
+        elif words[2] == "benchmarks.gpu.node":
+            assert node.arguments(words[3:]).ranks == 2
+    assert sorted(sections) == sorted(SECTIONS)
+    on_gpus = {part.name: shlex.split(part.command) for part in first_hour.parts(False, 2**24)}
+    (as_made,) = (line for line in makefile.splitlines() if line.startswith("ON_GPU := "))
+    assert set(shlex.split(as_made)[4:]) <= set(on_gpus["tests"])
+    assert not any("--stand-in" in command for command in on_gpus.values())

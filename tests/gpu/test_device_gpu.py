@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from ds_seqpar.data.shard_checks import check_shard
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.offload import store_of
 from hf_integration import patch_attention
-from hf_integration.model.agreement import shard_error
 from tests.dist.ranks import make, refusal
 from tests.gpu import NEEDS_TWO, both
 from tests.hf.llama import SEQ, small
@@ -59,7 +59,7 @@ def test_what_was_found_on_the_device_is_said_in_the_next_forward(device):
     """Of positions that are another rank's."""
     start()
     sp, checks, tokens = make(size=1), ValueChecks(at_once=()), torch.zeros(1, SEQ, device=device)
-    assert shard_error(sp, tokens, (sp.position_ids(SEQ) + 1)[None].to(device), checks=checks) is None
+    check_shard(sp, tokens, (sp.position_ids(SEQ) + 1)[None].to(device), None, None, checks)
     checks.post(sp.journal)
     assert "earlier forward" in refusal(sp.journal.note, "model inputs", None)[1]
     assert refusal(sp.journal.note, "model inputs", None) == (None, None)

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from ds_seqpar.data.shard_checks import check_shard
 from ds_seqpar.data.value_checks import ValueChecks
-from hf_integration.model.agreement import Agreement, shard_error
+from hf_integration.model.agreement import Agreement
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.launch import on_ranks
 
@@ -29,7 +30,7 @@ def on_fake_cuda():
         for more in ({}, {"attention_mask": mask}, {"placement": packed["placement"]}):
             sp.journal._looks.clear()  # they could not be read
             given = {"input_ids": tokens, "position_ids": positions, **more}
-            agreement.agree_on(given, "", backward=True, sources=[])
+            agreement.agree(given, "", backward=True, sources=[])
             looks += [look.judge.parts for look in sp.journal._looks]
         sp.journal._looks.clear()
     return [len(parts) for parts in looks]
@@ -53,16 +54,15 @@ def found_later():
     tokens = torch.zeros(2, SEQ)
     for name, (positions, mask) in cases.items():
         checks = ValueChecks(at_once=())
-        assert shard_error(sp, tokens, positions, mask, checks=checks) is None
+        check_shard(sp, tokens, positions, mask, None, checks)
         checks.post(sp.journal)
         said[name] = [refusal(sp.journal.note, "model inputs", None)[1] for _ in range(2)]
-    its = ValueChecks()
-    shapes = {
-        shape: shard_error(sp, tokens, torch.zeros(shape), checks=its) is not None
-        for shape in ((3, SEQ), (2, SEQ + 1), ())
-    }
-    right_shapes = [shard_error(sp, tokens, right.expand(rows, -1), checks=its) for rows in (1, 2)]
-    return said, shapes, [*right_shapes, shard_error(sp, tokens, right[0], checks=its)]
+
+    def refused(positions):
+        return refusal(check_shard, sp, tokens, positions, None, None, ValueChecks())[0]
+
+    shapes = {shape: refused(torch.zeros(shape)) for shape in ((3, SEQ), (2, SEQ + 1), ())}
+    return said, shapes, [refused(x) for x in (right.expand(1, -1), right.expand(2, -1), right[0])]
 
 
 def test_what_was_found_on_the_device_is_said_once_in_the_next_forward():
@@ -74,5 +74,5 @@ def test_what_was_found_on_the_device_is_said_once_in_the_next_forward():
         assert "earlier forward" in first
         assert is_one_sentence(first)
         assert second is None
-    assert set(shapes.values()) == {True}
+    assert set(shapes.values()) == {"InputError"}
     assert good == [None, None, None]

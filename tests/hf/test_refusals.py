@@ -114,6 +114,7 @@ MODELS = {
 }
 # deepspeed#5419, #7473: every shard rotated as if it began at 0; axolotl#3498. In evaluation too (transformers#48167,
 # axolotl#3026), where a cache must not make a forward on shards local
+UNSHIFTED = "labels that nobody shifted"
 SPOILT = {
     "no positions": (
         lambda sp, batch: {"position_ids": None},
@@ -123,7 +124,7 @@ SPOILT = {
         lambda sp, batch: {"position_ids": torch.tensor([held(SECTION)[1 - sp.rank]])},
         ("global position_ids", "other tokens"),
     ),
-    "labels that nobody shifted": (
+    UNSHIFTED: (
         lambda sp, batch: {"shift_labels": None},
         ("looks sharded", "got no shift_labels", "sp.shard_batches", "or a whole batch"),
     ),
@@ -152,7 +153,8 @@ CALLS = {
         for name, (model, words) in MODELS.items()
     },
     **{
-        f"{name}, training {training}": (forward(spoil, training), everywhere(*words))
+        # rank 0's positions may be those of a whole batch too: it is told what rank 1 says
+        f"{name}, training {training}": (forward(spoil, training), (everywhere, only_one)[name == UNSHIFTED](*words))
         for name, (spoil, words) in SPOILT.items()
         for training in (True, False)
     },

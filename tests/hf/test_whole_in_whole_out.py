@@ -169,7 +169,7 @@ def costs(forwards):
                 model(**batch).loss.backward()
             events = sorted(profile.events(), key=lambda event: event.time_range.start)
             labels = [event.name for event in events if event.name.startswith("ds_seqpar ")]
-            found[name, kind] = dict(sp.comm.received), [label for label in labels if " agree " not in label]
+            found[name, kind] = dict(sp.comm.received), [label for label in labels if " agree" not in label]
     return found
 
 

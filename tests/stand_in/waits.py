@@ -258,7 +258,8 @@ class Host(TorchDispatchMode):
         with pytest.MonkeyPatch.context() as patch, Reads(self), self.fake, self:
             for name, value in cuda.items():
                 patch.setattr(torch.cuda, name, value)
-            patch.setattr(torch.accelerator, "synchronize", self.synchronize)
+            for name in ("current_stream", "synchronize"):
+                patch.setattr(torch.accelerator, name, cuda[name])
             patch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
             patch.setattr(time, "sleep", self.sleep)
             patch.setattr(input_checks, "Parameter", FakeTensor)  # so that one on the device is known as a plain tensor
@@ -278,10 +279,13 @@ def _is_composite(function):
 
 def _where():
     """The line that waits, of the product or of a test."""
-    frame = sys._getframe(2)
+    frame, shared = sys._getframe(2), "elsewhere"
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if any(map(path.is_relative_to, CODE)) and path.parent != HERE and not str(path).endswith(SHARED):
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        if any(map(path.is_relative_to, CODE)) and path.parent != HERE:
+            where = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+            if not str(path).endswith(SHARED):
+                return where
+            shared = where
         frame = frame.f_back
-    return "elsewhere"
+    return shared

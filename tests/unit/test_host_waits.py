@@ -109,7 +109,8 @@ PROGRAMS = {
 
 
 def train(program, section, keeps, steps, layers, ulysses=2, packs=(False, True)):
-    """What a rank waits for in each step, after the first one of each batch: the first call of a signature may wait.
+    """What a rank waits for in each step, after two of each batch: the first call of a signature may wait, and a
+    model's first forward compares more than later ones.
 
     Args:
         packs: of each batch, whether it is a pack, if the host can see packs. Batches take turns.
@@ -123,13 +124,14 @@ def train(program, section, keeps, steps, layers, ulysses=2, packs=(False, True)
         model = on_device(sp, lambda: make(sp, keeps, layers))
         batch_at = batches(sp, wholes)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for host.step in range(len(packs) + steps):
+        for host.step in range(2 * len(packs) + steps):
             host.call += 1
             loss_of(model, **batch_at(host.step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    sp.close()
-    return [wait for wait in host.waits if wait.step >= len(packs)]
+    waits = [wait for wait in host.waits if wait.step >= 2 * len(packs)]
+    sp.close()  # which may wait
+    return waits
 
 
 def on_device(sp, make):

@@ -59,7 +59,7 @@ LATER = {
     "runtime.offload": "offload_checkpoints true",
 }
 # what knows nothing of schedules
-TRANSPORT = {"comm", "groups", "devices", "agreement", "process_exit", "profiling", "kernels"}
+TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}
 
 
 def modules():
