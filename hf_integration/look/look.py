@@ -28,6 +28,7 @@ from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
 WATCH = "ds_seqpar_watch"  # an attribute of modules during a forward
 PROBE = "sequence_parallel"  # the keyword by which a patched model passes on what a forward is
+ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
 TOLERANCE = 1e-4
@@ -52,7 +53,7 @@ def look(model: PreTrainedModel) -> Facts:
     """
     small, not_small = small_copy(model)
     watch = Watch(small.train())
-    ids, positions = tokens_for(small.config, 1, TOKENS), torch.arange(TOKENS)[None]
+    ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
     plain = watch(ids)
     base = watch.base = _called_base(small, plain)
     prefix, kind, first, counts_padding = watch.names[base], "none", 0, True
@@ -359,8 +360,8 @@ def _mask_of(one: Call) -> tuple[str, int]:
         _refuse(f"{one.name}, which gets no mask, so that tokens see later ones", "use a causal model")
     if one.mask.dtype != torch.bool and bool(((one.mask != 0) & (one.mask > -1e4)).any()):
         _refuse(f"{one.name}, whose mask has values that are added to scores")
-    visible = _visible(one.mask, TOKENS, TOKENS).expand(1, one.q.shape[1], TOKENS, TOKENS)
-    if bool((visible != visible[:, :1]).any()):
+    visible = _visible(one.mask, TOKENS, TOKENS).expand(ROWS, one.q.shape[1], TOKENS, TOKENS)
+    if bool((visible != visible[:1, :1]).any()):
         _refuse(f"{one.name}, whose mask differs from head to head")
     visible, at = visible[0, 0], torch.arange(TOKENS)
     distance = at[:, None] - at
@@ -393,7 +394,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     if "labels" not in parameters_of(model):
         return {}
     shifted, items = F.pad(ids[:, 1:], (0, 1), value=IGNORE), torch.tensor(2.0 * TOKENS)
-    plain = _Loss.of(model, ids, shifted, TOKENS - 1)
+    plain = _Loss.of(model, ids, shifted, ROWS * (TOKENS - 1))
     if plain is None:
         return {}
     if plain.unshifted:
@@ -423,7 +424,7 @@ class _Loss:
         rest = float(loss - _token_losses(logits, shifted) / items)
         balance = 0.0 if part is None else balance_weight(model) * float(part)
         found.balance = part is not None if abs(rest - balance) <= limit else None
-        found.unshifted = found.balance is None and abs(float(loss - _token_losses(logits, ids) / TOKENS)) <= limit
+        found.unshifted = found.balance is None and abs(float(loss - _token_losses(logits, ids) / ids.numel())) <= limit
         return found
 
 

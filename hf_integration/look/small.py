@@ -153,9 +153,10 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
                 raise ValueError(f"a copy with {layers} layers has {numbers} parameters")
         small = new_model(type(model), config)
         for parameter in small.parameters():
-            if parameter.dim() < 2 or not parameter.any():  # norms, biases, sinks, gates: 0 or 1 hides what they do
+            spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
+            if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 hides what they do
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif (spread := float(parameter.std())) < (wanted := 0.25 * parameter.shape[-1] ** -0.5):
+            elif spread < wanted:
                 parameter.mul_(wanted / spread)
     for module in small.modules():
         if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
