@@ -472,7 +472,7 @@ class Deaf(LlamaDecoderLayer):
         return hidden_states + self.post_attention_layernorm(hidden_states)
 
 
-Deaf.forward.__module__ = LlamaDecoderLayer.__module__  # as if another release of transformers had it
+Deaf.__module__ = Deaf.forward.__module__ = LlamaDecoderLayer.__module__  # as if another release of transformers had it
 
 
 @on_each_of(1)
