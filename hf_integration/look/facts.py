@@ -18,7 +18,7 @@ class Facts:
 
     attention: tuple[str, ...] = ("layers.*.self_attn",)  # the modules that attend, below `base`, with "*" for numbers
     base: str | None = None  # the module that heads call, below the model; None: its base model
-    # (kind of layer of config.layer_types, "" without; "window" or "chunk"; the name of its length in the config)
+    # (kind of layer of config.layer_types, "" for all; "window" or "chunk"; the name of its length in the config)
     masks: tuple[tuple[str, str, str], ...] = ()
     window_keyword: bool = True  # whether attention gets its window by the keyword sliding_window too
     heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
@@ -89,5 +89,6 @@ def masks(model: PreTrainedModel, facts: Facts) -> list[tuple[str, int | None]]:
     """Return ("window" or "chunk", its length in keys, None without) for each attention module."""
     text = text_config(model.config)
     rules = {kind: rule for kind, *rule in facts.masks}
-    found = [rules.get(kind_of_layer(model.config, name), ("window", "")) for name in modules_of(model, facts)]
+    kinds = [kind_of_layer(model.config, name) for name in modules_of(model, facts)]
+    found = [rules.get(kind) or rules.get("") or ("window", "") for kind in kinds]
     return [(shape, getattr(text, length, None)) for shape, length in found]

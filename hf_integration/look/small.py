@@ -158,6 +158,8 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif spread < wanted:
                 parameter.mul_(wanted / spread)
+            if parameter.dim() > 1:  # padding in an embedding: what divides by its size has no gradient
+                parameter.add_((parameter == 0).all(-1, keepdim=True) * wanted * torch.randn_like(parameter))
     for module in small.modules():
         if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
             module.p = 0.0

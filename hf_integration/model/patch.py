@@ -91,11 +91,11 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         return model
     facts = facts_of(inner)
     if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and not is_tested(inner))):
-        prove(inner, sp, facts, lambda small: _patch(small, small, sp, facts), unpatch_attention)
-    return _patch(model, inner, sp, facts)
+        prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+    return patch_by(model, inner, sp, facts)
 
 
-def _patch(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts) -> PreTrainedModel:
+def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
     if facts.base is not None:
         setattr(inner, BASE, facts.base)

@@ -1,0 +1,154 @@
+"""What a look finds in models, on small copies that leave everything else alone; and the proof, which says where they
+are wrong."""
+
+import copy
+import dataclasses
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_integration import patch_attention, unpatch_attention
+from hf_integration.look.facts import TESTED, Facts
+from hf_integration.look.known import facts_of
+from hf_integration.look.look import look
+from hf_integration.look.prove import prove
+from hf_integration.look.small import layers_of, small_copy
+from hf_integration.model import patch
+from tests.dist.ranks import make, refusal
+from tests.hf.every_type import tiny
+from tests.hf.families import FAMILIES, model_of
+from tests.hf.llama import small
+from tests.launch import on_each_of, on_engine_ranks, on_ranks
+
+WINDOW = (("sliding_attention", "window", "sliding_window"),)
+# what differs from a Llama
+FOUND = {
+    "bert": {"attention": ("encoder.layer.*.attention.self",), "positions": "absolute"},
+    "deepseek_v3": {},
+    "gemma3": {
+        "attention": ("language_model.layers.*.self_attn",),
+        "masks": WINDOW,
+    },
+    "jetmoe": {"attention": ("layers.*.self_attention",), "heads": ((4, 4),), "balance": True},
+    "laguna": {"heads": ((4, 2), (8, 2)), "balance": True, "masks": WINDOW},
+    "llama4_text": {"base": "model", "masks": (("chunked_attention", "chunk", "attention_chunk_size"),)},
+    "nemotron": {"keywords": False},
+    "opt": {"base": "model.decoder", "positions": "absolute", "counts_padding": False},
+    "phimoe": {"masks": (("", "window", "sliding_window"),), "window_keyword": False, "balance": True},
+    "roberta": {
+        "attention": ("encoder.layer.*.attention.self",), "positions": "absolute", "first_position": 2,
+        "counts_padding": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_table_of_tested_families_is_what_a_look_finds(family):
+    found = look(model_of(family, window=20))
+    assert dataclasses.replace(found, positions="relative") == TESTED[family]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_look_finds_what_differs(name):
+    assert look(tiny(name)) == Facts(**FOUND[name])
+
+
+def test_a_large_model_is_looked_at_by_its_small_copy():
+    config = AutoConfig.for_model("deepseek_v3")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    copied, not_small = small_copy(model)
+    assert not_small == ()
+    assert len(layers_of(copied)) == config.first_k_dense_replace + 1  # a dense layer and one of experts
+    assert [type(layer.mlp) for layer in layers_of(copied)] == [type(layer.mlp) for layer in layers_of(model)[:4]]
+    assert copied.config.num_attention_heads == config.num_attention_heads == 128
+    assert copied.config.v_head_dim == config.v_head_dim
+    assert sum(p.numel() for p in copied.parameters()) < 2e7
+
+
+def test_a_copy_is_the_same_each_time_and_leaves_torch_as_it_was():
+    model = small()
+    state, first = torch.get_rng_state(), small_copy(model)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            second = small_copy(model)[0]
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+def inside_zero_init():
+    """On each rank: whether a copy was whole, and whether a model that was made after it is partitioned."""
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = LlamaForCausalLM(small().config)
+        facts = facts_of(type("Subclass", (LlamaForCausalLM,), {})(model.config))
+        copied = small_copy(model)[0]
+        after = nn.Linear(64, 64)
+    whole = all(not hasattr(p, "ds_id") and p.numel() for p in copied.parameters())
+    return whole, hasattr(after.weight, "ds_id") and not after.weight.numel(), facts
+
+
+def test_a_copy_is_whole_inside_zero_init():
+    for whole, partitioned, facts in on_engine_ranks(2, inside_zero_init):
+        assert whole
+        assert partitioned
+        assert facts == TESTED["llama"]
+
+
+def proofs():
+    """On each rank: what the proof says of right facts, and of some that are not."""
+    sp, found = make(size=2, ulysses=1), []
+    for name, wrong in (("qwen2_moe", {"masks": ()}), ("gpt2", {"first_position": 1}), ("llama4_text", {"masks": ()})):
+        model = tiny(name)
+        facts = look(model)
+        for given in (facts, dataclasses.replace(facts, **wrong)):
+            patched = lambda copied, given=given: patch.patch_by(copied, copied, sp, given)  # noqa: E731
+            found.append(refusal(prove, model, sp, given, patched, unpatch_attention))
+    return found
+
+
+def test_a_proof_refuses_what_is_wrong_and_says_where():
+    for right, window, *others in on_ranks(2, proofs):
+        assert right == (None, None) == others[0] == others[2]
+        for kind, sentence in (window, others[1], others[3]):
+            assert kind == "ConfigError"
+            assert "from layer" in sentence
+            assert "in a plain batch" in sentence
+
+
+def settings():
+    """On each rank: how often a patch made a proof, by the setting."""
+    found, made = {}, []
+    patch.prove = lambda *args: made.append(args)
+    for setting in ("auto", "always", "never"):
+        sp = make(size=2, ulysses=1, prove=setting)
+        for model in (small(), tiny("mixtral")):
+            patch_attention(model, sp)
+            unpatch_attention(model)
+        found[setting] = [args[0].config.model_type for args in made]
+        made.clear()
+    return found
+
+
+def test_families_that_are_not_tested_are_proved():
+    for found in on_ranks(2, settings):
+        assert found == {"auto": ["mixtral"], "always": ["llama", "mixtral"], "never": []}
+
+
+@on_each_of(1)
+def test_a_copy_of_a_patched_model_is_one_that_can_be_unpatched():
+    model = tiny("opt")
+    patch_attention(model, make(size=1))
+    copied, ids = copy.deepcopy(model), torch.arange(3, 20)[None]
+    unpatch_attention(model), unpatch_attention(copied)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, copied(ids).logits)
