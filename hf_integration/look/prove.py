@@ -27,7 +27,7 @@ from .facts import Facts, text_config
 from .look import tensors_in
 from .small import call, layers_of, small_copy, tokens_for
 
-TOLERANCE = 1e-5
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
 FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
 
 
@@ -51,7 +51,7 @@ def prove(
     patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
 ) -> None:
-    """Compare a small copy of a model, patched, with the same copy unpatched. Collective over the sequence's ranks.
+    """Compare a small copy of a model, patched, with the same copy unpatched, in fp32. Collective over `sp`.
 
     Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch.
 
@@ -67,7 +67,7 @@ def prove(
             differs.
     """
     began, error = time.monotonic(), None
-    with _exact_matmuls():
+    with _in_fp32(sp):
         try:
             error = _compared(model, sp, facts, patch, unpatch)
         except SeqParError as reason:
@@ -105,9 +105,9 @@ def _compared(
         patch(small)
         try:
             got = _outcome(small, [batch], sp)
-            wrong = _difference(expected, got)
+            wrong = _difference(expected, got, TOLERANCE[sp.config.comm_dtype])
             if any(all_reduce_sum(control, [bool(wrong)], "proof of a model")):
-                layer = _unlike_layer(expected, got)
+                layer = _unlike_layer(expected, got, TOLERANCE[sp.config.comm_dtype])
                 return ConfigError(_sentence(model, f"whose {wrong or 'outcome differs'}{layer}, in a {kind} batch"))
         finally:
             unpatch(small)
@@ -213,40 +213,44 @@ def _averaged(gradients: dict[str, Tensor], sp: SequenceParallel) -> dict[str, T
     return {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
 
 
-def _difference(expected: _Outcome, got: _Outcome) -> str:
+def _difference(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
     """Return what differs first, "" where nothing does."""
     for name, value in expected.values.items():
-        if (gap := _gap(value, got.values[name].reshape(value.shape), 0.0)) > TOLERANCE:
+        if not (gap := _gap(value, got.values[name].reshape(value.shape), 0.0)) <= tolerance:
             return f"{name} differs by {gap:.1e}"
     floor = FLOOR * max((float(x.abs().max()) for x in expected.gradients.values()), default=0.0)
     if missing := expected.gradients.keys() ^ got.gradients.keys():
         return f"gradient of {min(missing)} is missing"
     gaps = {name: _gap(x, got.gradients[name], floor) for name, x in expected.gradients.items()}
     worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf, default="")
-    return f"gradient of {worst} differs by {gaps[worst]:.1e}" if worst and not gaps[worst] <= TOLERANCE else ""
+    return f"gradient of {worst} differs by {gaps[worst]:.1e}" if worst and not gaps[worst] <= tolerance else ""
 
 
 def _gap(expected: Tensor, got: Tensor, floor: float) -> float:
     return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor, 1e-30)
 
 
-def _unlike_layer(expected: _Outcome, got: _Outcome) -> str:
+def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
     """Return " from layer N on" for the first layer whose output differs. Collective over the sequence's ranks."""
     for number, (whole, local) in enumerate(zip(expected.layers, got.layers, strict=True)):
         if got.spec is None or local.shape[:2] != got.spec.lead:
             return ""
         shared = whole_of(local, got.spec).whole().reshape(whole.shape)
-        if not _gap(whole, shared, 0.0) <= TOLERANCE:
+        if not _gap(whole, shared, 0.0) <= tolerance:
             return f" from layer {number} on"
     return ""
 
 
 @contextlib.contextmanager
-def _exact_matmuls() -> Iterator[None]:
-    """Context manager in which GPUs compute in fp32, not in TF32."""
-    precision = torch.get_float32_matmul_precision()
+def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
+    """Context manager in which devices compute in fp32, not in TF32, with a kernel that takes it everywhere."""
+    precision, runtime, config = torch.get_float32_matmul_precision(), sp.runtime, sp.runtime.config
     torch.set_float32_matmul_precision("highest")
+    runtime.config = dataclasses.replace(config, kernel="chunked")
+    runtime.last_bound.clear()
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
+        runtime.config = config
+        runtime.last_bound.clear()
