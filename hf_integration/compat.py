@@ -39,13 +39,9 @@ set_output_recorders = private(
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
 
 
-def set_attention_name(config: Any, name: str) -> None:
-    """Set the attention of a config, and of those inside it, without a check that the model supports it."""
-    config._attn_implementation = name
-
-
 def new_model(cls: type, config: Any) -> Any:
-    """Make a model with random weights, as `from_config` does but without zero.Init."""
+    """Make a model with random weights and eager attention, as `from_config` does but without zero.Init."""
+    config._attn_implementation = "eager"
     model = cls(config)
     set_output_recorders(model)
     return model
@@ -192,17 +188,14 @@ def hooks_around(module: nn.Module) -> Iterator[Callable]:
 
 
 def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable], bool]) -> None:
-    """Register hooks of a module's forward on another module too, with the same options."""
-    for hooks, options in (
-        ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
-        ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
+    """Register hooks of a module's forward on another module too."""
+    for hooks, with_kwargs, register in (
+        (forward_pre_hooks(module), module._forward_pre_hooks_with_kwargs, other.register_forward_pre_hook),
+        (forward_hooks(module), module._forward_hooks_with_kwargs, other.register_forward_hook),
     ):
-        for key, hook in getattr(module, hooks).items():
+        for key, hook in hooks.items():
             if wanted(hook):
-                getattr(other, hooks)[key] = hook
-                for option in options:
-                    if key in getattr(module, option):
-                        getattr(other, option)[key] = True
+                register(hook, with_kwargs=key in with_kwargs)
 
 
 @contextlib.contextmanager

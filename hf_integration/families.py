@@ -76,8 +76,17 @@ def base_of(model: Any) -> Any:
 
 def balance_weight(model: Any) -> float:
     """Return the weight of the loss that balances experts, 0 in a model without."""
-    owners = (model, model.config.get_text_config(decoder=True))
-    return next((getattr(owner, name) for name in BALANCE for owner in owners if hasattr(owner, name)), 0.0)
+    return next((getattr(owner, name) for owner, name in _balance_weights(model)), 0.0)
+
+
+def set_balance_weight(model: Any, weight: float) -> None:
+    for owner, name in _balance_weights(model):
+        setattr(owner, name, weight)
+
+
+def _balance_weights(model: Any) -> list[tuple[Any, str]]:
+    owners = (model, model.config, model.config.get_text_config(decoder=True))
+    return [(owner, name) for name in BALANCE for owner in owners if hasattr(owner, name)]
 
 
 def attentions(model: nn.Module) -> list[Any]:

@@ -20,15 +20,14 @@ class Facts:
     base: str | None = None  # the module that heads call, below the model; None: its base model
     # (kind of layer of config.layer_types, "" for all; "window" or "chunk"; the name of its length in the config)
     masks: tuple[tuple[str, str, str], ...] = ()
-    window_keyword: bool = True  # whether attention gets its window by the keyword sliding_window too
     heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
     keywords: bool = True  # whether keywords of the model's forward reach attention
-    positions: str = "relative"  # how position_ids act; or "absolute", or "none"
     first_position: int = 0  # of a sequence's first token
     counts_padding: bool = True  # whether padding before a sequence has positions too
     balance: bool = False  # whether the loss may have a part that balances experts
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
-    norms_heads: bool = False  # whether q and k have norms over all heads: a head cannot be computed without the others
+    # whether q and k have norms over all heads, so that a head cannot be computed without the others; only recorded
+    norms_heads: bool = False
     not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
 
 

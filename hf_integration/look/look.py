@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
 
-from ..families import ConfigView, balance_weight
+from ..families import ConfigView, balance_weight, is_causal_lm
 from .facts import Facts, config_heads, kind_of_layer, starred, text_config
 from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
 
@@ -56,12 +57,9 @@ def look(model: PreTrainedModel) -> Facts:
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
     plain = watch(ids)
     base = watch.base = _called_base(small, plain)
-    prefix, kind, first, counts_padding = watch.names[base], "none", 0, True
+    prefix, first, counts_padding = watch.names[base], 0, True
     if given := takes(base, "position_ids"):
-        states = plain.states(prefix)
-        first = _first_position(watch, ids, states, positions)
-        kind = _kind_of_positions(watch, ids, states, positions + first)
-        counts_padding = kind != "absolute" or _counts_padding(watch, ids, positions, first)
+        first, counts_padding = _default_positions(watch, ids, positions)
     _check_tokens(watch, ids, positions + first if given else None)
     if not plain.calls:
         _refuse("one without attention that goes through transformers' attention interface")
@@ -73,11 +71,8 @@ def look(model: PreTrainedModel) -> Facts:
         masks=_masks(small, plain),
         heads=() if heads == (config_heads(small.config),) else heads,
         keywords=_reaches(watch, ids),
-        positions=kind,
         first_position=first,
         counts_padding=counts_padding,
-        window_keyword=all(one.keywords.get("sliding_window") for one in plain.calls if _mask_of(one)[0] == "window"),
-        norms_heads=any(_norms_heads(small.get_submodule(one.name), one) for one in plain.calls),
         **_loss(small, ids),
         not_small=not_small,
     )
@@ -279,32 +274,17 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 # ---- positions
 
 
-def _first_position(watch: Watch, ids: Tensor, plain: Tensor, positions: Tensor) -> int:
-    """Return the position of the first token where the model is given none."""
-    pad = getattr(text_config(watch.small.config), "pad_token_id", None) or 0
-    for first in dict.fromkeys((0, pad + 1)):
-        if not _differs(plain, watch.states(ids, positions + first)):
-            return first
-    _refuse(f"a model that begins with neither position 0 nor {pad + 1} where it is given no position_ids")
-
-
-def _kind_of_positions(watch: Watch, ids: Tensor, plain: Tensor, positions: Tensor) -> str:
-    if not _differs(plain, watch.states(ids, positions.flip(1))):
-        return "none"
-    return "absolute" if _differs(plain, watch.states(ids, positions + 3)) else "relative"
-
-
-def _counts_padding(watch: Watch, ids: Tensor, positions: Tensor, first: int) -> bool:
-    """Return whether padding before a sequence has positions too."""
-    length = TOKENS // 4
-    mask, ids = (positions >= length).long(), ids.clone()
-    ids[:, :length] = getattr(text_config(watch.small.config), "pad_token_id", None) or 0
+def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[int, bool]:
+    """Return the position of the first token, and whether padding before it counts, where no position_ids are given."""
+    length, pad = TOKENS // 4, getattr(text_config(watch.small.config), "pad_token_id", None) or 0
+    mask = (positions >= length).long()
+    ids = ids.masked_fill(mask == 0, pad)
     plain = watch.states(ids, attention_mask=mask)[:, length:]
-    for begin in (0, length):
+    for first, begin in itertools.product((0, pad + 1), (0, length)):
         given = (positions - begin).clamp(min=0) + first
         if not _differs(plain, watch.states(ids, given, attention_mask=mask)[:, length:]):
-            return begin == 0
-    _refuse("a model that counts positions in another way where a sequence begins with padding")
+            return first, begin == 0
+    _refuse(f"a model that counts positions neither from 0 nor from {pad + 1} where it is given no position_ids")
 
 
 # ---- attention
@@ -329,11 +309,6 @@ def _reaches(watch: Watch, ids: Tensor) -> bool:
     return takes(watch.small, PROBE) and all(
         one.keywords.get(PROBE) is probe for one in watch(ids, sequence_parallel=probe).calls
     )
-
-
-def _norms_heads(module: nn.Module, one: Call) -> bool:
-    heads = (one.q.shape[1] * one.q.shape[3], one.k.shape[1] * one.k.shape[3])
-    return any(p.dim() == 1 and "norm" in name and p.numel() in heads for name, p in module.named_parameters())
 
 
 def _masks(model: Any, seen: Seen) -> tuple[tuple[str, str, str], ...]:
@@ -391,42 +366,22 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     """Return the facts of a head's loss."""
-    if "labels" not in parameters_of(model):
+    if not is_causal_lm(model):
         return {}
-    shifted, items = F.pad(ids[:, 1:], (0, 1), value=IGNORE), torch.tensor(2.0 * TOKENS)
-    plain = _Loss.of(model, ids, shifted, ROWS * (TOKENS - 1))
-    if plain is None:
-        return {}
-    if plain.unshifted:
-        _refuse(
-            "a loss that does not shift labels, so that a token is predicted from itself", "shift them in its forward"
-        )
-    given = {"shift_labels": shifted, "num_items_in_batch": items}
-    taken = _Loss.of(model, ids, shifted, items, **given) if all(takes(model, name) for name in given) else None
-    right = taken is not None and plain.balance is not None and taken.balance == plain.balance
-    return {"shift_labels": right, "balance": bool(plain.balance)}
+    shifted, number = F.pad(ids[:, 1:], (0, 1), value=IGNORE), ids.shape[0] * (TOKENS - 1)
+    plain = _balances(model, ids, shifted, number)
+    if plain is None and _balances(model, ids, ids, ids.numel()) is not None:
+        _refuse("a loss that predicts a token from itself", "shift labels in the forward")
+    given = {"shift_labels": shifted, "num_items_in_batch": torch.tensor(2.0 * number)}
+    taken = _balances(model, ids, shifted, 2 * number, **given) if all(takes(model, x) for x in given) else None
+    return {"shift_labels": plain is not None and plain == taken, "balance": bool(plain)}
 
 
-class _Loss:
-    """A loss beside the sum of token losses over their number."""
-
-    balance: bool | None  # whether a part of it balances experts; None: it has other parts
-    unshifted: bool
-
-    @classmethod
-    def of(cls, model: Any, ids: Tensor, shifted: Tensor, items: Any, **given: Any) -> _Loss | None:
-        with torch.no_grad():
-            output = call(model, ids, labels=ids, **given)
-        loss, logits, part = (getattr(output, name, None) for name in ("loss", "logits", "aux_loss"))
-        if loss is None or logits is None or logits.shape[:2] != ids.shape:
-            return None
-        found, limit = cls(), TOLERANCE * abs(float(loss))
-        rest = float(loss - _token_losses(logits, shifted) / items)
-        balance = 0.0 if part is None else balance_weight(model) * float(part)
-        found.balance = part is not None if abs(rest - balance) <= limit else None
-        found.unshifted = found.balance is None and abs(float(loss - _token_losses(logits, ids) / ids.numel())) <= limit
-        return found
-
-
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+def _balances(model: Any, ids: Tensor, labels: Tensor, items: int, **given: Any) -> bool | None:
+    """Return whether a loss has a part that balances experts; None where it is not token losses over `items` else."""
+    with torch.no_grad():
+        output = call(model, ids, labels=ids, **given)
+    part = getattr(output, "aux_loss", None)
+    losses = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    rest = output.loss - losses / items - (0.0 if part is None else balance_weight(model) * part)
+    return part is not None if abs(float(rest)) <= TOLERANCE * abs(float(output.loss)) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +15,13 @@ from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError, SeqParError
+from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
-from ..families import BALANCE, is_causal_lm
+from ..families import is_causal_lm, set_balance_weight
 from .facts import Facts, text_config
 from .look import tensors_in
 from .small import call, layers_of, small_copy, tokens_for
@@ -32,16 +31,16 @@ FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at
 
 
 Batch = dict[str, Tensor]
+LOSS, OUTPUT = "loss", "output"
 
 
 @dataclasses.dataclass
 class _Outcome:
     """What a model gives for a batch."""
 
-    values: dict[str, Tensor]  # by what error messages call them
-    gradients: dict[str, Tensor]  # by parameter
+    values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by what error messages call them
     layers: list[Tensor]  # what each layer gave, or this rank's part of it
-    spec: ShardSpec | None = None  # of that part
+    spec: ShardSpec | None  # of that part
 
 
 def prove(
@@ -69,49 +68,42 @@ def prove(
     began, error = time.monotonic(), None
     with _in_fp32(sp):
         try:
-            error = _compared(model, sp, facts, patch, unpatch)
-        except SeqParError as reason:
-            error = ConfigError(_sentence(model, f"that raised: {reason}"))
+            wrong = _wrong(model, sp, facts, patch, unpatch)
         except Exception as reason:
-            error = ConfigError(
-                _sentence(model, f"that raised {type(reason).__name__}: {' '.join(str(reason).split()):.300}")
-            )
+            wrong = f"that raised {type(reason).__name__}: {' '.join(str(reason).split()):.300}"
+    if wrong:
+        error = ConfigError(
+            f"a {type(model).__name__}, which is not among the tested families, must be exact in a small copy before "
+            f"it is trained; got one {wrong}, call sp.attention from a model of your own (docs/other_models.md)"
+        )
     assert_ranks_agree(sp.groups.control, "proof of a model", None, error=error)
-    log_once(
-        f"{model.config.model_type}: not among the tested families; proved on a small copy in "
-        f"{time.monotonic() - began:.1f} s"
+    seconds = time.monotonic() - began
+    log_once(f"{model.config.model_type}: not among the tested families; proved on a small copy in {seconds:.1f} s")
+
+
+def _wrong(
+    model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
+) -> str:
+    """Return what is wrong with the copy, and where; "" where nothing is."""
+    small, tolerance, control = (
+        small_copy(model, sp.device)[0].train(),
+        TOLERANCE[sp.config.comm_dtype],
+        sp.groups.control,
     )
-
-
-def _sentence(model: Any, got: str) -> str:
-    return (
-        f"a {type(model).__name__}, which is not among the tested families, must be exact in a small copy before it is "
-        f"trained; got one {got}, call sp.attention from a model of your own (docs/other_models.md)"
-    )
-
-
-def _compared(
-    model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[..., object], unpatch: Callable[..., object]
-) -> ConfigError | None:
-    small, _ = small_copy(model, sp.device)
-    control: Any = sp.groups.control
-    small.train()
+    assert control is not None
     for kind, batch in _batches(small, sp).items():
-        if kind == "packed" and facts.balance:  # a mean over all documents
-            for owner, name in itertools.product((small, small.config, text_config(small.config)), BALANCE):
-                if hasattr(owner, name):
-                    setattr(owner, name, 0.0)
+        if kind == "packed" and facts.balance:  # which is a mean over all documents
+            set_balance_weight(small, 0.0)
         expected = _outcome(small, _documents(batch) if kind == "packed" else [batch])
         patch(small)
         try:
             got = _outcome(small, [batch], sp)
-            wrong = _difference(expected, got, TOLERANCE[sp.config.comm_dtype])
+            wrong = _difference(expected, got, tolerance)
             if any(all_reduce_sum(control, [bool(wrong)], "proof of a model")):
-                layer = _unlike_layer(expected, got, TOLERANCE[sp.config.comm_dtype])
-                return ConfigError(_sentence(model, f"whose {wrong or 'outcome differs'}{layer}, in a {kind} batch"))
+                return f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}, in a {kind} batch"
         finally:
             unpatch(small)
-    return None
+    return ""
 
 
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
@@ -148,85 +140,63 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         sp: What it is patched with; None: it is not.
     """
     model.zero_grad()
-    layers = layers_of(model)
-    seen: list[list[Tensor]] = [[] for _ in layers]
-    hooks = [
-        layer.register_forward_hook(lambda _, args, output, to=to: to.append(_states(output)))
-        for layer, to in zip(layers, seen, strict=True)
-    ]
-    outputs, loss, total = [], torch.zeros((), device=batches[0]["input_ids"].device), _predicted(batches)
-    try:
-        for batch in batches:
-            number, has_loss = _predicted([batch]), is_causal_lm(model)
-            output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
-            outputs.append(next(x for x in tensors_in(output) if x.dim() > 1))
-            if not has_loss:
-                loss = loss + _any_loss(outputs[-1], batch) / total
-            elif number:  # a document of one token predicts nothing
-                loss = loss + output.loss * (number / total)
-        loss.backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if sp is not None:
-        gradients = _averaged(gradients, sp)
+    seen: list[list[Tensor]] = []
+    hooks = []
+    for layer in layers_of(model):
+        seen.append([])
+        hooks.append(
+            layer.register_forward_hook(lambda _, args, out, to=seen[-1]: to.append(tensors_in(out)[0].detach()))
+        )
+    outputs, losses, total, has_loss = [], [], _predicted(batches), is_causal_lm(model)
+    for batch in batches:
+        number = _predicted([batch])
+        output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
+        outputs.append(_without_padding(next(x for x in tensors_in(output) if x.dim() > 1), batch))
+        if not has_loss:
+            each = outputs[-1] * torch.linspace(0.5, 1, outputs[-1].shape[-1], device=outputs[-1].device)
+            losses.append(each.sum() / total)
+        elif number:  # a document of one token predicts nothing
+            losses.append(output.loss * (number / total))
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    names, gradients = zip(*((name, _gradient(p).flatten()) for name, p in model.named_parameters()), strict=True)
+    flat = torch.cat(gradients)
+    parts = (flat if sp is None else sp.sum_over_ranks(flat) / sp.size).split([x.numel() for x in gradients])
+    values = {f"gradient of {name}": part for name, part in zip(names, parts, strict=True)}
+    layers = [torch.cat(x, dim=1) if len(x) > 1 and x[0].dim() == 3 else x[0] for x in seen if x]
+    spec = getattr(outputs[0], "shard_spec", None)
     return _Outcome(
-        {
-            "loss": loss.detach(),
-            "output": _rows([x.detach() * _real(batch, x) for x, batch in zip(outputs, batches, strict=True)]),
-        },
-        gradients,
-        [_rows(x) if x[0].dim() == 3 else x[0] for x in seen if x],
-        getattr(outputs[0], "shard_spec", None),
+        {LOSS: loss.detach(), OUTPUT: torch.cat([x.detach().flatten(0, 1) for x in outputs]), **values}, layers, spec
     )
-
-
-def _states(output: Any) -> Tensor:
-    return tensors_in(output)[0].detach()
 
 
 def _predicted(batches: list[Batch]) -> int:
     return sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in batches)
 
 
-def _any_loss(output: Tensor, batch: Batch) -> Tensor:
-    """Return a loss of an output that has none: all of its numbers, each with another weight."""
-    weights = torch.arange(1, output.shape[-1] + 1, device=output.device) / output.shape[-1]
-    return (output * _real(batch, output) * weights).sum()
-
-
-def _real(batch: Batch, output: Tensor) -> Tensor | float:
-    """Return 0 for padding, which may be anything, and else 1."""
+def _without_padding(output: Tensor, batch: Batch) -> Tensor:
+    """Return an output with 0 for padding, which may be anything."""
     mask = batch.get("attention_mask")
-    return 1.0 if mask is None or mask.shape != output.shape[:2] else mask[..., None].to(output.dtype)
+    return output if mask is None or mask.shape != output.shape[:2] else output * mask[..., None]
 
 
-def _rows(parts: list[Tensor]) -> Tensor:
-    """Join what documents gave, in the order of their rows, as one row; a whole batch's stays as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _averaged(gradients: dict[str, Tensor], sp: SequenceParallel) -> dict[str, Tensor]:
-    flat = torch.cat([x.flatten() for x in gradients.values()])
-    parts = (sp.sum_over_ranks(flat) / sp.size).split([x.numel() for x in gradients.values()])
-    return {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _difference(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
     """Return what differs first, "" where nothing does."""
+    gradients = [float(x.abs().max()) for name, x in expected.values.items() if name not in (LOSS, OUTPUT)]
     for name, value in expected.values.items():
-        if not (gap := _gap(value, got.values[name].reshape(value.shape), 0.0)) <= tolerance:
+        floor = 0.0 if name in (LOSS, OUTPUT) else FLOOR * max(gradients)
+        if not (gap := _gap(value, got.values[name], floor)) <= tolerance:
             return f"{name} differs by {gap:.1e}"
-    floor = FLOOR * max((float(x.abs().max()) for x in expected.gradients.values()), default=0.0)
-    if missing := expected.gradients.keys() ^ got.gradients.keys():
-        return f"gradient of {min(missing)} is missing"
-    gaps = {name: _gap(x, got.gradients[name], floor) for name, x in expected.gradients.items()}
-    worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf, default="")
-    return f"gradient of {worst} differs by {gaps[worst]:.1e}" if worst and not gaps[worst] <= tolerance else ""
+    return ""
 
 
-def _gap(expected: Tensor, got: Tensor, floor: float) -> float:
+def _gap(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
     return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor, 1e-30)
 
 
@@ -236,7 +206,7 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
         if got.spec is None or local.shape[:2] != got.spec.lead:
             return ""
         shared = whole_of(local, got.spec).whole().reshape(whole.shape)
-        if not _gap(whole, shared, 0.0) <= tolerance:
+        if not _gap(whole, shared) <= tolerance:
             return f" from layer {number} on"
     return ""
 

@@ -11,7 +11,7 @@ import copy
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
 
-from ..compat import copy_hooks, new_model, outside_zero_init, set_attention_name
+from ..compat import copy_hooks, new_model, outside_zero_init
 from ..families import is_of_library
 from .facts import text_config
 
@@ -35,6 +35,7 @@ INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inn
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
 INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index picks: all of them in a short sequence
+NOISE = re.compile(r".*(drop|jitter|noise).*")
 HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_head_size|dim_head")
 NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
 
@@ -105,13 +106,9 @@ def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of a model's text model: the largest stack whose length is a number of its config."""
-    numbers = [x for name, x in _numbers(text_config(model.config)) if LAYERS.fullmatch(name)]
+    numbers = [x for name, x in vars(text_config(model.config)).items() if type(x) is int and LAYERS.fullmatch(name)]
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) in numbers]
     return list(max(stacks, key=lambda stack: len(list(stack.modules())), default=()))
-
-
-def _numbers(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    return [(name, x) for name, x in vars(config).items() if type(x) is int]
 
 
 def _kind(config: PreTrainedConfig, layer: nn.Module, index: int, number: int) -> tuple:
@@ -142,11 +139,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
     config = copy.deepcopy(model.config)
     text = (config, text_config(config))
     for part in [config, *_parts(config)]:
-        _cut_layers(part, *(number, layers) if part in text else (2, 2))
-        _quieten(part)
-        if sizes and part in text:
-            _shrink(part)
-    set_attention_name(config, "eager")
+        _shrink(part, *(number, layers, sizes) if part in text else (2, 2, False))
     with _own_world(seed):
         with torch.device("meta"):
             if (numbers := sum(x.numel() for x in type(model)(copy.deepcopy(config)).parameters())) > LARGEST:
@@ -186,55 +179,47 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(part)
 
 
-def _cut_layers(config: PreTrainedConfig, number: int, layers: int) -> None:
-    for name, value in list(vars(config).items()):
-        if type(value) is int and LAYERS.fullmatch(name):
-            setattr(config, name, value // number * layers if value >= number > 2 else min(value, layers))
-        elif isinstance(value, list | tuple) and len(value) == number > layers:
-            setattr(config, name, value[:layers])
-
-
-def _quieten(config: PreTrainedConfig) -> None:
-    """Leave out noise, with which two forwards could not be compared."""
-    for name, value in list(vars(config).items()):
-        if type(value) is float and re.fullmatch(r".*(drop|jitter|noise).*|.*pdrop", name):
-            setattr(config, name, 0.0)
-
-
-def _shrink(config: PreTrainedConfig) -> None:
-    numbers = dict(_numbers(config))
-    heads, width = getattr(config, "num_attention_heads", 0) or 1, getattr(config, "hidden_size", 0)
-    sized = any(HEAD_SIZE.fullmatch(name) for name in numbers)  # else a head has width / heads
-    narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
-    limits = [(TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW)]
-    windows = [name for name in numbers if WINDOWS.fullmatch(name)]
-    for name, value in numbers.items():
-        limit = next((limit for pattern, limit in limits if pattern.fullmatch(name)), value)
-        if name in windows:
-            limit = WINDOW + windows.index(name)
-        if name.endswith("_token_id") and value >= VOCABULARY:
-            limit = 0 if name == "pad_token_id" else value
-        setattr(config, name, min(value, limit))
+def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> None:
+    """Cut a config's layers, leave out noise, with which forwards could not be compared, and make its sizes small."""
+    values = vars(config)
+    windows = [name for name, x in values.items() if type(x) is int and WINDOWS.fullmatch(name)]
+    heads, width = values.get("num_attention_heads") or 1, values.get("hidden_size", 0)
+    sized = any(type(x) is int and HEAD_SIZE.fullmatch(name) for name, x in values.items())
+    narrow = (
+        WIDTH if sized else heads * min(8, max(1, width // heads))
+    )  # a head has width / heads where nothing says it
+    limits = ((TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW))
+    for name, value in list(values.items()):
+        if type(value) is float and NOISE.fullmatch(name):
+            value = 0.0
+        elif isinstance(value, list | tuple) and len(value) == number:
+            value = value[:layers]
+        elif type(value) is int and LAYERS.fullmatch(name):
+            value = value // number * layers if value >= number > 2 else min(value, layers)
+        elif type(value) is int and sizes and name in windows:
+            value = min(value, WINDOW + windows.index(name))
+        elif type(value) is int and sizes and name == "pad_token_id":
+            value = value if value < VOCABULARY else 0
+        elif type(value) is int and sizes:
+            value = min([value, *(limit for pattern, limit in limits if pattern.fullmatch(name))])
+        else:
+            continue
+        setattr(config, name, value)
 
 
 def carry_over(model: nn.Module, small: nn.Module) -> None:
     """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes."""
+    replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
-        twin = _submodule(small, name)
-        if twin is None:
+        twin = dict(small.named_modules()).get(name)
+        if twin is None or name.startswith(replaced):
             continue
         if type(twin) is not type(module) and not is_of_library(type(module)):
-            twin = copy.deepcopy(module).float()
-            setattr(small.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], twin)
+            small.set_submodule(name, copy.deepcopy(module).float())
+            replaced += (f"{name}.",)
+            continue
         copy_hooks(module, twin, lambda hook: not is_of_library(hook))
-        forward: Callable | None = vars(module).get("forward")
+        forward: Any = vars(module).get("forward")
         if forward is not None and not is_of_library(forward):
             bound = getattr(forward, "__self__", None) is module
-            vars(twin)["forward"] = types.MethodType(forward.__func__, twin) if bound else forward  # type: ignore
-
-
-def _submodule(model: nn.Module, name: str) -> Any:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+            twin.forward = types.MethodType(forward.__func__, twin) if bound else forward

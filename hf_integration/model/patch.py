@@ -54,7 +54,6 @@ from .losses import ExpertBalance, check_loss, has_loss
 
 # attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
-KEYWORD_GIVEN = "sequence_parallel_window_keyword"  # whether it gets its window by a keyword too
 
 
 @printed_once
@@ -104,7 +103,6 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=length if shape == "window" else None))
         setattr(module, CHUNK, length if shape == "chunk" else None)
-        setattr(module, KEYWORD_GIVEN, facts.window_keyword)
         head_chunks.use_head_chunks(module)
     ropes = rope.embeddings(base_of(inner))
     patch = Patch(
@@ -220,7 +218,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.original
             head_chunks.remove_head_chunks(module)
-            for name in (SP, MASK, CHUNK, KEYWORD_GIVEN):
+            for name in (SP, MASK, CHUNK):
                 delattr(module, name)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
@@ -305,7 +303,7 @@ def _attention(
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
     mask, chunk = getattr(module, MASK), getattr(module, CHUNK)
-    if sliding_window != mask.window and (sliding_window is not None or getattr(module, KEYWORD_GIVEN)):
+    if sliding_window not in (None, mask.window):  # None: in some models a window is in the mask alone
         raise ConfigError(
             f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"

@@ -26,7 +26,7 @@ from tests.launch import on_each_of, on_engine_ranks, on_ranks
 WINDOW = (("sliding_attention", "window", "sliding_window"),)
 # what differs from a Llama
 FOUND = {
-    "bert": {"attention": ("encoder.layer.*.attention.self",), "positions": "absolute"},
+    "bert": {"attention": ("encoder.layer.*.attention.self",)},
     "deepseek_v3": {},
     "gemma3": {
         "attention": ("language_model.layers.*.self_attn",),
@@ -36,10 +36,10 @@ FOUND = {
     "laguna": {"heads": ((4, 2), (8, 2)), "balance": True, "masks": WINDOW},
     "llama4_text": {"base": "model", "masks": (("chunked_attention", "chunk", "attention_chunk_size"),)},
     "nemotron": {"keywords": False},
-    "opt": {"base": "model.decoder", "positions": "absolute", "counts_padding": False},
-    "phimoe": {"masks": (("", "window", "sliding_window"),), "window_keyword": False, "balance": True},
+    "opt": {"base": "model.decoder", "counts_padding": False},
+    "phimoe": {"masks": (("", "window", "sliding_window"),), "balance": True},
     "roberta": {
-        "attention": ("encoder.layer.*.attention.self",), "positions": "absolute", "first_position": 2,
+        "attention": ("encoder.layer.*.attention.self",), "first_position": 2,
         "counts_padding": False,
     },
 }  # fmt: skip
@@ -47,8 +47,8 @@ FOUND = {
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_table_of_tested_families_is_what_a_look_finds(family):
-    found = look(model_of(family, window=20))
-    assert dataclasses.replace(found, positions="relative") == TESTED[family]
+    recorded = dataclasses.replace(TESTED[family], norms_heads=False)
+    assert look(model_of(family, window=20)) == recorded
 
 
 @pytest.mark.parametrize("name", FOUND)
