@@ -132,7 +132,7 @@ class Watch:
             positions: The position_ids of the module that heads call, whether or not heads pass them on.
         """
         self.alone, self.seen = alone, Seen()
-        with torch.no_grad(), self._attached(positions):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), self._attached(positions):
             self.seen.output = call(self.small, ids, **inputs)
         return self.seen
 

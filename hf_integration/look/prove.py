@@ -213,13 +213,14 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
 
 @contextlib.contextmanager
 def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
-    """Context manager in which devices compute in fp32, not in TF32, with a kernel that takes it everywhere."""
+    """Context manager in which devices compute gradients, in fp32 and not in TF32, with a kernel for any device."""
     precision, runtime, config = torch.get_float32_matmul_precision(), sp.runtime, sp.runtime.config
     torch.set_float32_matmul_precision("highest")
     runtime.config = dataclasses.replace(config, kernel="chunked")
     runtime.last_bound.clear()
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
         runtime.config = config
