@@ -12,12 +12,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_seqpar.errors import ConfigError
 
 from ..compat import attention_name, forward_hooks, forward_pre_hooks
-from ..families import is_of_library
+from ..families import QUANTISERS, is_of_library
 from .facts import TESTED, VERSIONS, Facts, config_heads, masks, modules_of
 from .look import look
 
-# what these bring into a model does what the module that it replaces did
-QUANTISERS = ("bitsandbytes", "torchao", "kernels")
 _seen: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
 
 

@@ -151,7 +151,7 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     for batch in batches:
         number = _predicted([batch])
         output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
-        outputs.append(_without_padding(next(x for x in tensors_in(output) if x.dim() > 1), batch))
+        outputs += [_without_padding(x, batch) for x in tensors_in(output) if x.dim() > 1][:1]
         if not has_loss:
             each = outputs[-1] * torch.linspace(0.5, 1, outputs[-1].shape[-1], device=outputs[-1].device)
             losses.append(each.sum() / total)
@@ -166,10 +166,9 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     parts = (flat if sp is None else sp.sum_over_ranks(flat) / sp.size).split([x.numel() for x in gradients])
     values = {f"gradient of {name}": part for name, part in zip(names, parts, strict=True)}
     layers = [torch.cat(x, dim=1) if len(x) > 1 and x[0].dim() == 3 else x[0] for x in seen if x]
-    spec = getattr(outputs[0], "shard_spec", None)
-    return _Outcome(
-        {LOSS: loss.detach(), OUTPUT: torch.cat([x.detach().flatten(0, 1) for x in outputs]), **values}, layers, spec
-    )
+    whole = {OUTPUT: torch.cat([x.detach().flatten(0, 1) for x in outputs])} if outputs else {}  # none of tiled losses
+    spec = getattr(outputs[0], "shard_spec", None) if outputs else None
+    return _Outcome({LOSS: loss.detach(), **whole, **values}, layers, spec)
 
 
 def _predicted(batches: list[Batch]) -> int:
@@ -189,9 +188,9 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _difference(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
     """Return what differs first, "" where nothing does."""
     gradients = [float(x.abs().max()) for name, x in expected.values.items() if name not in (LOSS, OUTPUT)]
-    for name, value in expected.values.items():
+    for name, value in got.values.items():
         floor = 0.0 if name in (LOSS, OUTPUT) else FLOOR * max(gradients)
-        if not (gap := _gap(value, got.values[name], floor)) <= tolerance:
+        if not (gap := _gap(expected.values[name], value, floor)) <= tolerance:
             return f"{name} differs by {gap:.1e}"
     return ""
 

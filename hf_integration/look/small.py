@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ds_seqpar.errors import ConfigError
 
 from ..compat import copy_hooks, new_model, outside_zero_init
-from ..families import is_of_library
+from ..families import QUANTISERS, is_of_library
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
@@ -132,7 +132,9 @@ def _prefix(kinds: list[tuple]) -> int:
 
 
 def _classes(layers: list[nn.Module]) -> set[tuple]:
-    return {tuple(type(module) for module in layer.modules()) for layer in layers}
+    """Return the classes of each layer's modules, without those that adapters and quantisers bring."""
+    types = [[type(module) for module in layer.modules()] for layer in layers]
+    return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTISERS))) for each in types}
 
 
 def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int) -> Any:

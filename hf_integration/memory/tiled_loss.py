@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from ds_seqpar.errors import ConfigError, InputError
 
 from ..compat import LEAF, ZERO_ID, hooks_around
 from ..context import ForwardState, current
-from ..families import balance_weight, base_of
+from ..families import BASE, balance_weight, base_of
 from ..graph_breaks import between_graphs
 from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
@@ -222,7 +223,7 @@ def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
-        return _without_tokens(model.base_model(*args, **kwargs), outputs)
+        return _without_tokens(base_of(model)(*args, **kwargs), outputs)
 
     rest = _class_forward(model, base, lambda x: x, {**inputs, "labels": None})
     return outputs[0], rest
@@ -277,10 +278,14 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     """
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
-    vars(twin).update({model.base_model_prefix: base, "lm_head": head})
+    name, *inside = vars(model).get(BASE, model.base_model_prefix).split(".")
+    called: Any = base
+    for part in reversed(inside):  # where the head calls a part of its base model
+        called = types.SimpleNamespace(**{part: called})
+    vars(twin).update({name: called, "lm_head": head})
     return twin
 
 
 def _loss_tiles(model: Any, x: Tensor) -> int:
-    tiles, vocab = getattr(model, TILING).loss, model.config.vocab_size
+    tiles, vocab = getattr(model, TILING).loss, model.config.get_text_config(decoder=True).vocab_size
     return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles

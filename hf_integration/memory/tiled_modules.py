@@ -43,8 +43,8 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
     if config.mlp_tiles not in (1, "auto") and not mlps:
         raise ConfigError(
-            f"{SECTION}.mlp_tiles needs dense MLPs; got {config.mlp_tiles} for a model of family "
-            f"{model.config.model_type!r} with experts, whose routers are read a layer at a time, leave it out"
+            f"{SECTION}.mlp_tiles needs layers with a dense mlp.down_proj; got {config.mlp_tiles} for a model of "
+            f"family {model.config.model_type!r}, which has none (experts' routers are read by layer), leave it out"
         )
     if config.loss_tiles not in (1, "auto") and not head:
         raise ConfigError(
@@ -250,8 +250,9 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
 @between_graphs
 def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     """Compute the forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
-    (x,) = (*args, *kwargs.values())
-    untiled, tiling = _untiled_forward(module), getattr(module, TILING)
+    (x, *others), untiled, tiling = (*args, *kwargs.values()), _untiled_forward(module), getattr(module, TILING)
+    if others or x.dim() != 3:  # as some models call them
+        return untiled(module, *args, **kwargs)
     tokens = x.shape[0] * x.shape[1]
     tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     context = current()

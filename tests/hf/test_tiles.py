@@ -358,7 +358,7 @@ def test_what_cannot_be_tiled_is_refused():
     del shard["num_items_in_batch"]
     own = {**config, "sequence_parallel": {"loss_tiles": "auto"}}
     for call, *words in (
-        (lambda: model_of("gpt_oss").patch_attention(mlp), "mlp_tiles", "got 2", "'gpt_oss' with experts"),
+        (lambda: model_of("gpt_oss").patch_attention(mlp), "mlp_tiles", "got 2", "'gpt_oss', which has none"),
         (lambda: llama().model.patch_attention(both), "loss_tiles", "got 3", "LlamaModel"),
         (lambda: shadowed(lambda model: model.model.layers[1].mlp).patch_attention(both), "got a LlamaMLP"),
         (lambda: shadowed(lambda model: model).patch_attention(loss), "loss_tiles", "got a LlamaForCausalLM"),
