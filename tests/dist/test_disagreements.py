@@ -2,16 +2,18 @@
 sentence that says so, in every mode of agreement, and the same groups go on."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
 
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.errors import InputError
+from ds_seqpar.runtime import journal
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.comm import TorchComm
 from ds_seqpar.runtime.input_checks import COMPARED
-from ds_seqpar.runtime.journal import MOST_KNOWN, MOST_NOTED, Journal
+from ds_seqpar.runtime.journal import Journal
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, refusal
 from tests.launch import on_each_of
@@ -95,7 +97,7 @@ ERROR = "attention needs q, k and v of shape", "q (8, 4, 8)"
 
 
 def assert_told(sp, words_of=lambda number: ()):
-    """Every rank is told of every disagreement, and a right step follows."""
+    """Every rank is told of every disagreement, and a right call follows."""
     wrong = {}
     for name, plant, told in plants(words_of):
         if told == "an error":
@@ -103,13 +105,19 @@ def assert_told(sp, words_of=lambda number: ()):
         refused = refusal(plant, sp)
         if lacking(refused, *told):
             wrong[name] = refused
-        step(sp)
+        attend(sp)
         sp.journal.settle(last=True)
+    step(sp)
     assert wrong == {}, wrong
 
 
-@pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("agreement", ["auto", "deferred", "always"])
+MODES = [("auto", 1), ("deferred", 2)]
+OTHER_MODES = [("auto", 2), ("deferred", 1), ("always", 1), ("always", 2)]
+
+
+@pytest.mark.parametrize(
+    ("agreement", "ulysses"), [*MODES, *(pytest.param(*mode, marks=pytest.mark.whole) for mode in OTHER_MODES)]
+)
 @on_each_of(2, timeout=SECONDS)
 def test_every_rank_is_told_before_anything_is_computed_of_it(agreement, ulysses):
     sp = make(agreement=agreement, ulysses=ulysses)
@@ -155,15 +163,15 @@ def test_every_rank_is_told_by_the_end_of_the_step(known):
     assert_told(sp, lambda number: [f"(call {number} of the step)"])
 
 
-def compared(journal):
-    """Of what follows, a list of how many calls each comparison of ranks had."""
-    begin, found = journal._begin, []
+def compared(of):
+    """Of what a Journal does from now on, a list of how many calls each comparison of ranks had."""
+    begin, found = of._begin, []
 
     def counted(*args):
-        found.append(len(journal._entries) + 1)
+        found.append(len(of._entries) + 1)
         return begin(*args)
 
-    journal._begin = counted
+    of._begin = counted
     return found
 
 
@@ -187,11 +195,10 @@ def test_hosts_wait_for_one_another_once_a_step():
         sp.mean_loss(torch.ones(()))
     assert found == [12] * 3
     found.clear()
-    with torch.no_grad():
-        attend(sp)
-        for _ in range(MOST_NOTED):
+    with torch.no_grad(), mock.patch.object(journal, "MOST_NOTED", 8):
+        for _ in range(9):
             attend(sp)
-    assert found == [1, MOST_NOTED + 1]
+    assert found == [1, 9]
     sp.journal.settle()
     assert len(found) == 2
 
@@ -200,13 +207,14 @@ def test_hosts_wait_for_one_another_once_a_step():
 def test_what_is_noted_is_what_all_ranks_know():
     """However many values there were since."""
     sp = on_devices()
-    journal, found = sp.journal, compared(sp.journal)
-    for number in (*range(MOST_KNOWN + 1), 1, 0):
-        journal.note("number", number)
-    assert len(found) == MOST_KNOWN + 2
+    found = compared(sp.journal)
+    with mock.patch.object(journal, "MOST_KNOWN", 8):
+        for number in (*range(9), 1, 0):
+            sp.journal.note("number", number)
+    assert len(found) == 10  # of 1 all knew
     for value in (0, 1, 0, 1):  # beside 0, 0, 0, 0
-        journal.agree("rounded", value * (sp.rank == WRONG), advice=lambda by_rank: None)
-    assert len(found) == MOST_KNOWN + 6
+        sp.journal.agree("rounded", value * (sp.rank == WRONG), advice=lambda by_rank: None)
+    assert len(found) == 14
 
 
 @on_each_of(4, timeout=SECONDS)
@@ -222,41 +230,41 @@ def test_what_one_group_noted_is_compared_before_all_ranks_compare_anything():
         assert lacking(found, "DisagreementError", "the same attention inputs", "rank 2: causal False") == []
 
 
-def look(journal, again):
+def look(sp, again):
     if again:
-        journal.note("batch", 1)
-    journal.settle(last=True)
+        sp.journal.note("batch", 1)
+    sp.journal.settle(last=True)
 
 
 @on_each_of(2, timeout=SECONDS)
 def test_what_a_tensor_holds_is_judged_in_the_next_call_of_its_kind_and_at_last_at_the_end():
     for notes in (None, "cpu"):
         sp = make()
-        journal, is_wrong = sp.journal, sp.rank == WRONG
-        journal.notes_on = notes
+        its, is_wrong = sp.journal, sp.rank == WRONG
+        its.notes_on = notes
         judges = {
             "its own error": (lambda x: InputError(f"needs 0; got {int(x)}") if int(x) else {}, "needs 0; got 1"),
             "what all must have": (lambda x: {"token": int(x)}, f"rank 0: token 0; rank {WRONG}: token 1"),
         }
         for judge, words in judges.values():
             for again in (True, False):
-                journal.note("batch", 1)
-                journal.later(torch.tensor(int(is_wrong)), judge)
-                journal.note(COMPARED, 2)
-                kind, sentence = refusal(look, journal, again)
+                its.note("batch", 1)
+                its.later(torch.tensor(int(is_wrong)), judge)
+                its.note(COMPARED, 2)
+                kind, sentence = refusal(look, sp, again)
                 assert words in sentence, kind
-                journal.note("batch", 1)
-                journal.later(torch.tensor(0), judge)
-                journal.note("batch", 1)
-                journal.settle(last=True)
+                its.note("batch", 1)
+                its.later(torch.tensor(0), judge)
+                its.note("batch", 1)
+                its.settle(last=True)
 
 
 def test_what_nobody_looked_at_is_printed_at_the_end(capsys):
     """Which is that of the Journal, or of the interpreter."""
-    journal = Journal(None)
-    journal.later(torch.tensor(1), lambda x: InputError(f"needs 0; got {int(x)}"))
-    journal.later(torch.tensor(0), lambda x: {"token": int(x)})
-    del journal
+    one = Journal(None)
+    one.later(torch.tensor(1), lambda x: InputError(f"needs 0; got {int(x)}"))
+    one.later(torch.tensor(0), lambda x: {"token": int(x)})
+    del one
     gc.collect()
     assert missing(capsys.readouterr().err, "needs 0; got 1") == []
 
@@ -264,12 +272,11 @@ def test_what_nobody_looked_at_is_printed_at_the_end(capsys):
 @on_each_of(6, timeout=SECONDS)
 def test_ranks_whose_comparisons_take_two_steps_beside_what_follows():
     sp = make(agreement="deferred", ulysses=1)
-    journal = sp.journal
     for wrong in (None, *range(6)):
-        journal.note("number", 0, overlap=True)
-        journal.note("number", int(sp.rank == wrong), overlap=True)  # which ends the one before
-        journal.before_sending()  # which does not end it
-        found = refusal(journal.before_waiting)
+        sp.journal.note("number", 0, overlap=True)
+        sp.journal.note("number", int(sp.rank == wrong), overlap=True)  # which ends the one before
+        sp.journal.before_sending()  # which does not end it
+        found = refusal(sp.journal.before_waiting)
         assert lacking(found, "DisagreementError", "the same number", f"rank {wrong}: 1") == [] or wrong is None
         assert found == (None, None) or wrong is not None
-        assert journal.agree("number", 0, number=sp.rank) == 5
+        assert sp.journal.agree("number", 0, number=sp.rank) == 5
