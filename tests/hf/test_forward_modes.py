@@ -83,7 +83,6 @@ class Twins:
     plain: nn.Module
     model: nn.Module
     exact: float = 1e-5
-    in_parts: bool = True  # whether whole outputs are
     forwards: ClassVar[int] = 0
 
     def forward(self, mode, how=of_batch, given=None):
@@ -101,7 +100,7 @@ class Twins:
         assert found.keys() | {"logits"} == expected.keys() | {"logits"}  # a loss in tiles makes no logits
         for name, x in found.items():
             wanted = expected[name]
-            assert isinstance(x, WholeTensor) == (mode == WHOLE and self.in_parts and x.dim() == 3), (mode, name)
+            assert isinstance(x, WholeTensor) == (mode == WHOLE and x.dim() == 3), (mode, name)
             if mode == SHARDED:
                 wanted = sp.shard(wanted, 1, shard.get("placement")) if x.dim() else wanted
                 x = sp.mean_loss(x) if name == "loss" else x
@@ -736,7 +735,7 @@ def headed(t, kind, **changes):
         head.model = model.model
         made.append(head.train())
     patch_attention(made[1], t.sp)
-    return Twins(t.sp, *made, in_parts=False)
+    return Twins(t.sp, *made)
 
 
 @use("one base model under two causal heads", rest=True)
