@@ -99,7 +99,7 @@ class Journal(Agreement):
             if len(self._entries) >= MOST_NOTED:
                 self._begin(END)()
             return
-        end = self._begin(entry, error, key=key)
+        end = self._begin(entry, error, 0, key)
         if overlap and self.overlaps and error is None:
             end_later(end)
         else:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -151,7 +152,10 @@ class Agreement:
         like["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         like["dropout"] = dropout.describe_modules(sources or [])
         if not self.compared and model is not None:
-            journal.agree("models", fingerprint(model), call=FORWARD, advice=mismatch_hints.of_models)
+            # accelerate's autocast is inside of the forward, where ranks do not compare any more
+            precision = AcceleratorState().mixed_precision if is_initialized() else "no"
+            models = {**fingerprint(model), "mixed_precision": precision}
+            journal.agree("models", models, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
         name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
         value = {**(batch.fields if batch else {}), **like}

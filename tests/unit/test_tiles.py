@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar.errors import ConfigError
 from hf_integration.memory.tiled_function import GradientSums, tile_slices, tiled, tiled_sum
-from hf_integration.memory.tiled_loss import Tiling
+from hf_integration.memory.tiled_loss import Tiling, check_read
 from tests.live import Live
 
 WIDTH, INNER = 8, 48
@@ -311,8 +311,8 @@ def test_a_norm_that_is_read_elsewhere_is_refused():
     tiling = Tiling(mlp="auto", loss=1, modules=(), norms={mlp: norm})
     deferred = tiling.defer(torch.randn(2, 4, 8), norm, type(norm).forward)
     with pytest.raises(ConfigError, match="read by attention or the MLP alone"):
-        tiling.check_read()  # as the next norm does
+        check_read(tiling.state)  # as the next norm does
     assert tiling.source(deferred, mlp) is not None
-    tiling.check_read()
+    check_read(tiling.state)
     with pytest.raises(ConfigError, match="checkpoint whole layers"):
         tiling.source(deferred, mlp)  # as a checkpoint of the MLP alone would
