@@ -17,6 +17,7 @@ from tests.hf.llama import array
 from tests.launch import on_ranks
 
 KINDS = ("plain", "right", "left", "packed")
+NAMES = {"plain": "odd"}  # of kinds, to what makes batches
 CALLS = ("whole", "sharded")
 SECTIONS = {2: {"size": 2, "ulysses": 1}, 4: {"size": 4, "ulysses": 2}}
 EXACT, LIMIT = "exact", 1e-5
@@ -114,7 +115,7 @@ def _outcome(function, *args):
 
 
 def _compared(found, wanted):
-    """Return "exact", or what is wrong. Where a rank alone is wrong, its outcome is."""
+    """Return "exact", or what is wrong on this rank."""
     logits, loss, grads = found
     errors = {
         "loss": abs(loss - wanted[1]) / abs(wanted[1]),
@@ -137,7 +138,7 @@ def _gap(found, wanted):
 def plain(model, kind):
     """Return (logits of real tokens, loss, gradients) of the plain model; of packs, each document by itself."""
     _balance(model, kind)
-    batch = collated(kind if kind != "plain" else "odd")
+    batch = collated(NAMES.get(kind, kind))
     if kind != "packed":
         output = model(**padded(model, batch), use_cache=False)
         loss, logits = output.loss, output.logits * real(batch)
@@ -156,7 +157,7 @@ def plain(model, kind):
 def whole(model, sp, kind):
     """The same of a model that shares sequences, called with a whole batch."""
     _balance(model, kind)
-    batch = collated(kind if kind != "plain" else "odd")
+    batch = collated(NAMES.get(kind, kind))
     output = model(**padded(model, batch), use_cache=False)
     output.loss.backward()
     return array(_whole(output.logits) * real(batch)), output.loss.item(), _gradients(model, dist.get_world_size())
@@ -165,7 +166,7 @@ def whole(model, sp, kind):
 def sharded(model, sp, kind):
     """The same, called with a sharded batch."""
     _balance(model, kind)
-    batch = batch_of(kind if kind != "plain" else "odd")
+    batch = batch_of(NAMES.get(kind, kind))
     shard = sp.shard_batch(padded(model, batch))
     output = model(**shard)
     output.loss.backward()
