@@ -86,6 +86,7 @@ OWN = {
     "dots3_note_text": LATENT,
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "flint": {"mlp_only_layers": [0]},
+    "gemma3n_text": {"activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},  # of few neurons more may leave none
     "gemma4": {"text_config": WIDER},
     "gemma4_text": WIDER,
     "gemma4_unified": {"text_config": WIDER},
@@ -151,7 +152,8 @@ def shrunk(config_class, own):
     """Return a config of this class with small sizes. own: settings that take the place of the rules'."""
     default = config_class()
     if "use_sliding_window" in vars(default):
-        own = {"use_sliding_window": True, "sliding_window": 8, **MIXED, **own}
+        mixed = MIXED if "layer_types" in vars(default) else {}
+        own = {"use_sliding_window": True, "sliding_window": 8, **mixed, **own}
     given = {name: size for name, size in ABSENT.items() if vars(default).get(name, 0) is None}
     for name, value in vars(default).items():
         if hasattr(value, "to_dict"):

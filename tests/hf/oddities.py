@@ -438,8 +438,8 @@ class Kept(OddAttention):
 
 
 class Keeping(OddModel):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, kept={}, **kwargs)
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids, kept={}, **kwargs)
 
 
 def keeping(attention):
