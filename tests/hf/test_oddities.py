@@ -1,8 +1,6 @@
 """Models of one's own with an oddity: refused on every rank before they train, each in a sentence that names it. Those
 that are right are exact."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -14,8 +12,6 @@ from tests.hf.oddities import ODDITIES, OddLlama, build
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TRAINED = ("plain", "packed")
-HAS_LOOK = importlib.util.find_spec("hf_integration.look") is not None
-waits_for_look = pytest.mark.skipif(not HAS_LOOK, reason="waits for hf_integration.look")
 LEFT = ("Dropout",)  # to the check of the config
 
 
@@ -48,7 +44,6 @@ RIGHT = [["Sinks", "NarrowValues", "NoPositionsInOneLayer"]], [names("exact")]
 ODD = [FEW, *groups([name for name in names("refused") if name not in FEW])]
 
 
-@waits_for_look
 @pytest.mark.parametrize("names", each_then_rest(ODD[:1], ODD[1:]), ids=lambda names: names[0])
 def test_what_would_train_wrong_is_refused_on_every_rank(names):
     for name, cases in outcomes(names, kinds=TRAINED, build=build).items():
@@ -56,7 +51,6 @@ def test_what_would_train_wrong_is_refused_on_every_rank(names):
         assert all(words.startswith("refused") and place in words for words in cases.values()), (name, cases)
 
 
-@waits_for_look
 @pytest.mark.whole
 def test_what_may_be_right_is_exact_or_refused():
     """In plain batches: of packs nobody knows what such a loss should be."""
@@ -64,14 +58,12 @@ def test_what_may_be_right_is_exact_or_refused():
         assert all(words.startswith(("refused", "exact")) for words in cases.values()), (name, cases)
 
 
-@waits_for_look
 @pytest.mark.parametrize("names", each_then_rest(*RIGHT), ids=lambda names: names[0])
 def test_what_is_right_is_exact(names):
     for name, cases in outcomes(names, kinds=TRAINED, build=build).items():
         assert {*cases.values()} == {"exact"}, (name, cases)
 
 
-@waits_for_look
 def test_the_look_has_no_false_alarm_and_names_what_it_finds():
     from hf_integration.look.look import look
 
