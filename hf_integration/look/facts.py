@@ -66,21 +66,13 @@ WINDOW_EVERYWHERE = (("", "window", "sliding_window"),)
 # model_type -> facts. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model's, and
 # tests/hf/test_look.py what a look finds
 TESTED = {
-    "cohere2": Facts(masks=WINDOWS_BY_KIND),
-    "gemma2": Facts(masks=WINDOWS_BY_KIND),
-    "gemma3_text": Facts(masks=WINDOWS_BY_KIND),
-    "glm4": Facts(),
+    **dict.fromkeys(("glm4", "granite", "llama"), Facts()),
+    **dict.fromkeys(("mistral", "phi3"), Facts(masks=WINDOW_EVERYWHERE)),
+    **dict.fromkeys(("cohere2", "gemma2", "gemma3_text", "qwen2", "qwen3", "smollm3"), Facts(masks=WINDOWS_BY_KIND)),
     "gpt_oss": Facts(masks=WINDOWS_BY_KIND, balance=True),
-    "granite": Facts(),
-    "llama": Facts(),
-    "mistral": Facts(masks=WINDOW_EVERYWHERE),
     "olmo2": Facts(norms_heads=True),
     "olmo3": Facts(masks=WINDOWS_BY_KIND, norms_heads=True),
-    "phi3": Facts(masks=WINDOW_EVERYWHERE),
-    "qwen2": Facts(masks=WINDOWS_BY_KIND),
-    "qwen3": Facts(masks=WINDOWS_BY_KIND),
     "qwen3_moe": Facts(masks=WINDOW_EVERYWHERE, balance=True),
-    "smollm3": Facts(masks=WINDOWS_BY_KIND),
 }
 
 

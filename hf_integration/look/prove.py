@@ -161,7 +161,8 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     loss.backward()
     for hook in hooks:
         hook.remove()
-    names, gradients = zip(*((name, _gradient(p).flatten()) for name, p in model.named_parameters()), strict=True)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
     flat = torch.cat(gradients)
     parts = (flat if sp is None else sp.sum_over_ranks(flat) / sp.size).split([x.numel() for x in gradients])
     values = {f"gradient of {name}": part for name, part in zip(names, parts, strict=True)}
@@ -179,10 +180,6 @@ def _without_padding(output: Tensor, batch: Batch) -> Tensor:
     """Return an output with 0 for padding, which may be anything."""
     mask = batch.get("attention_mask")
     return output if mask is None or mask.shape != output.shape[:2] else output * mask[..., None]
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _difference(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
