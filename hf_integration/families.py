@@ -50,6 +50,11 @@ def check_model(model: PreTrainedModel) -> None:
             f"patch_attention needs a transformers model; got {type(model).__name__}, "
             "call sp.attention in a model of your own"
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"patch_attention needs softmax attention over one sequence; got a model of family {model.config.model_type!r} with "
+            "cross-attention between an encoder and a decoder, which is not supported, see docs/supported.md"
+        )
     if unmet_needs := _unmet_needs(model.config.get_text_config(decoder=True)):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(unmet_needs)}; change the model's config")
 
