@@ -85,11 +85,8 @@ def _wrong(
     model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
 ) -> str:
     """Return what is wrong with the copy, and where; "" where nothing is."""
-    small, tolerance, control = (
-        small_copy(model, sp.device)[0].train(),
-        TOLERANCE[sp.config.comm_dtype],
-        sp.groups.control,
-    )
+    small, control = small_copy(model, sp.device)[0].train(), sp.groups.control
+    tolerance = TOLERANCE[sp.config.comm_dtype]
     assert control is not None
     for kind, batch in _batches(small, sp).items():
         if kind == "packed" and facts.balance:  # which is a mean over all documents

@@ -187,9 +187,8 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
     windows = [name for name, x in values.items() if type(x) is int and WINDOWS.fullmatch(name)]
     heads, width = values.get("num_attention_heads") or 1, values.get("hidden_size", 0)
     sized = any(type(x) is int and HEAD_SIZE.fullmatch(name) for name, x in values.items())
-    narrow = (
-        WIDTH if sized else heads * min(8, max(1, width // heads))
-    )  # a head has width / heads where nothing says it
+    # a head has width / heads where nothing says it
+    narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
     limits = ((TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW))
     for name, value in list(values.items()):
         if type(value) is float and NOISE.fullmatch(name):
