@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
+from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
@@ -32,6 +32,7 @@ FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at
 
 Batch = dict[str, Tensor]
 LOSS, OUTPUT = "loss", "output"
+PROOF = "proof of a model"  # what ranks compare
 
 
 @dataclasses.dataclass
@@ -70,13 +71,13 @@ def prove(
         try:
             wrong = _wrong(model, sp, facts, patch, unpatch)
         except Exception as reason:
-            wrong = f"that raised {type(reason).__name__}: {' '.join(str(reason).split()):.300}"
+            wrong = _that_raised(reason)
     if wrong:
         error = ConfigError(
             f"a {type(model).__name__}, which is not among the tested families, must be exact in a small copy before "
             f"it is trained; got one {wrong}, call sp.attention from a model of your own (docs/other_models.md)"
         )
-    assert_ranks_agree(sp.groups.control, "proof of a model", None, error=error)
+    assert_ranks_agree(sp.groups.control, PROOF, None, error=error)
     seconds = time.monotonic() - began
     log_once(f"{model.config.model_type}: not among the tested families; proved on a small copy in {seconds:.1f} s")
 
@@ -91,16 +92,26 @@ def _wrong(
     for kind, batch in _batches(small, sp).items():
         if kind == "packed" and facts.balance:  # which is a mean over all documents
             set_balance_weight(small, 0.0)
-        expected = _outcome(small, _documents(batch) if kind == "packed" else [batch])
-        patch(small)
+        raised = wrong = ""
         try:
+            expected = _outcome(small, _documents(batch) if kind == "packed" else [batch])
+            patch(small)
             got = _outcome(small, [batch], sp)
             wrong = _difference(expected, got, tolerance)
-            if any(all_reduce_sum(control, [bool(wrong)], "proof of a model")):
-                return f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}, in a {kind} batch"
-        finally:
-            unpatch(small)
+        except Exception as reason:
+            raised = _that_raised(reason)
+        # 2: on some rank there are no outcomes to compare
+        worst = assert_ranks_agree(control, PROOF, None, number=2 if raised else int(bool(wrong)))
+        if worst:
+            where = _unlike_layer(expected, got, tolerance) if worst == 1 else ""
+            found = raised or f"whose {wrong or 'outcome differs'}{where}"
+            return f"{found}, in a {kind} batch"
+        unpatch(small)
     return ""
+
+
+def _that_raised(reason: Exception) -> str:
+    return f"that raised {type(reason).__name__}: {' '.join(str(reason).split()):.300}"
 
 
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
