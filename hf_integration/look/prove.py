@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -70,8 +71,8 @@ def prove(
     with _in_fp32(sp):
         try:
             wrong = _wrong(model, sp, facts, patch, unpatch)
-        except Exception as reason:
-            wrong = _that_raised(reason)
+        except _Failed as reason:
+            wrong = str(reason)
     if wrong:
         error = ConfigError(
             f"a {type(model).__name__}, which is not among the tested families, must be exact in a small copy before "
@@ -86,32 +87,40 @@ def _wrong(
     model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
 ) -> str:
     """Return what is wrong with the copy, and where; "" where nothing is."""
-    small, control = small_copy(model, sp.device)[0].train(), sp.groups.control
+    small = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
     tolerance = TOLERANCE[sp.config.comm_dtype]
-    assert control is not None
     for kind, batch in _batches(small, sp).items():
         if kind == "packed" and facts.balance:  # which is a mean over all documents
             set_balance_weight(small, 0.0)
-        raised = wrong = ""
-        try:
-            expected = _outcome(small, _documents(batch) if kind == "packed" else [batch])
-            patch(small)
-            got = _outcome(small, [batch], sp)
-            wrong = _difference(expected, got, tolerance)
-        except Exception as reason:
-            raised = _that_raised(reason)
-        # 2: on some rank there are no outcomes to compare
-        worst = assert_ranks_agree(control, PROOF, None, number=2 if raised else int(bool(wrong)))
-        if worst:
-            where = _unlike_layer(expected, got, tolerance) if worst == 1 else ""
-            found = raised or f"whose {wrong or 'outcome differs'}{where}"
-            return f"{found}, in a {kind} batch"
+        alone, place = _documents(batch) if kind == "packed" else [batch], f", in a {kind} batch"
+        expected = _on_all(sp, functools.partial(_outcome, small, alone), place)
+        patch(small)
+        got = _on_all(sp, functools.partial(_outcome, small, [batch], sp), place)
+        wrong = _difference(expected, got, tolerance)
+        if _number_on_all(sp, bool(wrong)):
+            return f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}{place}"
         unpatch(small)
     return ""
 
 
-def _that_raised(reason: Exception) -> str:
-    return f"that raised {type(reason).__name__}: {' '.join(str(reason).split()):.300}"
+class _Failed(Exception):
+    """A part of the proof that failed on some rank, on all ranks."""
+
+
+def _on_all(sp: SequenceParallel, compute: Callable[[], Any], place: str = "") -> Any:
+    """Return what a function returns, once all ranks have it. Raise _Failed on all where it raises on one."""
+    result, raised = None, ""
+    try:
+        result = compute()
+    except Exception as reason:
+        raised = f"that raised {type(reason).__name__}: {' '.join(str(reason).split()):.300}"
+    if _number_on_all(sp, bool(raised)):
+        raise _Failed(f"{raised or 'that raised an error on another rank'}{place}")
+    return result
+
+
+def _number_on_all(sp: SequenceParallel, number: int) -> int:
+    return assert_ranks_agree(sp.groups.control, PROOF, None, number=int(number))
 
 
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:

@@ -83,15 +83,31 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         raise ConfigError(
             f"patch_attention needs a SequenceParallel; got {type(sp).__name__}, make one of a SequenceParallelConfig"
         )
-    check_patch(model, sp)
     inner = unwrapped(model)
     if (patch := patch_of(inner)) is not None:
+        check_patch(model, sp)
         _patch_heads(patch, model)
         return model
-    facts = facts_of(inner)
-    if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and not is_tested(inner))):
+    facts, is_new = _checked(model, inner, sp), not is_tested(inner)
+    if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and is_new)):
         prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
     return patch_by(model, inner, sp, facts)
+
+
+def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
+    """Check that a model can be patched, and return its facts. Collective over `sp` where a look finds them."""
+    if not isinstance(inner, PreTrainedModel) or is_tested(inner):
+        check_patch(model, sp)
+        return facts_of(inner)
+    facts = error = None
+    try:
+        check_patch(model, sp)
+        facts = facts_of(inner)
+    except Exception as reason:  # other ranks wait for this one in the proof
+        error = as_seqpar_error("looking at a model failed", reason)
+    assert_ranks_agree(sp.groups.control, "facts of a model", facts, error=error, call="patch_attention")
+    assert facts is not None
+    return facts
 
 
 def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts) -> PreTrainedModel:

@@ -8,7 +8,7 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Starcoder2ForCausalLM
 
 from hf_integration import patch_attention, unpatch_attention
 from hf_integration.look.facts import TESTED, Facts
@@ -152,3 +152,29 @@ def test_a_copy_of_a_patched_model_is_one_that_can_be_unpatched():
     unpatch_attention(model), unpatch_attention(copied)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, copied(ids).logits)
+
+
+class Fails(Starcoder2ForCausalLM):
+    """It fails on the rank that its config says."""
+
+    def forward(self, *args, **kwargs):
+        if torch.distributed.get_rank() == self.config.fails:
+            raise OSError("no room")
+        return super().forward(*args, **kwargs)
+
+
+@on_each_of(2)
+def test_what_fails_on_one_rank_is_told_on_all():
+    sp = make(ulysses=1)
+    for rank in range(2):
+        model = Fails(tiny("starcoder2").config)
+        model.config.fails = rank
+        name, message = refusal(lambda model=model: patch_attention(model, sp))
+        assert name == ("ConfigError" if sp.rank == rank else "DisagreementError"), (rank, name, message)
+        assert "no room" in message
+    model.config.fails = None
+    facts_of(model)
+    model.config.fails = 1  # in the proof
+    name, message = refusal(lambda: patch_attention(model, sp))
+    assert name == "ConfigError"
+    assert ("no room" if sp.rank else "on another rank") in message, message
