@@ -23,7 +23,7 @@ from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..families import is_causal_lm, set_balance_weight
-from .facts import Facts, text_config
+from .facts import TESTED, Facts, text_config
 from .look import tensors_in
 from .small import call, layers_of, small_copy, tokens_for
 
@@ -75,12 +75,13 @@ def prove(
             wrong = str(reason)
     if wrong:
         error = ConfigError(
-            f"a {type(model).__name__}, which is not among the tested families, must be exact in a small copy before "
-            f"it is trained; got one {wrong}, call sp.attention from a model of your own (docs/other_models.md)"
+            f"a {type(model).__name__} must be exact in a small copy before it is trained; got one {wrong}, "
+            "call sp.attention from a model of your own (docs/other_models.md)"
         )
     assert_ranks_agree(sp.groups.control, PROOF, None, error=error)
     seconds = time.monotonic() - began
-    log_once(f"{model.config.model_type}: not among the tested families; proved on a small copy in {seconds:.1f} s")
+    untested = "" if model.config.model_type in TESTED else "not among the tested families; "
+    log_once(f"{model.config.model_type}: {untested}proved on a small copy in {seconds:.1f} s")
 
 
 def _wrong(
