@@ -18,7 +18,7 @@ from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
-from .runtime import attention, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
+from .runtime import attention, cached, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
 from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
@@ -191,15 +191,76 @@ class SequenceParallel(Sharding):
         out, lse = _attend(call)
         return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
-    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int = 1) -> Tensor:
+    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int = 1) -> Any:
         """Compute `attention` for a caller whose ranks have agreed on the inputs already, as a patched model's do.
 
         Args:
             parts: Of how many head chunks, that the caller goes through, these tensors are one.
+
+        Returns:
+            The output; with `options.lse`, (output, log-sum-exp).
         """
         q, k, v = _autocast(q, k, v)
         call = admit(self.runtime, q, k, v, options, agreed=True, parts=parts)
-        return _attend(call)[0]
+        out, lse = _attend(call)
+        return out if lse is None else (out, lse)
+
+    def cache_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        shards: UnevenShards,
+        scale: float | None = None,
+        softcap: float | None = None,
+        agreed: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention of each rank's new tokens to the keys that all ranks have kept of earlier ones.
+
+        No gradients. Collective over the ranks that share the sequence.
+
+        Args:
+            q: Queries of this rank's new tokens (batch, new tokens, heads, head_dim).
+            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim).
+            v: Their values.
+            mask: Which keys a query sees, by position.
+            shards: The new tokens (q) and the kept ones (kv) of each of the `size` SP ranks.
+            agreed: Whether the ranks have agreed on the inputs already.
+
+        Returns:
+            The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads).
+        """
+        return cached.attend(self, q, k, v, mask, shards, scale, softcap)
+
+    def decode_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        counts: Sequence[tuple[int, int]] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        agreed: bool = False,
+    ) -> Tensor:
+        """Compute attention of one new token a row, which all ranks have, to the keys that all ranks have kept.
+
+        No gradients. Collective over the ranks that share the sequence.
+
+        Args:
+            q: Queries (batch, 1, heads, head_dim), the same on all ranks.
+            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim).
+            v: Their values.
+            counts: For each row (first, end): its keys are k[row, first:end]; None: all.
+            agreed: Whether the ranks have agreed on the inputs already.
+
+        Returns:
+            The output (batch, 1, heads, v_dim), the same bits on all ranks.
+        """
+        return cached.decode(self, q, k, v, counts, scale, softcap, sinks)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.
