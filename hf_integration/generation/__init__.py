@@ -1,0 +1,1 @@
+"""Generation with the ranks of a sequence."""
