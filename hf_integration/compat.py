@@ -160,15 +160,11 @@ def is_fetching(parameter: Any) -> bool:
     return is_missing(parameter) and parameter.ds_status.name == "INFLIGHT"
 
 
-# the module whose hooks fetch parameters before a forward, and drop them after it
-_ZERO_HOOKS = mark("deepspeed.runtime.zero:parameter_offload")
-
-
 def _zero_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], list[int]]]:
-    """Yield the forward hooks of each module in a model, with the keys of those of ZeRO-3."""
+    """Yield the forward hooks of each module that ZeRO-3 has hooked, with the keys of its own."""
     for module in model.modules():
         for hooks in (forward_pre_hooks(module), forward_hooks(module)):
-            if keys := [key for key, hook in hooks.items() if hook.__module__.endswith(f".{_ZERO_HOOKS}")]:
+            if keys := [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
                 yield hooks, keys
 
 

@@ -50,7 +50,7 @@ def parameters_of(model: nn.Module, parameters: Sequence[nn.Parameter], gather: 
             log_once("sequence_parallel: generate fetches parameters in each forward, since all of them do not fit")
         yield
         return
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     log_once("sequence_parallel: generate gathers the parameters once for each generation")
     with GatheredParameters([x for x in parameters if is_missing(x)]), without_zero_hooks(model):
