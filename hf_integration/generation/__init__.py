@@ -1,1 +1,1 @@
-"""Generation with the ranks of a sequence."""
+"""Generation with a patched model: prompts are sharded, and each rank keeps a part of the cache."""
