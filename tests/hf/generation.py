@@ -36,7 +36,6 @@ FAMILIES = {
     "laguna": "query heads that differ by layer",
     "gemma4_text": "head sizes that differ by layer, layers that read another layer's keys",
 }
-WITHOUT_ULYSSES = ("laguna",)
 LENGTHS = ("sliding_window", "attention_chunk_size")  # of windows and chunks
 # ranks -> name -> the "sequence_parallel" section
 SECTIONS = {
@@ -117,6 +116,11 @@ def dense(module, query, key, value, attention_mask, scaling=None, softcap=None,
 DENSE = "dense"
 AttentionInterface.register(DENSE, dense)
 AttentionMaskInterface.register(DENSE, eager_mask)
+
+
+def has_windows(family):
+    text = config_of(family).get_text_config(decoder=True)
+    return any(getattr(text, name, None) for name in LENGTHS)
 
 
 def build(family, window=8, tokens=256, dtype=torch.float32, seed=0):
