@@ -84,30 +84,28 @@ def tokens(args: argparse.Namespace, length: int) -> Tensor:
 def filled(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> DynamicCache:
     """A cache of `length` random tokens, of which this rank has its part or, alone, all."""
     cache = DynamicCache(config=model.config)
-    whole = name == ONE
     for index in range(args.layers):
-        generator = torch.Generator().manual_seed(index)
         shape = (2, 1, args.kv_heads, length, args.hidden // args.heads)
-        keys_values = torch.randn(shape, generator=generator)
-        if not whole:
-            keys_values = keys_values[:, :, :, dist.get_rank() :: args.world]
+        keys, values = torch.randn(shape, generator=torch.Generator().manual_seed(index))
+        if name != ONE:
+            keys, values = (x[:, :, dist.get_rank() :: args.world] for x in (keys, values))
         if name == GATHERING:
-            cache.layers.append(Gathered())
-        cache.update(*keys_values.unbind(), index)
+            cache.layers[index] = Gathered(length)
+        DynamicLayer.update(cache.layers[index], keys, values)
     return cache
 
 
 class Gathered(DynamicLayer):
-    """Keeps this rank's part of a layer's keys and values, and gathers all ranks' whenever it is asked for them."""
+    """Keeps this rank's part of a layer's keys and values, and gathers those of all ranks for each new token."""
 
-    total = 0  # tokens of all ranks
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self.total = total  # tokens of all ranks
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add a new token to one rank's part, in turn; of more than one they are this rank's own."""
-        new, world = key_states.shape[2], dist.get_world_size()
-        if new > 1 or self.total % world == dist.get_rank():
+        if self.total % dist.get_world_size() == dist.get_rank():  # ranks keep new tokens in turn
             super().update(key_states, value_states)
-        self.total += world * new if new > 1 else 1
+        self.total += key_states.shape[2]
         return gathered(self.keys, self.total), gathered(self.values, self.total)
 
     def get_seq_length(self) -> int:
@@ -117,8 +115,6 @@ class Gathered(DynamicLayer):
 def gathered(part: Tensor, total: int) -> Tensor:
     """All ranks' parts of (rows, heads, tokens, head_dim), which differ by one token at most."""
     world = dist.get_world_size()
-    longest = -(-total // world)
-    padded = F.pad(part, (0, 0, 0, longest - part.shape[2]))
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return torch.cat([x[:, :, : (total - rank + world - 1) // world] for rank, x in enumerate(parts)], 2)
+    parts = [part.new_empty(*part.shape[:2], -(-total // world), part.shape[3]) for _ in range(world)]
+    dist.all_gather(parts, F.pad(part, (0, 0, 0, parts[0].shape[2] - part.shape[2])))
+    return torch.cat([x[:, :, : len(range(rank, total, world))] for rank, x in enumerate(parts)], 2)
