@@ -326,7 +326,9 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
-    sp, layout = module.sequence_parallel, sequence_parallel.layout
+    sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
+    if cached is not None:
+        return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
         return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None

@@ -49,11 +49,15 @@ class UnevenShards:
     Tokens are given as runs (start, step, length) of global positions, all in tokens. Together the runs of q, and those
     of kv, must hold every position of their sequence once. Instances are hashable by value.
 
+    New tokens that attend to kept keys only (`SequenceParallel.cache_attention`) begin at position `q_start`: then q
+    holds every position from there on, and kv every one from 0 on.
+
     Args:
         q: The runs of each CP rank's queries; with several `blocks_per_rank`, the runs of each block, where rank r's
             blocks start at block r * blocks_per_rank.
         kv: The same for keys and values. Defaults to `q`.
         blocks_per_rank: Number of blocks that each rank holds: 2 for the `pairs` layouts, else 1.
+        q_start: Position of the first query.
 
     Raises:
         InputError: The runs do not hold every position once, a rank's runs do not ascend, q and kv have different
@@ -63,8 +67,9 @@ class UnevenShards:
     parts = Renamed("blocks_per_rank")
 
     def __init__(
-        self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, blocks_per_rank: int = 1, **old: Any
-    ) -> None:
+        self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, blocks_per_rank: int = 1, *, q_start: int = 0,
+        **old: Any,
+    ) -> None:  # fmt: skip
         blocks_per_rank = argument("UnevenShards", "parts", "blocks_per_rank", old, blocks_per_rank, default=1)
         self.q = _blocks(q)
         self.kv = self.q if kv is None else _blocks(kv)
@@ -75,31 +80,39 @@ class UnevenShards:
                 f"shards need as many blocks for each rank, a whole number from 1; got {len(self.q)}, "
                 f"blocks_per_rank {blocks_per_rank!r}"
             )
-        self.size, self.blocks_per_rank = len(self.q) // blocks_per_rank, blocks_per_rank
+        if (first := whole_number(q_start)) is None or first < 0:
+            raise InputError(f"shards need a q_start that is a whole number from 0 on; got {q_start!r}")
+        self.size, self.blocks_per_rank, self.q_start = len(self.q) // blocks_per_rank, blocks_per_rank, first
         self._lengths = {side: tuple(length(runs) for runs in blocks) for side, blocks in self._sides()}
         for side, blocks in self._sides():
             _check_cover(
-                side, [sum(blocks[at : at + blocks_per_rank], ()) for at in range(0, len(blocks), blocks_per_rank)]
-            )
+                side, [sum(blocks[at : at + blocks_per_rank], ()) for at in range(0, len(blocks), blocks_per_rank)],
+                first if side == "q" else 0,
+            )  # fmt: skip
         self.even = all(len(set(lengths)) == 1 for lengths in self._lengths.values())
-        self._hash = hash((self.q, self.kv, blocks_per_rank) if blocks_per_rank > 1 else (self.q, self.kv))
+        extra = (blocks_per_rank, first) if blocks_per_rank > 1 or first else ()
+        self._hash = hash((self.q, self.kv, *extra))
         self.handle = handle_of(self)
 
     def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
         return ("q", self.q), ("kv", self.kv)
 
     def __reduce__(self) -> tuple:
-        return UnevenShards, (self.q, self.kv, self.blocks_per_rank)
+        return functools.partial(UnevenShards, q_start=self.q_start), (self.q, self.kv, self.blocks_per_rank)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnevenShards) and self.__reduce__() == other.__reduce__()
+        return isinstance(other, UnevenShards) and self._values() == other._values()
+
+    def _values(self) -> tuple:
+        return self.q, self.kv, self.blocks_per_rank, self.q_start
 
     def __repr__(self) -> str:
         blocks = f", blocks_per_rank={self.blocks_per_rank}" if self.blocks_per_rank > 1 else ""
-        return f"UnevenShards(q={self.q!r}, kv={self.kv!r}{blocks})"
+        first = f", q_start={self.q_start}" if self.q_start else ""
+        return f"UnevenShards(q={self.q!r}, kv={self.kv!r}{blocks}{first})"
 
     def runs(self, side: str, key: Key) -> Runs:
         blocks = self.q if side == "q" else self.kv
@@ -155,8 +168,9 @@ def check_blocks_per_rank(shards: Shards, layout: str) -> None:
         )
 
 
-def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
-    """Raise InputError unless all ranks together hold every position once. blocks: the runs of each rank."""
+def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
+    """Raise InputError unless all ranks together hold every position from `first` on once. blocks: the runs of each
+    rank."""
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(
@@ -165,15 +179,15 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
             )
     runs = [run for block in blocks for run in block if run.length]
     total = length(tuple(runs))
-    covered = all(run.last < total for run in runs)
+    covered = all(first <= run.start and run.last < first + total for run in runs)
     if covered:
         held = bytearray(total)  # 1 for each position that some run holds
         for run in runs:
-            held[run.start : run.last + 1 : run.step] = b"\1" * run.length
+            held[run.start - first : run.last + 1 - first : run.step] = b"\1" * run.length
         covered = 0 not in held
     if not covered or any(list(block) != sorted(block) for block in blocks):
         raise InputError(
-            f"the runs of {side} must hold every position from 0 on once, each rank's in order; got others, "
+            f"the runs of {side} must hold every position from {first} on once, each rank's in order; got others, "
             "give each rank (start, step, length) of what it holds"
         )
 
