@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import hf_integration
 from benchmarks.cluster.ranks import STEPS
 from benchmarks.contenders import parse
 from benchmarks.memory.ranks import Model
+from ds_seqpar.compiler.sharding.layout import Run
+from hf_integration.generation.cache import BLOCK, Row, kept_of
 
 Make = Callable[..., Callable[[], Any]]  # of arguments, a model, the contender, a length: its step
 ONE, GATHERING, TRAINING = "one rank", "gathering", "training's forward"
@@ -83,15 +85,31 @@ def tokens(args: argparse.Namespace, length: int) -> Tensor:
 
 def filled(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> DynamicCache:
     """A cache of `length` random tokens, of which this rank has its part or, alone, all."""
+    world, rank = (1, 0) if name == ONE else (args.world, dist.get_rank())
+    shape = (2, 1, args.kv_heads, length, args.hidden // args.heads)
+    layers = (torch.randn(shape, generator=torch.Generator().manual_seed(index)) for index in range(args.layers))
+    parts = ((keys[:, :, rank::world], values[:, :, rank::world]) for keys, values in layers)
+    if name not in (ONE, GATHERING):
+        return in_parts(model, length, parts)
     cache = DynamicCache(config=model.config)
-    for index in range(args.layers):
-        shape = (2, 1, args.kv_heads, length, args.hidden // args.heads)
-        keys, values = torch.randn(shape, generator=torch.Generator().manual_seed(index))
-        if name != ONE:
-            keys, values = (x[:, :, dist.get_rank() :: args.world] for x in (keys, values))
+    for index, (keys, values) in enumerate(parts):
         if name == GATHERING:
             cache.layers[index] = Gathered(length)
         DynamicLayer.update(cache.layers[index], keys, values)
+    return cache
+
+
+@torch.no_grad()
+def in_parts(model: LlamaForCausalLM, length: int, parts: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
+    """The cache of a patched model after a prompt of `length` tokens, of which each rank has every size-th; without
+    computing the prompt. parts: this rank's keys and values of each layer."""
+    cache = model(torch.zeros(1, BLOCK, dtype=torch.long), use_cache=True).past_key_values
+    kept = kept_of(cache)
+    size = kept.sp.size
+    runs = tuple((Run(rank, size, len(range(rank, length, size))),) for rank in range(size))
+    kept.columns, kept.rows = length, (Row(length, runs),)
+    for layer, part in zip(cache.layers, parts, strict=True):
+        layer.held[0].keys, layer.held[0].values = (F.pad(x, (0, 0, 0, -x.shape[2] % BLOCK)) for x in part)
     return cache
 
 
