@@ -153,7 +153,6 @@ def _misuse(given: Mapping[str, Any], config: Any) -> str:
         (own_cache, f"a {type(cache).__name__}"): cache is not None and type(cache) is not DynamicCache,
         (own_cache, "one with offloading"): getattr(cache, "offloading", False),
         ("no attention weights", "output_attentions"): config.output_attentions,
-        ("prompts alone", f"guidance_scale={config.guidance_scale}"): config.guidance_scale not in (None, 1),
         ("prompts of text alone", ", ".join(others)): others,
     }
     return next((f"{needed}; got {got}" for (needed, got), is_wrong in wrong.items() if is_wrong), "")
