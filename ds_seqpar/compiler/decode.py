@@ -27,7 +27,10 @@ AXIS = "rank"
 
 
 def decode(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str) -> StepsOf:
-    """Return the steps of any rank: its product, a reduce-scatter by heads, and a gather of the merged results."""
+    """Return the steps of any rank: its product, a reduce-scatter by heads, and a gather of the merged results.
+
+    Two ranks gather the partial results of one another, as many elements in one exchange.
+    """
     ranks = tuple(range(topology.size(AXIS)))
     keys = tuple((block,) for block in ranks)
 
@@ -35,6 +38,8 @@ def decode(topology: Topology, block_mask: BlockMask, direction: str, moving_sid
         product = (Compute(rank=rank, q=ranks, kv=(rank,)),)
         if len(ranks) == 1:
             return (Step(computes=product),)
+        if len(ranks) == 2:
+            return Step(computes=product), Step(gathers=(Gather(ranks=ranks, kind="out", keys=(ranks, ranks)),))
         reduce = ReduceScatter(ranks=ranks, kind="out", keys=keys)
         gather = Gather(ranks=ranks, kind="out", keys=keys)
         return Step(computes=product, reduces=(reduce,)), Step(gathers=(gather,))
