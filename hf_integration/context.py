@@ -1,4 +1,4 @@
-"""What one forward of a patched model is: local, sharded or whole, and all that its parts must know of it.
+"""What one forward of a patched model is: local, sharded, whole or a decode step, and all that its parts must know.
 
 The outermost module that is called makes the context, once. Layers get it as the keyword `sequence_parallel`. A
 ContextVar has it where no keyword reaches: dropout, RoPE, norms, MLPs, heads. Threads of autograd find nothing there:
@@ -20,7 +20,7 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole.shard_spec import ShardSpec
 
-Mode = Literal["local", "sharded", "whole"]
+Mode = Literal["local", "sharded", "whole", "decode"]
 KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
 
 
@@ -55,6 +55,7 @@ class ForwardContext:
     positions: Tensor | None = None  # the position_ids with which the base model is to be called
     spec: ShardSpec | None = None  # of a whole batch that was sharded
     logits: ShardSpec | None = None  # of its tokens that get logits
+    cached: Any = None  # the CachedForward of a forward with a cache in parts
     compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
     noise: Noise | None = None  # None: torch's own noise
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
@@ -67,6 +68,11 @@ class ForwardContext:
     def is_outermost(self) -> bool:
         """Whether no module around this one has sharded the batch."""
         return self.outer is None or self.outer.state is not self.state
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether this rank computes all tokens of the forward."""
+        return self.mode in ("local", "decode")
 
     @property
     def is_in_whole(self) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contenders import Spec
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar import SequenceParallel, SequenceParallelConfig, UnevenShards
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.runtime import cached
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -54,6 +56,33 @@ def deepspeed_ulysses(spec: Spec, seq: int, heads: tuple[int, int], causal: bool
 
     layer = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     return Attention(lambda q, k, v: layer(q, k, v, 0), torch.arange(seq // size) + rank * (seq // size))
+
+
+def of_cache(spec: Spec, its: Attention, step: str, seq: int, kept: int) -> tuple[Attend, Tensor, Tensor]:
+    """Attention of new tokens to kept ones: (attend, positions of this rank's new tokens, of its kept ones), each rank
+    with an equal stretch of both; in decoding all ranks have the one new token."""
+    if its.sp is None:
+        raise ValueError(f"attention to a cache is ours alone; got {spec.name}")
+    sp, side = its.sp, spec.section.get("rotate_forward", "auto")
+    new, old = (torch.arange(count // sp.size) + sp.rank * (count // sp.size) for count in (seq, kept))
+    if step == "decode":
+        return (gathering if side == "kv" else sp.decode_attention), torch.zeros(1, dtype=torch.long), old
+    runs = [[[(start + rank * (count // sp.size), 1, count // sp.size)] for rank in range(sp.size)]
+            for start, count in ((kept, seq), (0, kept))]  # fmt: skip
+    shards = UnevenShards(*runs, q_start=kept)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cached.attend(sp.runtime, q, k, v, CAUSAL, shards, None, None, False, side)[0]
+
+    return attend, new, old
+
+
+def gathering(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the same queries on all ranks, each of which gathers the keys and values of all."""
+    parts = [[torch.empty_like(x) for _ in range(dist.get_world_size())] for x in (k, v)]
+    for found, x in zip(parts, (k, v), strict=True):
+        dist.all_gather(found, x)
+    return dense(q, *(torch.cat(found, 1) for found in parts), causal=False)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:

@@ -1,16 +1,22 @@
-"""Times attention, forward and backward, of contenders that take turns: on a cluster in a box, or on this machine.
+"""Times attention of contenders that take turns, in training or in generation: on a cluster in a box, or this machine.
 
     python -m benchmarks.cluster.attention --nodes 16 --link 20mbit -- ring mesh=4,1,4 u4/attention2d=2,2 u16 deepspeed
     python -m benchmarks.cluster.attention --nodes 1 --ranks-per-node 4 --seq 2048 --rounds 41 -- deepspeed u4
+    python -m benchmarks.cluster.attention --nodes 8 --step continue --kept 8192 -- ring+rotate_forward=q \
+        ring+rotate_forward=kv
 
 A node is a network namespace with a link of the given rate, out and in (`cluster.net`); that needs root and iproute2.
 Ranks of one node talk over loopback, so --nodes 1 needs neither. All contenders (`benchmarks.contenders`) run in the
 same processes on the same inputs, each rank's dealt in the contender's own layout. Each is compared with dense
 attention first. A time is from the moment at which all ranks begin to the end of the slowest one.
 
+--step says what a call is. training: forward and backward. prefill: forward alone, of a prompt. continue: --seq new
+tokens attend to --kept earlier ones, queries (+rotate_forward=q) or keys and values (kv) going round. decode: one new
+token attends to them; with +rotate_forward=kv every rank gathers all keys and values for it.
+
 MB out, in: what the interface of the busiest node carried in one call, headers and acknowledgements included. plan MB:
-of its busiest direction, by the plan. measured / plan: of the node where they differ most, out and in together. share
-of link: the time of these bytes at the link's rate, over the time of the call.
+of its busiest direction, by the plan (of a call that has one). measured / plan: of the node where they differ most, out
+and in together. share of link: the time of these bytes at the link's rate, over the time of the call.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import argparse
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,7 @@ DEFAULT = ["ring", "mesh=4,1,4", "attention2d=4,4", "u4/attention2d=2,2", "u8/ri
 COLUMNS = ["contender", "s", "spread", "against first", "MB out", "MB in", "plan MB", "measured / plan",
            "share of link"]  # fmt: skip
 RESULTS = ("out", "dq", "dk", "dv")
+CACHED = ("continue", "decode")
 
 
 def main() -> None:
@@ -57,8 +64,12 @@ def arguments(
     on_ranks.options(parser, nodes=16, per_node=1)
     parser.add_argument("--link", type=on_ranks.link, default="50mbit",
                         help="of every node, out and in, in kbit, mbit or gbit")  # fmt: skip
+    tables.add(parser, step=("training", "prefill", *CACHED), kept=8192)
     tables.add(parser, seq=1024, heads=16, kv_heads=16, head_dim=64, dtype=(*TOLERANCE,), causal=True, rounds=5)
-    return on_ranks.checked(parser, given)
+    args = on_ranks.checked(parser, given)
+    if args.kept % args.world:
+        parser.error(f"--kept must be a multiple of the ranks, {args.world}")
+    return args
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -90,14 +101,15 @@ def prepare(ranks: Ranks, network: net.Network, args: argparse.Namespace) -> lis
 
 def _prepared(ranks: Ranks, network: net.Network, args: argparse.Namespace, spec: Spec, index: int) -> dict[str, Any]:
     try:
-        planned = bytes_between(spec, args)
+        directions = ("forward", "backward") if args.step == "training" else ("forward",)
+        planned = None if args.step in CACHED else bytes_between(spec, args, None, directions)
     except (SeqParError, ValueError) as reason:
         return {"cannot": str(reason)}
     if reason := on_ranks.call(ranks, build, spec, args, ranks.folder.name)[0]:
         return {"cannot": reason}
     errors = [max(found) for found in zip(*on_ranks.call(ranks, differences, index, ranks.folder.name), strict=True)]
     most = TOLERANCE[args.dtype]
-    wrong = [f"{name} by {error:.1e}" for name, error in zip(RESULTS, errors, strict=True) if not error <= most]
+    wrong = [f"{name} by {error:.1e}" for name, error in zip(RESULTS, errors, strict=False) if not error <= most]
     if wrong:
         reason = f"must equal dense attention to {most:g}; differs in {', '.join(wrong)}"
         if not spec.peer:
@@ -119,12 +131,23 @@ def take_turns(ranks: Ranks, rows: list[dict[str, Any]], rounds: int) -> None:
 def tensors(args: argparse.Namespace) -> dict[str, Tensor]:
     """q, k, v and the output's gradient in their dtype, and dense attention's results of them in fp64."""
     generator = torch.Generator().manual_seed(0)
-    heads = {"q": args.heads, "k": args.kv_heads, "v": args.kv_heads, "do": args.heads}
-    shapes = {name: (1, args.seq, count, args.head_dim) for name, count in heads.items()}
-    whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    queries = 1 if args.step == "decode" else args.seq
+    keys = args.kept if args.step in CACHED else args.seq
+    shapes = {"q": (queries, args.heads), "k": (keys, args.kv_heads), "v": (keys, args.kv_heads),
+              "do": (queries, args.heads)}  # fmt: skip
+    whole = {name: torch.randn((1, *shape, args.head_dim), generator=generator) for name, shape in shapes.items()}
     whole = {name: x.to(getattr(torch, DTYPES[args.dtype])) for name, x in whole.items()}
-    found = peers.step(lambda *inputs: peers.dense(*inputs, causal=args.causal), *(x.double() for x in whole.values()))
-    return whole | dict(zip(RESULTS, (x.float() for x in found), strict=True))
+    causal = args.causal and args.step not in CACHED  # new tokens see all that are kept
+    found = results(args, lambda q, k, v: peers.dense(q, k, v, causal), *(x.double() for x in whole.values()))
+    return whole | dict(zip(RESULTS, (x.float() for x in found), strict=False))
+
+
+def results(args: argparse.Namespace, attend: peers.Attend, *inputs: Tensor) -> list[Tensor]:
+    """What a call gives, of q, k, v and do: out, and in training dq, dk and dv."""
+    if args.step == "training":
+        return peers.step(attend, *inputs)
+    with torch.no_grad():
+        return [attend(*inputs[:3])]
 
 
 # ---- on every rank
@@ -132,14 +155,13 @@ def tensors(args: argparse.Namespace) -> dict[str, Tensor]:
 
 @dataclasses.dataclass
 class Step:
-    """attend: of this rank's tokens, (1, local_seq, heads, head_dim) each, at `positions` of the sequence."""
+    """run: gives the results of this rank's tokens, which are at `positions` of the whole results."""
 
-    attend: peers.Attend
-    inputs: list[Tensor]  # q, k, v, do: this rank's
+    run: Callable[[], list[Tensor]]
     positions: Tensor
 
     def __call__(self) -> None:
-        peers.step(self.attend, *self.inputs)
+        self.run()
 
 
 def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
@@ -147,18 +169,21 @@ def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
     whole = torch.load(Path(folder, "tensors"), mmap=True)
     try:
         found = peers.made(spec, args.seq, (args.heads, args.kv_heads), args.causal)
+        attend, new, kept = found.attend, found.positions, found.positions
+        if args.step in CACHED:
+            attend, new, kept = peers.of_cache(spec, found, args.step, args.seq, args.kept)
     except (ValueError, ImportError) as reason:
         return str(reason).splitlines()[0]
-    inputs = [whole[name][:, found.positions].contiguous() for name in ("q", "k", "v", "do")]
-    on_ranks.STEPS.append(Step(found.attend, inputs, found.positions))
+    inputs = [whole[name][:, new if name in ("q", "do") else kept].contiguous() for name in ("q", "k", "v", "do")]
+    on_ranks.STEPS.append(Step(lambda: results(args, attend, *inputs), new))
     return None
 
 
 def differences(index: int, folder: str) -> list[float]:
-    """max|a - b| / max|b| of out, dq, dk and dv against dense attention, on this rank's tokens."""
+    """max|a - b| / max|b| of each result against dense attention's, on this rank's tokens."""
     whole, its = torch.load(Path(folder, "tensors"), mmap=True), on_ranks.STEPS[index]
     assert isinstance(its, Step)
-    found = zip(RESULTS, peers.step(its.attend, *its.inputs), strict=True)
+    found = zip(RESULTS, its.run(), strict=False)
     return [((x - whole[n][:, its.positions]).abs().max() / whole[n].abs().max()).item() for n, x in found]
 
 
@@ -167,8 +192,9 @@ def differences(index: int, folder: str) -> list[float]:
 
 def title(args: argparse.Namespace) -> str:
     """What was run, in a line."""
+    kept = f" {args.kept} kept," * (args.step in CACHED)
     return (
-        f"{on_ranks.places(args, args.link)}; {args.seq} tokens, "
+        f"{on_ranks.places(args, args.link)}; {args.step}, {args.seq} tokens,{kept} "
         f"{args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}, {'causal' if args.causal else 'full'}; "
         f"median of {args.rounds}"
     )
@@ -180,7 +206,8 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     for row in able:
         seconds, most = row["seconds"], max(*row["out"], *row["in"])
         median, first, ratio = statistics.median(seconds), statistics.median(able[0]["seconds"]), plan_ratio(row)
-        carried = (f"{size / 1e6:.2f}" for size in (max(row["out"]), max(row["in"]), max(map(max, row["plan"]))))
+        carried = [f"{size / 1e6:.2f}" for size in (max(row["out"]), max(row["in"]))]
+        carried.append(f"{max(map(max, row['plan'])) / 1e6:.2f}" if row["plan"] else "-")
         lines.append([row["name"], f"{median:.3f}", tables.spread(seconds), f"{first / median:.2f}", *carried,
                       f"{ratio:.3f}" if ratio else "-", f"{most / net.rate_of(args.link) / median:.2f}"])  # fmt: skip
     return on_ranks.report(COLUMNS, lines, rows, args)
@@ -189,6 +216,8 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 def plan_ratio(row: dict[str, Any]) -> float | None:
     """Bytes that a node's interface carried, out and in, over the plan's, of the node where they differ most. Both ways
     together: what a node receives it acknowledges, which shows where the plan lets it send next to nothing."""
+    if row["plan"] is None:
+        return None
     found, planned = (map(sum, zip(*both, strict=True)) for both in ((row["out"], row["in"]), row["plan"]))
     ratios = [mine / its for mine, its in zip(found, planned, strict=True) if its]
     return max(ratios, key=lambda ratio: abs(ratio - 1), default=None)

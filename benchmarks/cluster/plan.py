@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.contenders import Spec
 from ds_seqpar.compiler.compile import BoundProgram, Compiler
@@ -21,12 +21,13 @@ Place = tuple[int, int]  # Ulysses rank, CP rank
 
 
 def bytes_between(
-    spec: Spec, args: argparse.Namespace, config: SequenceParallelConfig | None = None
-) -> tuple[list[int], list[int]]:
-    """Out of and into every node, forward and backward. args: seq, heads, kv_heads, head_dim, dtype, causal, world,
+    spec: Spec, args: argparse.Namespace, config: SequenceParallelConfig | None = None,
+    directions: Sequence[str] = ("forward", "backward"),
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Out of and into every node, in these directions. args: seq, heads, kv_heads, head_dim, dtype, causal, world,
     nodes, ranks_per_node. Ranks are numbered node after node. config: of ours, where something else has resolved it.
     Raises ConfigError where the settings do not fit."""
-    messages = _deepspeed(args) if spec.peer else _ours(config or _resolved(spec, args), args)
+    messages = _deepspeed(args, directions) if spec.peer else _ours(config or _resolved(spec, args), args, directions)
     out, into = [0] * args.nodes, [0] * args.nodes
     for source, target, size in messages:
         if (a := source // args.ranks_per_node) != (b := target // args.ranks_per_node):
@@ -35,9 +36,9 @@ def bytes_between(
     return out, into
 
 
-def _deepspeed(args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
-    """Eight all-to-alls: q, k, v and out, and their gradients."""
-    heads = 4 * (args.heads + args.kv_heads) // args.world
+def _deepspeed(args: argparse.Namespace, directions: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    """Four all-to-alls in each direction: q, k, v and out, or their gradients."""
+    heads = 2 * len(directions) * (args.heads + args.kv_heads) // args.world
     size = args.seq // args.world * args.head_dim * ITEMSIZE[DTYPES[args.dtype]] * heads
     return ((a, b, size) for a, b in itertools.permutations(range(args.world), 2))
 
@@ -47,7 +48,9 @@ def _resolved(spec: Spec, args: argparse.Namespace) -> SequenceParallelConfig:
     return config.resolve(args.world, (args.heads, args.kv_heads))
 
 
-def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
+def _ours(
+    config: SequenceParallelConfig, args: argparse.Namespace, directions: Sequence[str]
+) -> Iterator[tuple[int, int, int]]:
     if (head_chunks := config.head_chunks) == "auto":
         raise ValueError('the bytes of head_chunks "auto" are known to the run only; got it, give a number')
     topology, cp_size = config.topology(args.world), args.world // config.ulysses
@@ -57,7 +60,7 @@ def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[
     recipe, kept = config.recipe(topology), config.kept(head_chunks, False, False)
     for place, rank in at.items():
         compiler, ulysses = Compiler(recipe, place[1]), UlyssesGroup(config.ulysses, place[0])
-        for direction in ("forward", "backward"):
+        for direction in directions:
             bound = compiler.bound_call(direction, mask, shards, local, ulysses, PLAIN_KERNEL, head_chunks, kept)
             for source, size in received(bound, place):
                 yield at[source], rank, size

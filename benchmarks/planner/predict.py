@@ -47,6 +47,8 @@ def main() -> None:
 
 def calls(given: list[str]) -> tuple[str, list[Row]]:
     args = attention.arguments(tables.parser(__doc__), CALLS, given)
+    if args.step in attention.CACHED:
+        raise SystemExit(f"training and prefill are predicted; got --step {args.step}")
     with attention.set_up(args) as (ranks, network):
         machine = calibrated(ranks)
         predicted = {spec.name: of_call(spec, args, machine) for spec in args.contenders if not spec.peer}
@@ -74,7 +76,7 @@ def calibrated(ranks: Ranks) -> Machine:
 
 
 def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
-    """Seconds of one call, forward and backward, and of comparing its inputs."""
+    """Seconds of one call, in training forward and backward, and of comparing its inputs."""
     config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
     config = config.resolve(args.world, (args.heads, args.kv_heads))
     first = heads.head_chunks(args.heads, args.kv_heads, config.head_chunks)[0]
@@ -84,8 +86,8 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
         heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], head_chunks=config.head_chunks,
         kept=config.kept(config.head_chunks, False, False),
     )  # fmt: skip
-    wire = machine.between if args.nodes > 1 else machine.inside
-    return len(distances(args.world)) * wire.latency + sum(price_of(machine, call, way).seconds for way in DIRECTIONS)
+    wire, ways = machine.between if args.nodes > 1 else machine.inside, DIRECTIONS[: 1 + (args.step == "training")]
+    return len(distances(args.world)) * wire.latency + sum(price_of(machine, call, way).seconds for way in ways)
 
 
 def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:

@@ -29,9 +29,10 @@ from ..planner.footprint import (
 )
 from ..planner.machine import presets
 from ..planner.plan import PlanResult
+from ..planner.prompt import cache_bytes
 from ..planner.request import MemoryBudget, TrainingStep
 from .assumed import Answer
-from .options import GIB, Inputs, add_options
+from .options import GIB, Inputs, add_options, tokens
 
 KIB = 2**10
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
@@ -57,8 +58,10 @@ def run(args: argparse.Namespace) -> None:
     step, answer = step_of(inputs, config), Answer(inputs, config)
     memory, slope = footprint(step), bytes_a_token(step)
     longest_fit = longest(step, budget) if budget else None
+    prompt = None if args.prompt is None else tokens("--prompt", args.prompt)
+    cache = None if prompt is None else cache_bytes(step, prompt)
     if args.json:
-        numbers = {**as_json(memory, slope), **answer.for_json()}
+        numbers = {**as_json(memory, slope), **answer.for_json(), "cache": cache}
         if budget and longest_fit:
             numbers["room"] = {
                 "limit": budget.limit,
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> None:
         head, *rest = table(memory, slope, step)
         chosen = [line_of(planned)] if planned else unplanned_lines(inputs)
         fitting = fit_lines(memory, budget, longest_fit) if budget and longest_fit else []
+        if cache is not None:
+            fitting += ["", f"a prompt of {prompt:,} tokens keeps {cache / GIB:.3f} GiB of keys and values on a rank"]
         print("\n".join([head, *answer.lines(), *chosen, *rest, *fitting, "", *answer.json_lines()]))
     if args.png is not None:
         draw(memory, args.png, budget, inputs)

@@ -45,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> No
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
     )  # fmt: skip
+    parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what generating from it takes")
     parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
     parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
     parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")

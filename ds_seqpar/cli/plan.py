@@ -17,6 +17,7 @@ from ..planner.machine import DEFAULT, presets
 from ..planner.plan import ALIKE, PlanResult, plan, received_over_least, timelines
 from ..planner.predict import Prediction, settings_in_words
 from ..planner.price import DIRECTIONS
+from ..planner.prompt import PROMPT_ITEMS, cache_bytes, prompt_seconds
 from ..planner.request import Request
 from ..planner.steptime import STEP_ITEMS
 from .assumed import HALVES, Answer
@@ -44,7 +45,11 @@ def run(args: argparse.Namespace) -> None:
     inputs, request = request_of(args)
     result = plan(request)
     answer = Answer(inputs, result.best.config, None if args.sequences is None else request.sequences)
-    print(json.dumps({**as_json(result), **answer.for_json()}) if args.json else table(result, answer))
+    prompt = None if args.prompt is None else prompts(result, tokens("--prompt", args.prompt))
+    if args.json:
+        print(json.dumps({**as_json(result), **answer.for_json(), "prompt": prompt}))
+    else:
+        print("\n".join([table(result, answer), *(prompt_lines(result, prompt) if prompt else [])]))
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
         if file is not None:
             timeline = _timeline(result)
@@ -205,6 +210,33 @@ def _part_lines(result: PlanResult) -> list[str]:
     if best.memory.drives:
         lines.append(f"and {best.memory.drives / GIB:.2f} GiB on drives")
     return lines
+
+
+def prompts(result: PlanResult, length: int) -> dict[str, Any]:
+    """Return what a prompt of one sequence takes with each configuration, in seconds and bytes of a rank."""
+    steps = [result.request.step(prediction.config) for prediction in result.ranked]
+    costs = [
+        {"parts": prompt_seconds(step, result.request.machine, length), "cache": cache_bytes(step, length)}
+        for step in steps
+    ]
+    return {"tokens": length, "ranked": costs}
+
+
+def prompt_lines(result: PlanResult, prompt: dict[str, Any]) -> list[str]:
+    costs = prompt["ranked"]
+    rows = [["first token s", "cache GiB a rank", "configuration"]]
+    rows += [
+        [f"{sum(cost['parts'].values()):.3f}", f"{cost['cache'] / GIB:.3f}", str(prediction.candidate)]
+        for prediction, cost in zip(result.ranked, costs, strict=True)
+    ]
+    parts = costs[0]["parts"].items()
+    return [
+        "",
+        f"a prompt of {prompt['tokens']:,} tokens, on the ranks of one sequence (forward alone, whole parameters):",
+        *columns(rows),
+        "the first token of the first row:",
+        *(f"  {seconds:10.3f} s  {name}: {PROMPT_ITEMS[name]}" for name, seconds in parts if seconds),
+    ]
 
 
 def as_json(result: PlanResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding, assembled, order_of
 
+Chosen = range | tuple[int, ...]  # ascending numbers
 LARGE = 2**30  # bytes; a larger gather warns
 
 
@@ -29,7 +30,7 @@ class ShardSpec:
     placement: BatchLayout | None  # of the batch
     name: str  # of the tensor, for messages
     key: Hashable  # equal where ranks have the same tokens of a row; with joined, of all rows
-    narrowed_from: tuple[ShardSpec, range, range] | None = None  # of which it has these rows and tokens
+    narrowed_from: tuple[ShardSpec, range, Chosen] | None = None  # of which it has these rows and tokens
 
     @classmethod
     def of(cls, sp: Sharding, rows: int, tokens: int, placement: BatchLayout | None, name: str) -> ShardSpec:
@@ -82,17 +83,19 @@ class ShardSpec:
         whole = assembled(shard.movedim(1, 0), order, self.sp.group_for(shard), call).movedim(0, 1)
         return whole.reshape(shape).contiguous()
 
-    def narrow(self, rows: slice, tokens: slice, device: torch.device | str = "cpu") -> tuple[ShardSpec, Tensor]:
+    def narrow(
+        self, rows: slice, tokens: slice | tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> tuple[ShardSpec, Tensor]:
         """Return the ShardSpec of some rows and tokens, and the indices of those tokens in this rank's shard.
 
         Without `joined` a shard has all rows, and the caller slices these.
 
         Args:
             rows: which rows.
-            tokens: which tokens of each.
+            tokens: which tokens of each; their numbers ascend.
             device: where the indices are needed.
         """
-        chosen = range(self.rows)[rows], range(self.tokens)[tokens]
+        chosen = range(self.rows)[rows], tokens if isinstance(tokens, tuple) else range(self.tokens)[tokens]
         narrow = dataclasses.replace(
             self, rows=len(chosen[0]), tokens=len(chosen[1]), key=(self.key, *chosen), narrowed_from=(self, *chosen)
         )
@@ -124,8 +127,12 @@ class ShardSpec:
         return place.masked_fill(~found, -1)
 
 
-def _index_in(chosen: range, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each number in a range that ascends, and whether it is in there."""
+def _index_in(chosen: Chosen, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of each number among those chosen, and whether it is in there."""
+    if isinstance(chosen, tuple):
+        numbers = torch.tensor(chosen, device="cpu")
+        index = torch.searchsorted(numbers, x).clamp(max=len(chosen) - 1)
+        return index, numbers[index] == x
     index = (x - chosen.start) // chosen.step
     return index, (x >= chosen.start) & (x < chosen.stop) & ((x - chosen.start) % chosen.step == 0)
 

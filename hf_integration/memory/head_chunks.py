@@ -84,7 +84,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     class_forward = type(module).forward
     context: ForwardContext | None = kwargs.get(KEYWORD)
-    if context is None or context.mode == "local" or not _has_head_chunks(module):
+    if context is None or context.mode == "local" or context.cached is not None or not _has_head_chunks(module):
         return class_forward(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
     count = _head_chunk_count(module, x, q_heads, kv_heads, context.layout)

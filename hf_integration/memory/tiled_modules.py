@@ -256,7 +256,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     tokens = x.shape[0] * x.shape[1]
     tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     context = current()
-    if tiles == 1 or (context is not None and context.mode == "local"):
+    if tiles == 1 or (context is not None and context.has_all_tokens):
         return untiled(module, x)
     is_norm = _is_norm(module)
     if is_norm and tiling.defers(module) and _keeps_dtype(module, untiled, x):

@@ -8,9 +8,7 @@ device are compared there, and the next forward raises what was wrong.
 
 from __future__ import annotations
 
-import functools
 import re
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -169,6 +167,19 @@ class Agreement:
             self._compare_weights(model)
         return seed
 
+    def agree_on_step(self, inputs: Mapping[str, Any], sources: list[Any], batch: ValueChecks) -> int:
+        """Agree on a decode step. For `sources`, `batch` and what is returned see `agree`."""
+        journal, name, seed = self.sp.journal, "tokens of a decode step", dropout.prepare_and_seed(sources, shared=True)
+        like = {"shape": tuple(tokens_of(inputs).shape), "dropout": dropout.describe_modules(sources)}
+        value = {**batch.fields, **like}
+        if seed:
+            number = seed if self.sp.rank == 0 else 0
+            seed = journal.agree(name, value, number=number, call=FORWARD, advice=_advice)
+        else:
+            journal.note(name, value, call=FORWARD, advice=_advice, like=like)
+        batch.post(journal)
+        return seed
+
     def _compare_weights(self, model: nn.Module) -> None:
         """Compare weights of some training forwards between ranks, each in the next forward."""
         self.trained += 1
@@ -265,17 +276,6 @@ def common_misuse(inputs: Mapping[str, Any]) -> str:
     if inputs.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
     return ""
-
-
-@functools.cache
-def warn_of_cache(rank: int) -> None:
-    """Warn once in a process, on the first rank of a sequence."""
-    if rank == 0:
-        warnings.warn(
-            "a forward with use_cache=True and without labels is taken for the beginning of generation: every rank "
-            "computes whole sequences by itself; leave use_cache out, and ranks share them",
-            stacklevel=2,
-        )
 
 
 UNSHIFTED = f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"

@@ -1,9 +1,10 @@
 """Hooks around the forwards of a patched model: what a forward is, and what its parts are given.
 
-A forward is sharded, whole or local. A local one is that of the unpatched model: with a kv cache (`generate`), inside
+A forward is sharded, whole, a decode step or local. A local one is that of the unpatched model: inside
 `whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A whole batch is sharded, and the
-output is whole (`whole_calls`). Before a forward that is not local its ranks agree, once, that each was given its own
-tokens with their global positions (`agreement`).
+output is whole (`whole_calls`), also with a kv cache, of which each rank keeps a part (`generation`). A decode step has
+one new token a row, which all ranks compute. Before a forward that is not local its ranks agree, once, that each was
+given its own tokens with their global positions (`agreement`).
 
 The outermost module that is called decides, of all its arguments by name, and makes the `ForwardContext`. The base
 model passes it to its layers. Checkpoints keep it, so a layer that backward recomputes runs as it did in forward.
@@ -30,11 +31,12 @@ from ds_seqpar.runtime.log import log_once
 from .. import dropout
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
 from ..families import base_of, is_causal_lm, unwrapped
+from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts
 from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
-from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, warn_of_cache, wrong_inputs
+from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
 
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
@@ -104,19 +106,14 @@ Bind = Callable[[tuple, Mapping[str, Any]], dict[str, Any]]
 def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward is local.
 
-    A kv cache means generation, which is local, unless the model is trained or the labels are sharded. One rank has
-    whole sequences in any case, so there a forward is local too, except for batches of `shard_batches` and a Trainer's
-    batches with labels, which have tiles and checkpoints as on several ranks.
+    One rank has whole sequences in any case, so there a forward is local too, except for batches of `shard_batches`
+    and a Trainer's batches with labels, which have tiles and checkpoints as on several ranks.
     """
-    if patch.whole or (
-        patch.sp.size == 1
-        and inputs.get("shift_labels") is None
-        and inputs.get("placement") is None
-        and not (inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs)))
-    ):
-        return True
-    cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
-    return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+    if patch.whole or patch.sp.size > 1:
+        return bool(patch.whole)
+    sharded = inputs.get("shift_labels") is not None or inputs.get("placement") is not None
+    moved = inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs))
+    return not (sharded or moved) or takes_cache(module, inputs)
 
 
 def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> Mode:
@@ -136,6 +133,8 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: 
     # what is wrong the agreement will say
     if wrong_inputs(inputs) or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
         return "sharded"
+    if takes_cache(module, inputs):
+        return "decode" if tokens_of(inputs).shape[1] == 1 else "whole"
     if positions is None or is_whole:
         return "whole"
     if compiled:
@@ -177,25 +176,32 @@ def _complete(
         (the arguments, with this rank's shard; the context).
     """
     if context.mode == "whole":
-        inputs, context = whole_calls.shard_inputs(patch.agreement, inputs, context)
+        inputs, context = whole_calls.shard_inputs(patch.agreement, patch.facts, inputs, context)
+    elif context.mode == "decode":
+        context = whole_calls.with_cache(patch.agreement, patch.facts, inputs, context)
     sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
-    layout, seed, rope_tokens, local = None, 0, None, context.mode == "local"
-    if local:
-        if not patch.whole and inputs.get("use_cache") and inputs.get("past_key_values") is None:
-            warn_of_cache(patch.sp.rank)
+    layout, seed, rope_tokens, cached = None, 0, None, context.cached
+    if context.mode == "decode":
+        assert context.compared is not None
+        seed = patch.agreement.agree_on_step(inputs, sources, context.compared)
+    elif context.mode == "local":
         if mistake := wrong_inputs(inputs):
             raise InputError(mistake)
         seed = dropout.prepare_and_seed(sources, shared=False)
     else:
         layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
         seed = patch.agreement.agree(inputs, wrong, backward, None if compiled else sources, context.compared)
-        if patch.ropes:
+        if patch.ropes and cached is not None:
+            rope_tokens = int(cached.positions.max()) + 1
+        elif patch.ropes:
             rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
+    if cached is not None:
+        cached.kept.running = True
     return inputs, dataclasses.replace(
         context,
         layout=layout,
         positions=inputs.get("position_ids"),
-        noise=dropout.noise_of(patch.sp, seed, tokens_of(inputs), layout, local),
+        noise=dropout.noise_of(patch.sp, seed, tokens_of(inputs), layout, context.has_all_tokens),
         rope_tokens=rope_tokens,
     )
 
@@ -236,8 +242,10 @@ def _begin_head(
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
         return None
     mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole), ""
+    if mode == "decode" and module in patch.above:
+        mode = "whole"
     context = dataclasses.replace(context, mode=mode)
-    if mode != "local" and patch.experts is not None:
+    if not context.has_all_tokens and patch.experts is not None:
         check_output(inner, inputs)
     if mode == "whole" and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
@@ -248,9 +256,9 @@ def _begin_head(
             context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
         inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
     set_current(context)
-    if context.spec is None:
-        return None
-    return {**inputs, KEYWORD: context} if compiled else inputs
+    if compiled and (context.spec is not None or context.cached is not None):
+        return {**inputs, KEYWORD: context}
+    return inputs if context.spec is not None else None
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
@@ -268,7 +276,7 @@ def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if patch.in_graph and inputs.get("placement") is None and KEYWORD not in inputs:
         mode = _mode(patch, module, inputs)
-        if mode != "whole":
+        if mode in ("local", "sharded"):
             return (), _in_graph(patch, module, inputs, mode)
     return (), _between(patch, module, inputs, torch.compiler.is_compiling())
 
@@ -301,7 +309,12 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
-    """Return the arguments with which the base model makes no mask and no cache."""
+    """Return the arguments with which the base model makes no mask, and no cache of its own."""
+    if (cached := context.cached) is not None:
+        given = {"attention_mask": NO_MASK, "use_cache": True, "past_key_values": cached.cache}
+        inputs = {**inputs, **given, **({"position_ids": cached.positions} if cached.is_decode else {})}
+        inputs.pop("placement", None)
+        return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
     inputs.pop("placement", None)
@@ -329,6 +342,10 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if is_base and not patch.in_graph:
         between_graphs(check_read)(context.state)
     if not context.is_outermost:
+        return output
+    if context.cached is not None:
+        context.cached.end()
+    if context.mode == "decode":
         return output
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
     if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph

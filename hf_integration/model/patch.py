@@ -41,6 +41,7 @@ from ..families import (
     unwrapped,
     vocabulary,
 )
+from ..generation import generate
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts, masks, modules_of
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
@@ -152,6 +153,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x)]
     patch.sp.vocabularies[inner] = vocabulary
+    generate.install(inner)
 
 
 @printed_once
@@ -239,6 +241,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.vocabularies.pop(head, None)
+        generate.remove(head)
     if patch.experts is not None:
         patch.experts.close()
     tiled_modules.untile(inner)
@@ -326,7 +329,9 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
-    sp, layout = module.sequence_parallel, sequence_parallel.layout
+    sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
+    if cached is not None:
+        return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
         return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None

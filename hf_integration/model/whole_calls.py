@@ -29,7 +29,9 @@ from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState
 from ..families import base_of, is_of_liger, unwrapped
+from ..generation.forward import POSITIONS, cached_forward, takes_cache
 from ..graph_breaks import between_graphs
+from ..look.facts import Facts
 from .agreement import Agreement, common_misuse, tokens_of
 from .losses import check_loss, loss_function_error
 
@@ -84,12 +86,13 @@ def set_loss_check(model: Any, option_of: str | None) -> None:
 
 
 def shard_inputs(
-    agreement: Agreement, inputs: Mapping[str, Any], context: ForwardContext
+    agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
     """Shard the whole batch of a call. Ranks compare it together with the base model's forward.
 
     Args:
         agreement: The patched model's.
+        facts: The patched model's.
         inputs: The call's arguments by name.
         context: The call's.
 
@@ -100,38 +103,70 @@ def shard_inputs(
         InputError, ConfigError, DisagreementError: On all ranks of the sequence, if the batch cannot be sharded.
     """
     try:
-        return _sharded(agreement, {name: x for name, x in inputs.items() if x is not None}, context)
+        return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
         agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
 
 
+def with_cache(
+    agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
+) -> ForwardContext:
+    """Return the context of a decode step with its cache, and with what ranks are to compare of it.
+
+    Raises:
+        InputError: On all ranks of the sequence, if the cache or the mask does not fit.
+    """
+    try:
+        checks = _compared(inputs)
+        model: Any = unwrapped(context.module)  # type: ignore[arg-type]
+        cached, _ = cached_forward(agreement.sp, model.config, facts, inputs)
+        cached.begin()
+    except Exception as reason:
+        agreement.compare_batch(None, as_seqpar_error("reading a cache failed", reason))
+        raise
+    checks.fields["cache"] = str(cached.kept)
+    return dataclasses.replace(context, cached=cached, compared=checks)
+
+
 def _sharded(
-    agreement: Agreement, inputs: dict[str, Any], context: ForwardContext
+    agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
     assert context.module is not None  # constants for graphs have none
     model: Any = unwrapped(context.module)
     sp, labelled = agreement.sp, inputs.get("labels") is not None
+    checks, cached = _compared(inputs), None
+    if takes_cache(context.module, inputs):
+        cached, inputs = cached_forward(sp, model.config, facts, inputs)
+        checks.fields["cache"] = str(cached.kept)
+        inputs[POSITIONS] = inputs.pop("position_ids")
     if wrong := _misuse(inputs):
         raise InputError(wrong)
     tries_loss = labelled and model is not base_of(model) and agreement.loss_option_of is not None
     if tries_loss and (wrong_loss := loss_function_error(model, agreement.loss_option_of or "")):
         raise wrong_loss
-    checks = _compared(inputs)
     others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: x for name, x in inputs.items() if name not in others}
     shard, counted = shard_call(sp, batch, checks, _copies(batch))
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
+    if cached is not None:
+        cached.begin(shard.get("placement"))
+        shard["position_ids"] = shard.pop(POSITIONS)
     rows, tokens = tokens_of(inputs).shape[:2]
     spec = logits = ShardSpec.of(sp, rows, tokens, shard.get("placement"), "outputs")
     if keep := others.pop("logits_to_keep", 0):
-        logits, others["logits_to_keep"] = spec.narrow(slice(None), slice(-keep, None), tokens_of(inputs).device)
+        chosen: slice | tuple[int, ...] = slice(-keep, None)
+        if cached is not None:
+            cached.logits = tuple(range(cached.columns)[-keep:])
+            chosen = cached.picked(cached.logits)
+        logits, others["logits_to_keep"] = spec.narrow(slice(None), chosen, tokens_of(inputs).device)
     return {**shard, **others}, dataclasses.replace(
         context,
         positions=shard["position_ids"],
         spec=spec,
         logits=logits,
+        cached=cached,
         compared=checks,
         state=ForwardState(losses=[] if tries_loss else None),
     )
@@ -253,7 +288,9 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifte
     spec: Any = context.logits if name == "logits" else context.spec
     spec = spec.named(name)
     if x.shape[:2] == spec.lead:
-        whole = whole_of(x, spec)
+        whole: Tensor = whole_of(x, spec)
+        if context.cached is not None and context.cached.places is not None:
+            whole = context.cached.with_padding(whole, context.cached.logits if name == "logits" else None)
         return whole[:, :-1] if shifted else whole
     if name == "router_logits" and x.dim() == 2:
         return whole_of(x.unflatten(0, spec.lead), spec).flatten(0, 1)

@@ -35,6 +35,25 @@ def test_bytes_on_links_are_the_plans():
     assert all(str(os.getpid()) not in path.name for path in net.FOLDER.glob(f"{net.PREFIX}-*"))
 
 
+@needs_network
+@pytest.mark.whole  # three sets of ranks; bytes of attention are seen above
+@pytest.mark.parametrize(("step", "contenders"), [
+    ("prefill", ["ring", "attention2d=2,2"]),
+    ("continue", ["ring", "ring+rotate_forward=q", "ring+rotate_forward=kv"]),
+    ("decode", ["ring", "ring+rotate_forward=kv"]),
+])  # fmt: skip
+def test_generation_over_links(step, contenders):
+    """Results are compared with dense attention by the benchmark itself, which ends where they differ."""
+    words = "--nodes 4 --link 200mbit --rounds 1 --seq 128 --kept 512 --heads 8 --kv-heads 4 --head-dim 32"
+    args = attention.arguments(argparse.ArgumentParser(), [], [*words.split(), "--step", step, "--", *contenders])
+    rows = attention.measure(args)
+    assert [row["name"] for row in rows] == contenders
+    assert [row.get("cannot") for row in rows] == [None] * len(rows)
+    sent = {row["name"]: max(row["out"]) for row in rows}
+    if step != "prefill":  # 512 keys and values of 4 heads, against fewer queries with results of 8
+        assert sent["ring"] < 0.8 * sent["ring+rotate_forward=kv"]
+
+
 @pytest.mark.usefixtures("compiled")  # DeepSpeed is among them
 @needs_network
 @pytest.mark.whole  # two trainings over links; bytes of attention are seen above

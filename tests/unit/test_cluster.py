@@ -56,16 +56,21 @@ def test_rates_that_are_none(link):
         net.rate_of(link)
 
 
-def between(name, nodes, per_node):
+def between(name, nodes, per_node, **options):
     """Bytes out of and into every node."""
     args = argparse.Namespace(nodes=nodes, ranks_per_node=per_node, world=nodes * per_node, causal=True, **MHA)
-    return bytes_between(parse(name), args)
+    return bytes_between(parse(name), args, **options)
 
 
 def test_bytes_of_a_ring():
     """k and v go round; in backward once more with their gradients, or q, do, lse, delta and dq in their place."""
     for name, blocks in (("ring+rotate_backward=kv", 2 + 4), ("ring", 2 + 3 + 2 / 64)):
         assert between(name, 16, 1)[0] == pytest.approx([15 * blocks * ROW] * 16)
+
+
+def test_bytes_of_prefill_are_those_of_forward():
+    for name, blocks in (("ring", 15 * 2), ("u16", 4 * 15 / 16), ("deepspeed", 4 * 15 / 16)):
+        assert between(name, 16, 1, directions=("forward",))[0] == pytest.approx([blocks * ROW] * 16)
 
 
 def test_bytes_of_ulysses_are_those_of_deepspeed():
@@ -90,6 +95,8 @@ def test_table():
     assert first == "| ring | 0.500 | 0.400-0.600 | 1.00 | 2.00 | 2.10 | 2.00 | 1.025 | 0.84 |"
     assert second.startswith("| peer | 0.250 | 0.250-0.250 | 2.00 |")
     assert rest[-1] == "more: needs a GPU"
+    _, _, unplanned = attention.table([{**row, "plan": None}], argparse.Namespace(nodes=2, link="40mbit")).splitlines()
+    assert unplanned == "| ring | 0.500 | 0.400-0.600 | 1.00 | 2.00 | 2.10 | - | - | 0.84 |"
     assert first[:35] + " |" in attention.table(rows, argparse.Namespace(nodes=1, link="40mbit"))  # without links
 
 

@@ -147,3 +147,22 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
     assert_refused(_plan(capsys, place, *words), *said)
+
+
+def test_a_prompts_first_token_and_cache(capsys, place):
+    """A prompt as long as the sequence takes what a training step's forward takes."""
+    words = ["--set", "size=4", "--prompt", "16K", "--no-checkpointing", None]
+    found = json.loads(_plan(capsys, place, *words, "--json", None)[0])
+    assert found["prompt"]["tokens"] == 16384
+    for one, prompt in zip(found["ranked"], found["prompt"]["ranked"], strict=True):
+        step, parts = one["step"]["parts"], prompt["parts"]
+        assert parts["attention"] == pytest.approx(step["attention forward"])
+        assert 3 * parts["matrices"] == pytest.approx(step["matrices"])
+        assert prompt["cache"] == 2 * 2 * 2 * 8 * 2 * 16384 // 4
+    windowed = json.loads(_plan(capsys, place, *words, "--window", 1000, "--json", None)[0])["prompt"]["ranked"]
+    assert {prompt["cache"] for prompt in windowed} == {2 * 2 * 2 * 8 * 2 * 1000}
+    out = _plan(capsys, place, "--set", "size=4", "--prompt", "1M")[0]
+    assert missing(out, "a prompt of 1,048,576 tokens", "first token s", "0.031", "ZeRO: all parameters") == []
+    given = ["memory", "--model", place, "--seq-len", 16384, "--ranks", 4, "--prompt", "1M"]
+    assert "a prompt of 1,048,576 tokens keeps 0.031 GiB" in run(capsys, *given)[0]
+    assert_refused(_plan(capsys, place, "--prompt", "many"), "--prompt", "whole number", "'many'")

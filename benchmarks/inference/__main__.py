@@ -1,0 +1,108 @@
+"""Times generation from long prompts: the first token, and each further one, beside one rank and gathering the cache.
+
+    python -m benchmarks.inference
+    python -m benchmarks.inference --ranks 2 --prompt 1024 --cache 1024 65536 --rounds 7 -- ring u2
+
+Ranks are gloo processes of this machine with one thread each. All contenders are the same LLaMA on the same tokens, in
+the same processes, and take turns. A time is from the moment at which all ranks begin to the end of the slowest one.
+All must give the same tokens as the first.
+
+one rank: transformers' own `generate` of the unpatched model on one rank, while the others wait.
+ring, u2, ...: the patched model's (`benchmarks.contenders`). Decoding does not depend on the schedule: the first one's.
+gathering: each rank keeps its part of the cache, and gathers all keys and values in each layer before it attends. In
+decoding the unpatched model's cache does it, in prefill the schedule `attention2d` of one column.
+training's forward: the first contender's, of a training batch as long as the prompt, with gradients and no cache.
+
+The first token: `generate` of one token. A token: `generate` of --tokens tokens from a cache that is filled with random
+keys and values, divided by their number; the cache grows from turn to turn by as many. Times are medians. Ratios of
+times are of the same round: their median, the least and the greatest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import contenders, tables
+from benchmarks.cluster import net
+from benchmarks.cluster import ranks as on_ranks
+from benchmarks.inference.ranks import GATHERING, ONE, TRAINING, Make, build, decode, prefill
+from benchmarks.turns import in_turns
+from tests.launch import PRELOAD
+
+FIRST_TOKEN = ["ranks", "prompt", "contender", "ms", "to one rank", "spread", "to training's forward", "spread"]
+TOKEN = ["ranks", "cache", "contender", "ms a token", "to one rank", "spread"]
+
+
+def main() -> None:
+    on_ranks.end_by_exit()
+    args = arguments()
+    names = [ONE, *(spec.name for spec in args.contenders), GATHERING]
+    print(f"\n{title(args)}\n", flush=True)
+    tables.head(*FIRST_TOKEN)
+    for world, prompt in itertools.product(args.ranks, args.prompt):
+        found = measure(args, world, prefill, [*names, TRAINING], prompt)
+        for line in lines(world, prompt, found, ONE, TRAINING):
+            tables.row(*line)
+    print()
+    tables.head(*TOKEN)
+    for world, cache in itertools.product(args.ranks, args.cache):
+        found = measure(args, world, decode, [*names[:2], GATHERING], cache)
+        took = {name: [seconds / args.tokens for seconds in turns] for name, turns in found.items()}
+        for line in lines(world, cache, took, ONE):
+            tables.row(*line)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """given: the words of the command line; None: those of this process."""
+    parser = tables.parser(__doc__, ranks=[2, 4], prompt=[1024, 4096], cache=[1024, 65536], tokens=8, rounds=5)
+    contenders.add(parser, "ring")
+    tables.add(parser, layers=8, hidden=1024, intermediate=2816, heads=16, kv_heads=4, vocab=1024, patience=300.0)
+    args = parser.parse_args(given)
+    if any(spec.peer for spec in args.contenders) or min(args.ranks) < 2:
+        parser.error("contenders must be ours, on 2 ranks or more; one rank and gathering are compared in any case")
+    return args
+
+
+def measure(args: argparse.Namespace, world: int, make: Make, names: list[str], length: int) -> dict[str, list[float]]:
+    """Seconds of each contender's turns on fresh ranks. All that generate must give the same tokens."""
+    args = argparse.Namespace(**vars(args) | {"world": world, "ranks_per_node": world})
+    given: dict[str, list[Any]] = {name: [] for name in names}
+    with net.Network(1, "1mbit") as network, on_ranks.started(args, network, PRELOAD) as ranks:
+        on_ranks.call(ranks, build, args, make, names, length)
+
+        def clock(name: str) -> float:
+            turn = on_ranks.turn(ranks, names.index(name))
+            given[name].append(turn.found)
+            return turn.seconds
+
+        found = in_turns({name: name for name in names}, args.rounds, clock)
+    for name in names:
+        if name != TRAINING and given[name] != given[ONE]:
+            raise ArithmeticError(f"{name} must give the tokens of one rank, {given[ONE]}; gave {given[name]}")
+        tables.say(f"{world} ranks, {length} tokens, {name}: {statistics.median(found[name]):.3f} s")
+    return found
+
+
+def lines(world: int, length: int, seconds: dict[str, list[float]], *others: str) -> Iterator[list[object]]:
+    """A row for each contender. others: to whose time of the same round its own is compared."""
+    for name, took in seconds.items():
+        ratios = ([mine / its for mine, its in zip(took, seconds[other], strict=True)] for other in others)
+        cells = itertools.chain.from_iterable((f"{statistics.median(x):.2f}", tables.spread(x, 2)) for x in ratios)
+        yield [world, f"{length:,}", name, f"{1e3 * statistics.median(took):.1f}", *cells]
+
+
+def title(args: argparse.Namespace) -> str:
+    """What was run, in a line."""
+    return (
+        f"LLaMA of {args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, "
+        f"{args.heads}/{args.kv_heads} heads, vocabulary {args.vocab}, fp32; one thread a rank; "
+        f"median of {args.rounds} rounds, {args.tokens} tokens a turn"
+    )
+
+
+if __name__ == "__main__":
+    main()

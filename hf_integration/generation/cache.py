@@ -1,0 +1,251 @@
+"""A cache in parts: each rank keeps the keys and values of its own tokens.
+
+`past_key_values` stays transformers' DynamicCache; its layers are replaced by `ShardedLayer`s, which share one
+`KeptTokens`: how many tokens the rows have, and which of them each rank keeps. A layer's tensors are those that reached
+its attention, with all key/value heads, so that a rank keeps 1/size of the tokens whatever the schedule and Ulysses.
+
+Rows with padding are compacted before they are sharded: a row's real tokens come first. Padding behind them is computed
+and never seen. So each row has its own number of tokens, and of keys on each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.compiler.sharding.layout import Run, Runs
+from ds_seqpar.compiler.sharding.masks import between
+from ds_seqpar.compiler.sharding.shards import length
+from ds_seqpar.errors import ConfigError, InputError
+
+from ..look.facts import text_config
+
+BLOCK = 256  # tokens by which a rank's buffers grow
+SERVES = "a forward with a cache"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The tokens that rows have, and which of them each SP rank keeps: of all rows alike, or of one row."""
+
+    tokens: int  # so the position of the next one
+    runs: tuple[Runs, ...]  # of each SP rank, ascending
+
+    def kept_before(self, rank: int, position: int) -> int:
+        """Return how many tokens before a position a rank keeps."""
+        return sum(max(0, between(run, 0, position)[1][2]) for run in self.runs[rank])
+
+    def kept(self, rank: int) -> int:
+        return length(self.runs[rank])
+
+    def kept_from(self, first: int) -> tuple[Runs, ...]:
+        """Return each rank's runs of the tokens from position `first` on, counted from there."""
+        cut = [[between(run, first, self.tokens)[1] for run in runs] for runs in self.runs]
+        return tuple(tuple(Run(a - first, step, n) for a, step, n in runs if n > 0) for runs in cut)
+
+    def with_new(self, runs: Sequence[Runs], tokens: int) -> Row:
+        """Return the row with so many further tokens. runs: those of each rank, counted from the first new one."""
+        new = [[between(run, 0, tokens)[1] for run in of_rank] for of_rank in runs]
+        shifted = [[Run(a + self.tokens, step, n) for a, step, n in of_rank if n > 0] for of_rank in new]
+        joined = tuple(_joined((*old, *more)) for old, more in zip(self.runs, shifted, strict=True))
+        return Row(self.tokens + tokens, joined)
+
+
+def _joined(runs: Sequence[Run]) -> Runs:
+    """Return ascending runs, with those joined that go on: decoded tokens, of which a rank keeps each size-th."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        step = 0 if last is None else last.step if last.length > 1 else run.start - last.start
+        if last is not None and run.length == 1 and run.start == last.last + step:
+            joined[-1] = Run(last.start, step, last.length + 1)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+class KeptTokens:
+    """Which tokens the ranks keep in a cache. All ranks have the same but for their tensors.
+
+    Attributes:
+        count: The number of rows.
+        rows: One `Row` for all rows, or, once a row had padding, one for each.
+        columns: Tokens of a row, padding included.
+        turn: Decoded tokens so far; their keys and values go to ranks in turn.
+        running: Whether a forward has begun that has not ended.
+    """
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+        self.reset()
+
+    def reset(self) -> None:
+        self.count, self.columns, self.turn, self.running = 0, 0, 0, False
+        self.rows: tuple[Row, ...] = (Row(0, ((),) * self.sp.size),)
+
+    def __deepcopy__(self, memo: dict) -> KeptTokens:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        return copied
+
+    def __str__(self) -> str:
+        ragged = f" ({', '.join(str(row.tokens) for row in self.rows)})" if len(self.rows) > 1 else ""
+        return f"of {self.count} rows of {self.columns} tokens{ragged}" if self.count else "empty"
+
+    def slices(self) -> list[slice]:
+        """Return which rows of a tensor each of `rows` is of."""
+        return [slice(None)] if len(self.rows) == 1 else [slice(i, i + 1) for i in range(len(self.rows))]
+
+    def select(self, indices: Tensor) -> None:
+        self.count = len(indices)
+        if len(self.rows) > 1:
+            self.rows = tuple(self.rows[i] for i in indices.tolist())
+
+
+class Held:
+    """The keys and values of one attention on this rank: (rows, kv_heads, capacity, head_dim).
+
+    A window's attention drops the tokens that no later query sees: `first` of this rank's tokens are gone.
+    """
+
+    def __init__(self) -> None:
+        self.keys = self.values = torch.empty(0)
+        self.first = 0
+
+    def store(self, k: Tensor, v: Tensor, before: KeptTokens, after: Sequence[Row], lowest: Sequence[int]) -> None:
+        """Keep new tokens, and drop those before the positions `lowest` of each row.
+
+        Args:
+            k: (rows, new tokens, kv_heads, head_dim), of which a row's first ones are kept.
+            v: Their values.
+            before: What was kept before.
+            after: What is kept then.
+            lowest: Of each of `after`, the first position that is still seen.
+        """
+        rank = before.sp.rank
+        old, new = [row.kept(rank) for row in before.rows], [row.kept(rank) for row in after]
+        if len(old) < len(new):
+            old = old * len(new)
+        first = min(row.kept_before(rank, position) for row, position in zip(after, lowest, strict=True))
+        first = max(self.first, first)
+        capacity = -(-(max(new) - first) // BLOCK) * BLOCK
+        fits = self.keys.dim() == 4 and max(new) - self.first <= self.keys.shape[2]
+        if not fits or first - self.first >= BLOCK:
+            self.keys, self.values = (
+                self._moved(kept, x, capacity, first, max(old)) for kept, x in ((self.keys, k), (self.values, v))
+            )
+            self.first = first
+        slices = [slice(None)] if len(after) == 1 else [slice(i, i + 1) for i in range(len(after))]
+        for rows, a, b in zip(slices, old, new, strict=True):
+            skipped = max(0, self.first - a)  # of a long prompt, what no window sees any more
+            if b - a > skipped:
+                place = slice(a + skipped - self.first, b - self.first)
+                self.keys[rows, :, place] = k[rows, skipped : b - a].transpose(1, 2)
+                self.values[rows, :, place] = v[rows, skipped : b - a].transpose(1, 2)
+
+    def _moved(self, kept: Tensor, x: Tensor, capacity: int, first: int, count: int) -> Tensor:
+        """Return a buffer for x's heads that has what is kept from this rank's token `first` on."""
+        moved = x.new_empty(x.shape[0], x.shape[2], capacity, x.shape[3])
+        if kept.dim() == 4 and count > first:
+            moved[:, :, : count - first] = kept[:, :, first - self.first : count - self.first]
+        return moved
+
+    def part(self, rows: slice, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of some of this rank's tokens: (rows, tokens, kv_heads, head_dim)."""
+        place = slice(max(0, first - self.first), max(0, end - self.first))
+        return tuple(x[rows, :, place].transpose(1, 2) for x in (self.keys, self.values))  # type: ignore[return-value]
+
+    def select(self, indices: Tensor) -> None:
+        if self.keys.dim() == 4:
+            self.keys, self.values = (x.index_select(0, indices.to(x.device)) for x in (self.keys, self.values))
+
+
+class ShardedLayer(CacheLayerMixin):
+    """A layer of a cache in parts. Attention stores what reaches it; `update` stores nothing."""
+
+    def __init__(self, kept: KeptTokens, is_first: bool) -> None:
+        super().__init__()
+        self.kept, self.is_first, self.is_initialized = kept, is_first, True
+        self.held: list[Held] = []  # of each attention of the layer, in the order of their calls
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.kept.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.kept.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.held = []
+        if self.is_first:
+            self.kept.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        indices = torch.arange(self.kept.count)[indices] if indices.dtype == torch.bool else indices
+        for held in self.held:
+            held.select(indices)
+        if self.is_first:
+            self.kept.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = self.held[0].keys.shape[0] if self.held else 0  # of another layer they may have changed already
+        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ConfigError("a cache in parts loses no tokens again; got crop, copy.deepcopy the cache before it grows")
+
+    def offload(self) -> None:
+        raise ConfigError("a cache in parts stays on its device; got a cache with offloading=True, leave that out")
+
+
+def kept_of(cache: object) -> KeptTokens | None:
+    """Return what ranks keep in a cache in parts; None for any other object."""
+    layers = getattr(cache, "layers", None) or [None]
+    return layers[0].kept if isinstance(layers[0], ShardedLayer) else None
+
+
+def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
+    """Return what ranks keep in a cache, whose layers are replaced where it is still empty.
+
+    Raises:
+        InputError: It is of another kind, was filled by one rank, or by ranks of another SequenceParallel.
+    """
+    if (kept := kept_of(cache)) is not None:
+        if kept.sp is not sp:
+            raise InputError(f"{SERVES} needs one of its own SequenceParallel; got one of another, begin a new one")
+        if kept.running:
+            raise InputError(f"{SERVES} needs one whose last forward ended; got one that failed, begin a new one")
+        return kept
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        got = "one with offloading=True" if type(cache) is DynamicCache else type(cache).__name__
+        raise InputError(f"{SERVES} that ranks share needs a DynamicCache; got {got}, leave past_key_values out")
+    if strange := [type(layer).__name__ for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
+        raise InputError(f"{SERVES} that ranks share needs layers that attend; got a {strange[0]}")
+    if any(getattr(layer, "is_initialized", False) for layer in cache.layers):
+        raise InputError(
+            f"{SERVES} that ranks share needs one that they filled together, or an empty one; got one of "
+            f"{cache.get_seq_length()} tokens that this rank filled by itself, go on with it in "
+            "hf_integration.whole_sequences(model)"
+        )
+    kept, count = KeptTokens(sp), max(len(cache.layers), text_config(config).num_hidden_layers)
+    cache.layers[:] = [ShardedLayer(kept, is_first=not index) for index in range(count)]
+    cache.layer_class_to_replicate = None
+    return kept

@@ -1,0 +1,338 @@
+"""A forward with a cache in parts: a prompt, a further prompt, or a decode step.
+
+The tokens of a prompt are sharded as an evaluation batch is. They attend to one another by the configured schedule, and
+to what the ranks have kept by a ring over all of them, in which queries or keys travel; the two results are merged.
+In a decode step all ranks compute the one new token of each row, and attend to their own part of the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.compiler.sharding.layout import Run, Runs, owned
+from ds_seqpar.compiler.sharding.masks import FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, Shards, UnevenShards, length
+from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.errors import InputError
+from ds_seqpar.runtime.input_checks import AttentionOptions, describe
+from ds_seqpar.runtime.kernels.accumulate import merge_
+
+from ..look.facts import Facts, text_config
+from .cache import SERVES, Held, KeptTokens, Row, sharded
+
+POSITIONS = "position_ids of the model"  # under this name they are sharded with a batch's other tensors
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class CachedForward:
+    """One forward with a cache in parts.
+
+    Attributes:
+        cache: The cache.
+        kept: What the ranks had kept before it, until `end`.
+        count: The number of rows.
+        columns: Tokens of a row.
+        positions: (rows, `tokens`) int64, the whole position_ids.
+        new: For each of `rows`, how many of these are real.
+        places: (rows, columns) int64: the number of each token among a row's real ones, -1 for padding. None: there is
+            no padding.
+        rows: What the ranks keep after it, from `begin` on.
+        shards: Each SP rank's runs of the tokens, which are `tokens` a row; () in a decode step.
+        layout: The layout of these tokens; None: they are shared equally.
+    """
+
+    cache: Any
+    kept: KeptTokens
+    count: int
+    columns: int
+    new: tuple[int, ...]
+    places: Tensor | None
+    positions: Tensor = dataclasses.field(init=False)
+    rows: tuple[Row, ...] = ()
+    shards: tuple[Runs, ...] = ()
+    layout: BatchLayout | None = None
+    logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # of each layer's attentions so far
+    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers of one mask share
+
+    @property
+    def is_decode(self) -> bool:
+        return self.columns == 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row that are computed: those of the longest one, and at least one for each rank."""
+        return self.columns if self.places is None else max(self.kept.sp.size, *self.new)
+
+    # ---- outputs
+
+    def picked(self, columns: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers, without padding, of the tokens that some row has in these columns."""
+        if self.places is None:
+            return tuple(columns)
+        return tuple(place for place in self.places[:, list(columns)].unique().tolist() if place >= 0) or (0,)
+
+    def with_padding(self, x: Tensor, columns: Sequence[int] | None = None) -> Tensor:
+        """Return an output with its padding, which is 0.
+
+        Args:
+            x: (rows, tokens, ...), whole; with `columns` of the tokens that `picked` returns.
+            columns: The columns that the output has; None: all.
+        """
+        if self.places is None:
+            return x
+        places = self.places
+        if columns is not None:
+            chosen = places[:, list(columns)]
+            places = torch.searchsorted(torch.tensor(self.picked(columns)), chosen).masked_fill(chosen < 0, -1)
+        places = places.to(x.device).view(*places.shape, *[1] * (x.dim() - 2))
+        return x.gather(1, places.clamp(min=0).expand(-1, -1, *x.shape[2:])).masked_fill(places < 0, 0)
+
+    # ---- what is kept
+
+    def begin(self, layout: BatchLayout | None = None) -> None:
+        """Decide which rank keeps which of the tokens, given their layout."""
+        sp, kept = self.kept.sp, self.kept
+        runs: tuple[Runs, ...] = tuple((Run(0, 1, 1),) * (rank == kept.turn % sp.size) for rank in range(sp.size))
+        if not self.is_decode:
+            even = EvenShards(sp.config.layout, self.tokens, sp.size // sp.config.ulysses)
+            shards = even if layout is None else layout.shards
+            runs = self.shards = tuple(_runs_of(shards, sp.config.ulysses, rank) for rank in range(sp.size))
+            self.layout = layout
+        before = kept.rows if len(kept.rows) == len(self.new) else kept.rows * len(self.new)
+        self.rows = tuple(row.with_new(runs, count) for row, count in zip(before, self.new, strict=True))
+
+    def end(self) -> None:
+        """Take the forward's tokens as kept."""
+        kept = self.kept
+        kept.rows, kept.columns, kept.count, kept.running = self.rows, kept.columns + self.columns, self.count, False
+        kept.turn += self.is_decode
+
+    # ---- attention
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None
+    ) -> Tensor:
+        """Compute one attention of a layer, and keep its keys and values.
+
+        Args:
+            layer: The number of the layer.
+            q: (rows, tokens, heads, head_dim): this rank's, or in a decode step the new one.
+            k: As q, with kv_heads.
+            v: As k.
+            options: The mask has the layer's window at most.
+            chunk: The length of chunks that see only themselves; None: there are none.
+        """
+        held, number = self.cache.layers[layer].held, self.calls[layer]
+        self.calls[layer] += 1
+        if number == len(held):
+            held.append(Held())
+        attend = self._decode if self.is_decode else self._prefill
+        with torch.no_grad():
+            out = attend(held[number], q, k, v, options, chunk)
+        return _WithoutGradient.apply(out, q, k, v)
+
+    def _decode(
+        self, held: Held, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None
+    ) -> Tensor:
+        sp, key = self.kept.sp, (options.mask.window, chunk)
+        if key not in self.made:
+            seen = [_first_seen(*key, row.tokens - new) for row, new in zip(self.rows, self.new, strict=True)]
+            ranges = [(row.kept_before(sp.rank, a), row.kept(sp.rank)) for row, a in zip(self.rows, seen, strict=True)]
+            first, end = min(a for a, _ in ranges), max(b for _, b in ranges)
+            counts = None if len(ranges) == 1 else [(a - first, b - first) for a, b in ranges]
+            self.made[key] = seen, first, end, counts
+        seen, first, end, counts = self.made[key]
+        held.store(k, v, self.kept, self.rows, seen)
+        keys, values = held.part(slice(None), first, end)
+        return sp.decode_attention(
+            q, keys, values, counts=counts, scale=options.scale, softcap=options.softcap, sinks=options.sinks,
+            agreed=True,
+        )  # fmt: skip
+
+    def _prefill(
+        self, held: Held, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None
+    ) -> Tensor:
+        sp, window, kept = self.kept.sp, options.mask.window, self.kept
+        out = self._among_new(q, k, v, options, chunk)
+        if kept.columns:
+            (out, lse), dtype = out, q.dtype
+            out = out.to(lse.dtype)
+            for rows, row in zip(kept.slices(), kept.rows, strict=True):
+                first = _first_seen(window, chunk, row.tokens)
+                if first < row.tokens:
+                    keys, values = held.part(rows, row.kept_before(sp.rank, first), row.kept(sp.rank))
+                    mask, shards = self._to_kept(row, first, window, chunk)
+                    scores = {"scale": options.scale, "softcap": options.softcap}
+                    part = sp.cache_attention(q[rows], keys, values, mask=mask, shards=shards, **scores, agreed=True)
+                    merge_(out[rows], lse[rows], *part)
+            out = out.to(dtype)
+        held.store(k, v, kept, self.rows, [_first_seen(window, chunk, row.tokens) for row in self.rows])
+        return out
+
+    def _among_new(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None) -> Any:
+        """Compute attention of the new tokens to one another, and its lse where there are earlier ones."""
+        kept, shards = self.kept, self.layout.shards if self.layout is not None else None
+        options = options._replace(lse=kept.columns > 0, shards=shards)
+        starts = [] if chunk is None else [row.tokens % chunk for row in kept.rows]
+        if len(set(starts)) > 1:  # each row's chunks begin elsewhere
+            cut = zip(kept.slices(), starts, strict=True)
+            parts = [self._in_chunks(q[rows], k[rows], v[rows], options, chunk, start) for rows, start in cut]
+            return tuple(torch.cat(x) for x in zip(*parts, strict=True))
+        return self._in_chunks(q, k, v, options, chunk, *starts[:1])
+
+    def _in_chunks(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None, start: int = 0
+    ) -> Any:
+        if chunk is not None:
+            options = options._replace(mask=Mask(documents=(0, *range(chunk - start, self.tokens, chunk))))
+        return self.kept.sp.attention_agreed(q, k, v, options)
+
+    def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
+        """Return the mask and the shards of attention to what is kept from position `first` on, counted from there."""
+        key = row, window, chunk
+        if key not in self.made:
+            start, kept = row.tokens - first, row.kept_from(first)
+            queries = [[Run(run.start + start, run.step, run.length) for run in runs] for runs in self.shards]
+            mask = FULL if window is None else Mask(window=window)
+            if chunk is not None:
+                mask = Mask(documents=tuple(range(0, start + self.tokens, chunk)))
+            self.made[key] = mask, UnevenShards(tuple(map(tuple, queries)), kept, q_start=start)
+        return self.made[key]
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The identity on attention's output, which refuses a gradient: none would reach what was kept."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        raise InputError(f"{SERVES} has no gradient; got a backward through one, leave use_cache out")
+
+
+def _first_seen(window: int | None, chunk: int | None, position: int) -> int:
+    """Return the first position that a query at a position sees."""
+    if chunk is not None:
+        return position - position % chunk
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _runs_of(shards: Shards, ulysses: int, rank: int) -> Runs:
+    """Return the runs of an SP rank's tokens: its share of its CP rank's."""
+    cp_rank, ulysses_rank = divmod(rank, ulysses)
+    runs = shards.runs("q", owned(cp_rank, shards.blocks_per_rank))
+    first, end = (length(runs) * number // ulysses for number in (ulysses_rank, ulysses_rank + 1))
+    share, before = [], 0
+    for start, step, count in runs:
+        a, b = max(first - before, 0), min(end - before, count)
+        share += [Run(start + a * step, step, b - a)] if a < b else []
+        before += count
+    return tuple(share)
+
+
+# ---- before a forward
+
+
+def cached_forward(
+    sp: SequenceParallel, config: Any, facts: Facts, inputs: Mapping[str, Any]
+) -> tuple[CachedForward, dict[str, Any]]:
+    """Read what a forward with a cache is. It does not communicate.
+
+    Args:
+        sp: The SequenceParallel of the model.
+        config: The model's.
+        facts: The model's.
+        inputs: The forward's arguments by name.
+
+    Returns:
+        (the forward; its arguments without cache and mask, with padding left out and with position_ids).
+
+    Raises:
+        InputError: The cache or the mask does not fit.
+    """
+    inputs = {name: x for name, x in inputs.items() if x is not None and name != "use_cache"}
+    tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    rows, columns = tokens.shape[:2]
+    cache = inputs.pop("past_key_values", None)
+    cache = DynamicCache(config=text_config(config)) if cache is None else cache
+    kept = sharded(cache, config, sp)
+    if kept.count not in (0, rows):
+        raise InputError(f"{SERVES} needs as many rows as that has; got {rows} and one {kept}, begin a new one")
+    real = _real_tokens(kept, inputs.pop("attention_mask", None), rows, columns)
+    new, places = (columns,) * len(kept.rows), None
+    if real is not None:
+        new = tuple(real.sum(1).tolist())
+        places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
+    elif 1 < columns < sp.size:
+        places = torch.arange(columns).expand(rows, columns)
+    if places is not None and "labels" in inputs:
+        raise InputError(
+            f"{SERVES}, with padding or with fewer tokens than ranks, takes no labels; got labels, leave them out"
+        )
+    positions = inputs.pop("position_ids", None)
+    if positions is None:
+        positions = torch.arange(kept.columns, kept.columns + columns, device=tokens.device)[None]
+        if not facts.counts_padding:
+            before = torch.tensor([row.tokens for row in kept.rows], device=tokens.device)[:, None]
+            counted = positions - kept.columns if places is None else places.clamp(min=0).to(tokens.device)
+            positions = before + counted
+        positions = positions + facts.first_position
+    inputs["position_ids"] = positions.expand(rows, columns)
+    forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places)
+    if places is not None:
+        order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
+        order = functional.pad(order, (0, forward.tokens - columns))  # cuts it, or repeats a row's first token
+        inputs = {name: _compacted(x, order, (rows, columns)) for name, x in inputs.items()}
+    forward.positions = inputs["position_ids"]
+    return forward, inputs
+
+
+def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a forward has a cache, which training takes none of."""
+    cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
+    return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+
+
+def _compacted(x: Any, order: Tensor, shape: tuple[int, int]) -> Any:
+    """Return a tensor (rows, columns, ...) with each row's tokens in an order; anything else as it is."""
+    if not isinstance(x, Tensor) or x.shape[:2] != shape:
+        return x
+    index = order.to(x.device).view(*order.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+
+def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int) -> Tensor | None:
+    """Return which of a forward's tokens are none of padding, bool (rows, columns) on the CPU; None: no row has any.
+
+    Raises:
+        InputError: The mask is of another shape, or differs from those of the forwards before.
+    """
+    wanted = rows, kept.columns + columns
+    if mask is None and all(row.tokens == kept.columns for row in kept.rows):
+        return None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != wanted:
+        raise InputError(
+            f"{SERVES} needs the attention_mask of all tokens, {wanted}, where some are padding; got {describe(mask)}"
+        )
+    real = mask.cpu() != 0
+    before = real[:, : kept.columns].sum(1).tolist()
+    expected = [row.tokens for row in kept.rows]
+    if before != (expected if len(expected) == rows else expected * rows):
+        raise InputError(
+            f"{SERVES} needs an attention_mask that begins as before, with {expected} tokens in its first "
+            f"{kept.columns} columns; got {before}"
+        )
+    real = real[:, kept.columns :]
+    return None if len(kept.rows) == 1 and bool(real.all()) else real
