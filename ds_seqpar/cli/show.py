@@ -36,7 +36,7 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
 """
 
-DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 has kept; % reduce-scatters, @ gathers)
+DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduce-scatters, @ gathers)
 """
 
 
