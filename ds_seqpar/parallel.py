@@ -232,7 +232,8 @@ class SequenceParallel(Sharding):
         Returns:
             The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads).
         """
-        return cached.attend(self, q, k, v, mask, shards, scale, softcap)
+        q, k, v = _autocast(q, k, v)
+        return cached.attend(self.runtime, q, k, v, mask, shards, scale, softcap, agreed)
 
     def decode_attention(
         self,
@@ -260,7 +261,8 @@ class SequenceParallel(Sharding):
         Returns:
             The output (batch, 1, heads, v_dim), the same bits on all ranks.
         """
-        return cached.decode(self, q, k, v, counts, scale, softcap, sinks)
+        q, k, v = _autocast(q, k, v)
+        return cached.decode(self.runtime, q, k, v, counts, scale, softcap, sinks, agreed)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.

@@ -72,10 +72,11 @@ class _VirtualComm:
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return ranks[1:] + ranks[:1]  # differs from the order of `ranks`, as that of a real group does
 
-    def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> _Receives:
-        count, size = len(ranks), sent.buffer.numel()
-        buffers = [sent.buffer] * count, received.split([size] * count)
-        return self._collective(self.order(ranks), sent.kind, sent.elements * (count - 1), *buffers)
+    def all_gather(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
+    ) -> _Receives:
+        buffers = [sent] * len(ranks), received.split(list(sizes))
+        return self._collective(self.order(ranks), kind, elements, *buffers)
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes

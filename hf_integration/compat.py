@@ -47,6 +47,10 @@ def new_model(cls: type, config: Any) -> Any:
     return model
 
 
+generation_config_of = attribute(
+    "transformers.generation.utils:GenerationMixin._prepare_generation_config", "`generate` of a patched model"
+)
+
 # ---- transformers and trl: the Trainer
 
 train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
@@ -144,6 +148,43 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def whole_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of a parameter, as `whole_shape`."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def is_missing(parameter: Any) -> bool:
+    """Return whether ZeRO-3 has not gathered a parameter."""
+    return hasattr(parameter, ZERO_ID) and parameter.ds_status.name != "AVAILABLE"
+
+
+def is_fetching(parameter: Any) -> bool:
+    """Return whether ZeRO-3 is about to gather a parameter."""
+    return is_missing(parameter) and parameter.ds_status.name == "INFLIGHT"
+
+
+def _zero_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], list[int]]]:
+    """Yield the forward hooks of each module that ZeRO-3 has hooked, with the keys of its own."""
+    for module in model.modules():
+        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
+            if keys := [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
+                yield hooks, keys
+
+
+def has_zero_hooks(model: nn.Module) -> bool:
+    """Return whether forwards of a model fetch parameters that ZeRO-3 has split."""
+    return any(True for _ in _zero_hooks(model))
+
+
+@contextlib.contextmanager
+def without_zero_hooks(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model's forwards neither fetch parameters nor drop them."""
+    before = [(hooks, dict(hooks)) for hooks, _ in _zero_hooks(model)]
+    for hooks, keys in [*_zero_hooks(model)]:
+        for key in keys:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_hooks in before:
+            hooks.update({key: hooks.pop(key, hook) for key, hook in all_hooks.items()})  # in their order
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,9 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole.shard_spec import ShardSpec
-
-if TYPE_CHECKING:
-    from .generation.forward import CachedForward
 
 Mode = Literal["local", "sharded", "whole", "decode"]
 KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
@@ -58,7 +55,7 @@ class ForwardContext:
     positions: Tensor | None = None  # the position_ids with which the base model is to be called
     spec: ShardSpec | None = None  # of a whole batch that was sharded
     logits: ShardSpec | None = None  # of its tokens that get logits
-    cached: CachedForward | None = None  # of a forward with a cache in parts
+    cached: Any = None  # the CachedForward of a forward with a cache in parts
     compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
     noise: Noise | None = None  # None: torch's own noise
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,7 +23,7 @@ from .schedules.actions import Steps
 from .schedules.plan import BlockMask, Counted, Plan
 from .sharding.layout import Key, Topology
 from .sharding.masks import Mask, visibility
-from .sharding.shards import Shards, tokens_of
+from .sharding.shards import Shards, length, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
@@ -52,11 +53,12 @@ class Recipe:
         schedule's first side under a plain block mask, and otherwise the side with the smaller total over all ranks.
 
         Args:
-            sizes: bytes of a block of each kind; all blocks count as equally long.
+            sizes: bytes of a token of each kind; all blocks of a side count as equally long.
         """
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
             return sides[0] if chosen == "auto" else chosen
+        sizes = {kind: size * block_mask.tokens[side_of(kind) == "kv"] for kind, size in sizes.items()}
         if block_mask.plain:
             return min(sides, key=lambda side: max(self.bytes_received(direction, side, sizes)))
         return _cheapest_side(self, direction, block_mask, tuple(sizes.items()))
@@ -108,7 +110,8 @@ def _plan(
     recipe: Recipe, direction: str, block_mask: BlockMask, moving_side: str, sizes: tuple[tuple[str, int], ...]
 ) -> Plan:
     steps = recipe.schedule.build(recipe.topology, block_mask, direction, moving_side)
-    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.blocks_per_rank)
+    schedule = recipe.schedule
+    plan = Plan.of(schedule.name, direction, recipe.size, steps, schedule.blocks_per_rank, schedule.shares_queries)
     if not recipe.overlap:
         return plan
     # imported lazily: it imports the simulator too, which training without overlap does not need
@@ -200,9 +203,9 @@ class BoundProgram:
         if exchange:
             sizes = self.exchange_sizes(exchange)
             return sum(sizes.outgoing if role == "sent" else sizes.incoming) * sizes.itemsize
-        tokens = max(self.tokens(kind, key) for key in (keys[:1] if self.shards.even else keys))
-        blocks = len(keys[0])
-        return blocks * buffer_bytes(self.fields(slot), self.shape.batch * -(-tokens // blocks))
+        units = keys[:1] if self.shards.even else keys
+        rows = [[self.shape.batch * self.tokens(kind, (block,)) for block in key] for key in units]
+        return max(sum(buffer_bytes(self.fields(slot), count) for count in counts) for counts in rows)
 
 
 class Compiler:
@@ -280,12 +283,13 @@ class Compiler:
         moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
 
         def make() -> Program:
-            name, blocks_per_rank = self.recipe.schedule.name, self.recipe.schedule.blocks_per_rank
+            schedule = self.recipe.schedule
             steps = self.recipe.steps(direction, block_mask, shape, self.rank)
             ahead = self.receive_ahead if self.recipe.overlap else 0
             return lower(
-                name, direction, self.rank, self.recipe.size, steps, comm_in_accum_dtype, blocks_per_rank, ahead
-            )
+                schedule.name, direction, self.rank, self.recipe.size, steps, comm_in_accum_dtype,
+                schedule.blocks_per_rank, ahead, schedule.shares_queries,
+            )  # fmt: skip
 
         return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)
 
@@ -299,7 +303,9 @@ def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
     q, kv = (
         [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
     )
-    return BlockMask(visibility(q, kv, mask), even=shards.even)
+    q_tokens, kv_tokens = sum(map(length, q)), sum(map(length, kv))
+    divisor = math.gcd(q_tokens, kv_tokens) or 1
+    return BlockMask(visibility(q, kv, mask), shards.even, (q_tokens // divisor, kv_tokens // divisor))
 
 
 def side_of(kind: str) -> str:

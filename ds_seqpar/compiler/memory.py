@@ -127,6 +127,8 @@ class _Tracker:
     def assemble(self, instruction: op.Assemble) -> None:
         self.outs.pop(instruction.into, None)
         self.make(instruction.into)
+        if instruction.unit[0] in ACCUMULATORS[self.program.direction]:
+            self.results[instruction.unit] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)
 
     def export(self, instruction: op.Export) -> None:
         result = self.results.pop(instruction.unit, _Result())
@@ -253,12 +255,9 @@ class _Tracker:
     def scatter_start(self, instruction: op.ScatterStart) -> None:
         reduce = instruction.collective
         self.settle(self.results.pop((reduce.kind, reduce.blocks)), instruction.accumulator, in_slot=True)
-        self.make(instruction.accumulator, instruction.sent)
+        self.make(instruction.accumulator, instruction.local_part, instruction.sent)
         key = reduce.key_of(self.program.rank)
-        fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.accum_dtype)
-        tokens = self.shape.batch * self.bound.tokens(reduce.kind, key)
-        local_bytes = tokens * token_bytes(fields)
-        self.results[reduce.kind, key] = _Result(loose=local_bytes, all_rows=True, in_accum_dtype=True)
+        self.results[reduce.kind, key] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)
         self.make(instruction.received)
 
     def finish(self, instruction: op.Finish) -> None:

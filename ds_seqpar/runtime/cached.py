@@ -2,66 +2,168 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..compiler.sharding.masks import Mask
+from ..compiler.compile import BoundProgram
+from ..compiler.decode import bound_decode
+from ..compiler.program.ulysses import SavedForBackward
+from ..compiler.sharding.heads import check_heads
+from ..compiler.sharding.masks import FULL, Mask
 from ..compiler.sharding.shards import UnevenShards
+from ..compiler.tiles.tiles import Tile
+from ..config.settings import Rotate
+from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
+from . import attention, input_checks
+from .buffers import Tensors, sum_dtype
+from .call_io import ForwardCall
+from .input_checks import AttentionOptions, admit, describe
+from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
+from .kernels.accumulate import Accumulator, merge_sinks_
+from .kernels.reference import attend as attend_densely
+from .runtime import Runtime
+from .walk import Walk
+from .work import Forward
 
-
-def decode(
-    sp, q: Tensor, k: Tensor, v: Tensor, counts: Sequence[tuple[int, int]] | None, scale: float | None,
-    softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """A slow stand-in with the right results."""
-    counts = counts or [(0, k.shape[1])] * len(q)
-    held = [(k[row, first:end], v[row, first:end]) for row, (first, end) in enumerate(counts)]
-    outs = []
-    for row, parts in enumerate(zip(*_all(sp, held), strict=True)):
-        keys, values = (torch.cat([part[i] for part in parts])[None] for i in range(2))
-        outs.append(_dense(q[row : row + 1], keys, values, None, scale, softcap, sinks)[0])
-    return torch.cat(outs)
+Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys among those that are kept
 
 
 def attend(
-    sp, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: UnevenShards, scale: float | None, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """A slow stand-in with the right results."""
-    keys, values = (torch.cat([part[i] for part in _all(sp, (k, v))], 1) for i in range(2))
-    q_runs, kv_runs = (
-        [p for run in runs for p in range(run.start, run.last + 1, run.step) if run.length]
-        for runs in (shards.q[sp.rank], [run for block in shards.kv for run in block])
-    )
-    visible = torch.zeros(len(q_runs), len(kv_runs), dtype=torch.bool)
-    kv = torch.tensor(kv_runs)
-    for i, p in enumerate(q_runs):
-        lo, hi = mask.bounds(p)
-        visible[i] = (kv >= lo) & (kv < hi)
-    return _dense(q, keys, values, visible, scale, softcap, None)
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: UnevenShards, scale: float | None,
+    softcap: float | None, agreed: bool, moving_side: Rotate = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `SequenceParallel.cache_attention`.
+
+    Args:
+        moving_side: "q" sends queries to the kept keys, "kv" keys to the queries, "auto" what takes fewer bytes.
+    """
+    backward = requires_grad(q, k, v)
+    if agreed and backward:
+        raise input_checks.no_gradients()
+    options = AttentionOptions(mask, shards, scale, backward, True, softcap)
+    call = admit(runtime.one_ring(moving_side), q, k, v, options, agreed)
+    out, lse = attention.attention(call)
+    assert lse is not None
+    return out, lse
 
 
-def _all(sp, x):
-    parts = [None] * sp.size
-    if sp.size == 1:
-        return [x]
-    dist.all_gather_object(parts, x, group=sp.groups.control)
-    return [parts[i] for i in sorted(range(sp.size), key=lambda i: sp.groups.sp_order[i])]
-
-
-def _dense(q, k, v, visible, scale, softcap, sinks):
-    groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * (scale or q.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
+def decode(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, scale: float | None,
+    softcap: float | None, sinks: Tensor | None, agreed: bool,
+) -> Tensor:  # fmt: skip
+    """Compute `SequenceParallel.decode_attention`."""
+    ring = runtime.one_ring()
+    if not agreed:
+        _agree(ring, q, k, v, counts, scale, softcap, sinks)
+    elif requires_grad(q, k, v):
+        raise input_checks.no_gradients()
+    rows, _, heads, dim = q.shape
+    scores = Scores(dim**-0.5 if scale is None else float(scale), float(softcap or 0.0))
+    counts = [(0, k.shape[1])] * rows if counts is None else counts
+    accum_dtype, v_dim = str(sum_dtype(q.dtype)).removeprefix("torch."), v.shape[3]
+    comm_dtype = accum_dtype if ring.config.comm_dtype == "fp32" else "bfloat16"
+    bound = bound_decode(ring.size, ring.rank, rows, heads, v_dim, accum_dtype, comm_dtype)
+    call = _DecodeCall(bound, _kernel(ring, q, k, scores), scores, {"q": q, "k": k, "v": v}, counts)
+    out, lse = Walk(bound, call, ring.comm).run()
+    out, lse = out.view(rows, 1, heads, v_dim), lse.view(rows, 1, heads)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
-        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1) if v.shape[1] else v.new_zeros(v.shape[0], 1, *v.shape[2:])
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1))
-    return torch.einsum("bhnm,bmhd->bnhd", weights, v), lse.transpose(1, 2)
+        merge_sinks_(out, lse, sinks)
+    return out
+
+
+def requires_grad(*tensors: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def _kernel(ring: Runtime, q: Tensor, k: Tensor, scores: Scores) -> Kernel:
+    """Return the kernel for a tile whose rows are the query heads that read the same key/value head."""
+    heads = k.shape[2]
+    spec = BlockSpec(q.device.type, q.dtype, heads, heads, q.shape[3], scores.softcap)
+    return select(ring.config.kernel, spec, (), is_deterministic())
+
+
+def _agree(
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, scale: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
+    error: SeqParError | None = None
+    fields: dict[str, object] = {}
+    try:
+        if requires_grad(q, k, v):
+            raise input_checks.no_gradients()
+        input_checks.check_arguments(q, k, v, FULL, scale, lengths_differ=True)
+        input_checks.check_softcap(softcap)
+        input_checks.check_sinks(sinks, q)
+        check_heads(1, q.shape[2], k.shape[2], size=1)
+        _check_rows(q, k, counts)
+        _kernel(ring, q, k, Scores(1.0, softcap or 0.0))
+        fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
+        fields |= {"scale": scale, "softcap": softcap, "sinks": describe(sinks)}
+    except Exception as reason:  # a rank that raised alone would leave its peers waiting
+        error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
+    ring.journal.note("decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None))
+
+
+def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
+    if q.shape[1] != 1:
+        raise InputError(f"a decode step needs one new token a row; got {q.shape[1]}, cache_attention takes several")
+    if counts is None:
+        return
+    numbers = [[whole_number(x) for x in pair] for pair in counts]
+    fits = all(
+        len(pair) == 2 and None not in pair and 0 <= pair[0] <= pair[1] <= k.shape[1]  # type: ignore[operator]
+        for pair in numbers
+    )
+    if len(numbers) != q.shape[0] or not fits:
+        raise InputError(
+            f"a decode step needs counts (first, end) for each of {q.shape[0]} rows, within {k.shape[1]} kept keys; "
+            f"got {counts!r:.80}"
+        )
+
+
+class _DecodeCall(ForwardCall):
+    """A decode step: a `ForwardCall` whose tokens are query heads. Its results are out (B, Hq, 1, Dv) and lse."""
+
+    def __init__(
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], counts: Counts
+    ) -> None:
+        super().__init__(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
+        self.scores, self.counts = scores, counts
+
+    def enter(self, head_chunk: int) -> _Decode:
+        return _Decode(self.kernel, self.scores, self.counts, *self.local.values())
+
+
+class _Decode(Forward):
+    """The product of a decode step: q (B, 1, Hq, D) with the keys (B, n, Hkv, D) that this rank has kept."""
+
+    def __init__(self, kernel: Kernel, scores: Scores, counts: Counts, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(kernel, scores.scale, q, k, v)
+        self.scores, self.counts = scores, counts
+
+    def product(
+        self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
+    ) -> None:
+        runs, end = [], 0  # rows that have the same range of keys are computed together
+        for (first, last), rows in itertools.groupby(self.counts):
+            start, end = end, end + len([*rows])
+            runs.append(self.rows(q[0][start:end], *(x[start:end, first:last] for x in kv)))
+        part = runs[0] if len(runs) == 1 else tuple(map(torch.cat, zip(*runs, strict=True)))
+        results[0].add(part, launches[0].sides[0], q[0].shape[2])
+
+    def rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+        """Return (out, lse) of rows over all of these keys, with heads on dim 1."""
+        batch, _, heads, dim = q.shape
+        if not k.shape[1]:
+            lse = q.new_full((batch, heads, 1), -torch.inf, dtype=sum_dtype(q.dtype))
+            return q.new_zeros(batch, heads, 1, v.shape[3]), lse
+        if v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
+            out, lse = attend_densely(q, k, v, False, self.scale, self.scores.softcap)
+            return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
+        tile = q.view(batch, k.shape[2], -1, dim).transpose(1, 2)
+        out, lse = self.kernel.forward(tile, k, v, False, self.scale)
+        return out.transpose(1, 2).reshape(batch, heads, 1, dim), lse.transpose(1, 2).reshape(batch, heads, 1)

@@ -52,13 +52,18 @@ class Comm(Protocol):
         """Return the CP ranks in the order that they have in a collective."""
         ...
 
-    def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
-        """Start an all-gather of equally many bytes from each rank.
+    def all_gather(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
+    ) -> Handle:
+        """Start an all-gather of bytes.
 
         Args:
             ranks: the CP ranks that take part.
-            sent: this rank's bytes; its `elements` are those that one rank sends.
+            kind: of the units, for counting.
+            elements: how many elements arrive from other ranks, for counting.
+            sent: this rank's bytes.
             received: filled with the bytes of all ranks, in `order`.
+            sizes: how many bytes each rank sends, in `order`.
         """
         ...
 
@@ -305,7 +310,6 @@ def distances(size: int) -> list[list[int]]:
 def _one_by_one(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
 ) -> list:
-    salt *= TAGS
     works = [dist.irecv(m.buffer, group=group, tag=m.tag ^ salt, group_src=peers[m.peer]) for m in receives]
     return works + [dist.isend(m.buffer, group=group, tag=m.tag ^ salt, group_dst=peers[m.peer]) for m in sends]
 
@@ -364,11 +368,14 @@ def _all_to_all_over_gloo(
     return [*receives.values(), *sends]
 
 
-def _all_gather(received: Tensor, sent: Tensor, size: int, group: Group, agreement: Agreement) -> list:
+def _all_gather(received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group, agreement: Agreement) -> list:
     """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
-    if sent.device.type != "cpu":
+    if sent.device.type == "cpu":
+        return _all_to_all_over_gloo(received.split(list(sizes)), [sent] * len(sizes), group, agreement)
+    if len(set(sizes)) == 1:
         return [ALL_GATHER(received, sent, group=group, async_op=True)]
-    return _all_to_all_over_gloo(received.split([sent.numel()] * size), [sent] * size, group, agreement)
+    outgoing = [sent.numel()] * len(sizes)
+    return [dist.all_to_all_single(received, sent.repeat(len(sizes)), [*sizes], outgoing, group=group, async_op=True)]
 
 
 def _all_to_all(
@@ -385,6 +392,7 @@ class TorchComm:
     """The transport over process groups (gloo or NCCL)."""
 
     journal = Agreement()  # of the ranks that share the sequence
+    first_tag = 0  # of messages
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
@@ -393,7 +401,8 @@ class TorchComm:
         self.received_bytes = 0  # all bytes that arrived from other ranks
 
     def _count(self, kind: str, elements: int, received: int) -> None:
-        self.received[kind] += elements
+        if elements:
+            self.received[kind] += elements
         self.received_bytes += received
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
@@ -403,7 +412,7 @@ class TorchComm:
         inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with explaining_failure("a transfer", inner):
-            works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt)
+            works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt * TAGS ^ self.first_tag)
         return self._works("a transfer", inner, works, buffers)
 
     def _works(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> Works:
@@ -416,22 +425,23 @@ class TorchComm:
         gathered = x.new_empty(dist.get_world_size(group), len(x))
         self.journal.before_sending()
         with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
-            works = _all_gather(gathered.view(-1), x, len(gathered), group, self.journal)
+            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group, self.journal)
         self._works("the sum of keys over ranks", group, works, [x, gathered]).wait()
-        self.received_bytes += gathered[1:].nbytes  # units of no plan, so no elements
+        self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.collectives[ranks].order
 
-    def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
+    def all_gather(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
+    ) -> Handle:
         group = self.groups.collectives[ranks].group
         self.journal.before_sending()
         with explaining_failure("an all-gather", group):
-            works = _all_gather(received, sent.buffer, len(ranks), group, self.journal)
-        others = len(ranks) - 1
-        self._count(sent.kind, others * sent.elements, others * sent.buffer.numel())
-        return self._works("an all-gather", group, works, [sent.buffer, received])
+            works = _all_gather(received, sent, sizes, group, self.journal)
+        self._count(kind, elements, received.numel() - sent.numel())
+        return self._works("an all-gather", group, works, [sent, received])
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
@@ -451,3 +461,23 @@ class TorchComm:
         others = sum(incoming) - incoming[dist.get_rank(group)]
         self._count(kind, others, others * received.element_size())
         return self._works("the Ulysses all-to-all", group, works, [sent, received])
+
+
+class OneRing(TorchComm):
+    """The transport of a schedule that runs on all ranks of the sequence, beside that of the configured one.
+
+    It has no groups and no counts of its own.
+    """
+
+    first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange
+
+    def __init__(self, comm: TorchComm) -> None:
+        self.comm, self.journal, self.received = comm, comm.journal, comm.received
+        self.early = 0
+
+    @property
+    def groups(self) -> Groups:  # type: ignore[override]
+        return self.comm.groups.one_ring
+
+    def _count(self, kind: str, elements: int, received: int) -> None:
+        self.comm._count(kind, elements, received)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
@@ -101,6 +102,19 @@ class Groups:
     control: Group | None  # the ranks of `sp`, for CPU tensors
     collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedules' collectives, by their CP ranks
     number: int  # of this set of groups, the same on all ranks
+
+    @functools.cached_property
+    def one_ring(self) -> Groups:
+        """These groups as a schedule sees them that runs on all ranks of the sequence, without Ulysses."""
+        assert self.sp is not None
+        size = dist.get_world_size(self.sp)
+        # a group of attention's own if one has all ranks: `sp` may be that of the whole job
+        group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and dist.get_world_size(x) == size)
+        return dataclasses.replace(
+            self, made=(), inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
+            cp_order=tuple(map(self.sp_order.index, range(size))), ulysses=None,
+            collectives={tuple(range(size)): CollectiveGroup(group, self.sp_order)},
+        )  # fmt: skip
 
     def close(self) -> None:
         """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""

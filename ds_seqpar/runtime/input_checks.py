@@ -223,6 +223,8 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
 def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> SeqParError | None:
     """Return the reason why this rank cannot compute attention over these inputs as an error, or None if it can."""
     try:
+        if options.backward and not runtime.differentiable:
+            raise no_gradients()
         check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
         check_softcap(options.softcap)
         check_sinks(options.sinks, q)
@@ -233,6 +235,14 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
+
+
+def no_gradients() -> InputError:
+    """Return the error of attention to a cache where tensors require gradients."""
+    return InputError(
+        "attention to kept keys and values has no backward; got tensors that require gradients, call it under "
+        "torch.no_grad()"
+    )
 
 
 def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:

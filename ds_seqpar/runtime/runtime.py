@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,17 +13,18 @@ from torch import Tensor
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
+from ..compiler.schedules.ring import RING
 from ..compiler.sharding.handles import handle_of
 from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
-from ..config.settings import SequenceParallelConfig
+from ..config.settings import Rotate, SequenceParallelConfig
 from ..errors import DisagreementError
 from .agreement import Compared
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
-from .comm import Comm, TorchComm
+from .comm import Comm, OneRing, TorchComm
 from .journal import Journal
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Walk
@@ -56,7 +59,11 @@ class Runtime:
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
+        rings: What `one_ring` has returned, by its argument.
+        differentiable: Whether there is a backward.
     """
+
+    differentiable = True
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
@@ -75,6 +82,28 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
+        self.rings: dict[str, Runtime] = {}
+
+    def one_ring(self, moving_side: Rotate = "auto") -> Runtime:
+        """Return the runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward
+        only. It shares the journal and the calls.
+
+        Args:
+            moving_side: The side that moves: "kv", "q", or "auto" for the one of fewer bytes.
+        """
+        if moving_side not in self.rings:
+            ring = self.rings[moving_side] = copy.copy(self)
+            size, ring.differentiable = self.size * self.ulysses.size, False
+            ring.config = dataclasses.replace(
+                self.config, size=size, ulysses=1, schedule=RING.name, schedule_options=(), layout="contiguous",
+                rank_order="auto", rotate_forward=moving_side, overlap=False, head_chunks=1,
+            )  # fmt: skip
+            ring.topology, ring.rank = ring.config.topology(size), self.ulysses.rank + self.ulysses.size * self.rank
+            ring.ulysses, ring.size = UlyssesGroup(1, 0), size
+            ring.comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
+            ring.compiler = Compiler(ring.config.recipe(ring.topology), ring.rank, ring.comm.early)
+            ring.admitted, ring.last_bound, ring.rings, ring.handle = {}, {}, {}, handle_of(ring)
+        return self.rings[moving_side]
 
     def admit(self, key: tuple, compared: Compared) -> None:
         """Keep what ranks compare of inputs that were checked, for those of the latest keys."""

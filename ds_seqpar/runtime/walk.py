@@ -13,7 +13,7 @@ from ..compiler.compile import BoundProgram, side_of
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import LOCAL, Transfer, methods_of
 from ..compiler.program.ulysses import COUNTERS
-from ..compiler.schedules.actions import Unit
+from ..compiler.schedules.actions import ACCUMULATORS, Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
 from ..errors import CommunicationError, SeqParError
@@ -165,11 +165,12 @@ class Walk:
 
     def gather_start(self, instruction: op.GatherStart) -> None:
         gather, kind = instruction.collective, instruction.collective.kind
-        unit = kind, gather.key_of(self.program.rank)
-        elements, size = self.bound.unit_size(instruction.sent, *unit)
-        sent = Message(0, kind, elements, self.buffers.raw(instruction.sent, size), 0)
-        received = self.buffers.raw(instruction.received, sent.buffer.numel() * len(gather.ranks))
-        self.tickets[instruction.ticket] = self.comm.all_gather(gather.ranks, sent, received)
+        elements, size = self.bound.unit_size(instruction.sent, kind, gather.key_of(self.program.rank))
+        others = self.bound.unit_size(instruction.received, kind, gather.blocks)[0] - elements
+        keys = [gather.key_of(rank) for rank in self.comm.order(gather.ranks)]
+        sizes = [self.bound.unit_bytes(instruction.received, kind, key) for key in keys]
+        sent, received = self.buffers.raw(instruction.sent, size), self.buffers.raw(instruction.received, sum(sizes))
+        self.tickets[instruction.ticket] = self.comm.all_gather(gather.ranks, kind, others, sent, received, sizes)
 
     def assemble(self, instruction: op.Assemble) -> None:
         gather = instruction.collective
@@ -180,6 +181,8 @@ class Walk:
             for target, tensor in zip(whole, tensors, strict=True):
                 for rows, piece in _rows_and_pieces(target, tensor, self.rows(gather.kind, gather.blocks, key)):
                     rows.copy_(piece)
+        if gather.kind in ACCUMULATORS[self.program.direction]:
+            self.accumulator(gather.unit, instruction.into).add_(*whole)
 
     def product(self, instruction: op.Product) -> None:
         launches = self.bound.launches(instruction.q, instruction.kv)
@@ -218,14 +221,13 @@ class Walk:
         whole, local_key = self.results.pop((kind, reduce.blocks)).materialize(), reduce.key_of(rank)
         keys = [reduce.key_of(peer) for peer in self.comm.order(reduce.ranks)]
         other_keys = [key for key in keys if key != local_key]
-        for key, tensors in zip(other_keys, self.buffers.parts(instruction.sent, kind, other_keys), strict=True):
+        local = self.buffers.tensors(instruction.local_part, (kind, local_key))
+        parts = self.buffers.parts(instruction.sent, kind, other_keys)
+        for key, tensors in zip([local_key, *other_keys], [local, *parts], strict=True):
             for target, tensor in zip(tensors, whole, strict=True):
                 for rows, piece in _rows_and_pieces(tensor, target, self.rows(kind, reduce.blocks, key)):
                     piece.copy_(rows)
-        local_rows = self.rows(kind, reduce.blocks, local_key)
-        self.accumulator((kind, local_key), instruction.local_part).add_(
-            *(torch.cat([x[:, rows] for rows in local_rows], 1) for x in whole)
-        )
+        self.accumulator((kind, local_key), instruction.local_part).add_(*local)
         outgoing = [0 if key == local_key else self.bound.unit_bytes(instruction.sent, kind, key) for key in keys]
         incoming = [
             0 if key == local_key else self.bound.unit_bytes(instruction.received, kind, local_key) for key in keys

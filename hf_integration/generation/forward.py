@@ -199,7 +199,7 @@ class CachedForward:
 
     def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
         """Return the mask and the shards of attention to what is kept from position `first` on, counted from there."""
-        key = row.tokens, first, row
+        key = row, window, chunk
         if key not in self.made:
             start, kept = row.tokens - first, row.kept_from(first)
             queries = [[Run(run.start + start, run.step, run.length) for run in runs] for runs in self.shards]

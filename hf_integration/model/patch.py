@@ -41,6 +41,7 @@ from ..families import (
     unwrapped,
     vocabulary,
 )
+from ..generation import generate
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts, masks, modules_of
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
@@ -152,6 +153,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x)]
     patch.sp.vocabularies[inner] = vocabulary
+    generate.install(inner)
 
 
 @printed_once
@@ -239,6 +241,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.vocabularies.pop(head, None)
+        generate.remove(head)
     if patch.experts is not None:
         patch.experts.close()
     tiled_modules.untile(inner)

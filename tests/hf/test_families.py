@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.whole import WholeTensor
-from hf_integration import check_patch
+from hf_integration import check_patch, whole_sequences
 from hf_integration.look.facts import TESTED
 from hf_integration.look.known import windows
 from tests import oracle
@@ -136,7 +136,8 @@ def local_forwards():
             with torch.no_grad():
                 wanted = model(**given, use_cache=True).logits, model.generate(**given, **how)
                 model.patch_attention(sp)
-                got = model(**given, use_cache=True).logits, model.generate(**given, **how)
+                with whole_sequences(model):
+                    got = model(**given, use_cache=True).logits, model.generate(**given, **how)
             found[name, before] = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     return found
 

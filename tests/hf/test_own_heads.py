@@ -2,7 +2,6 @@
 give the plain model's numbers. A sentence refuses sharded ones whose loss would be another number, at any size."""
 
 import math
-import warnings
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from transformers import (
 import ds_seqpar
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention
-from hf_integration.model import agreement
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest
@@ -275,26 +273,6 @@ def test_an_engine_gives_the_plain_models_numbers():
             assert found[name]["loss"] == pytest.approx(loss, rel=1e-6)
             of_trained = {key: x for key, x in found[name]["gradients"].items() if key in its}
             assert gap(of_trained, its) < 1e-5
-
-
-# --- local by a cache
-
-
-@on_each_of(2)
-def test_a_cache_that_begins_is_said_once():
-    sp = make(**MODES["r2"])
-    model = patch_attention(small(), sp).eval()
-    agreement.warn_of_cache.cache_clear()
-    ids = labelled()["input_ids"]
-    with warnings.catch_warnings(record=True) as said, torch.no_grad():
-        warnings.simplefilter("always")
-        model.generate(ids, max_new_tokens=2, do_sample=False)
-        before = len([one for one in said if "use_cache" in str(one.message)])
-        for _ in range(2):
-            model(input_ids=ids, use_cache=True)
-        after = [one for one in said if "taken for the beginning of generation" in str(one.message)]
-    assert before == 0
-    assert len(after) == int(sp.rank == 0)
 
 
 # --- the examples

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import ds_seqpar
-from hf_integration import patch_attention, patched_with, unpatch_attention
+from hf_integration import patch_attention, patched_with, unpatch_attention, whole_sequences
 from tests.dist.ranks import make, refusal
 from tests.hf import llama as helpers
 from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, array, averaged, gap, llama, one_process, ragged, small
@@ -133,7 +133,7 @@ def test_autocast_is_as_near_as_the_unpatched_models():
 
 
 def generated(model, seed, padded):
-    """Greedy tokens for this rank's own prompts, two of them padded on the left."""
+    """Greedy tokens, of two prompts padded on the left."""
     ids = tokens(rows=3, seq=11, seed=seed)
     mask = torch.ones_like(ids)
     if padded:
@@ -145,7 +145,7 @@ def generated(model, seed, padded):
 
 def generate_everywhere(stage):
     """Whether a patched model generates as its unpatched twin: before and after training steps, train() and eval(),
-    with and without padding; and whether generating sent anything. Every rank has prompts of its own."""
+    with and without padding, together and each rank its own prompts; and whether the latter sent anything."""
     case = MODES["r2"]
     engine, *_ = ds_seqpar.initialize(model=llama(), config=helpers.settings(case, stage, 1, 4, **helpers.adam(1e-2)))
     sp, model = engine.sequence_parallel, engine.module
@@ -158,19 +158,21 @@ def generate_everywhere(stage):
         assert twin.config._attn_implementation == "sdpa"
         for training in (True, False):
             for padded in (True, False):
+                same.append(generated(model.train(training), 0, padded) == generated(twin.train(training), 0, padded))
                 before = Counter(sp.comm.received)
-                ours = generated(model.train(training), sp.rank, padded)
+                with whole_sequences(model):
+                    local = generated(model, sp.rank, padded)
                 sent.append(sp.comm.received - before)
-                same.append(ours == generated(twin.train(training), sp.rank, padded))
+                same.append(local == generated(twin, sp.rank, padded))
     helpers.update(engine, sp.shard_batches(ragged(case, 1, 1, seed=3)))  # and training goes on
     return same, sent, bool(sp.comm.received)
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.whole) for s in ("0", "2")), "3"])
 def test_generate_is_that_of_the_unpatched_model(stage):
-    """accelerate#4177: masks discarded, here of prompts padded on the left. Generation is local on every rank."""
+    """accelerate#4177: masks discarded, here of prompts padded on the left."""
     for same, sent, trained in on_ranks(2, generate_everywhere, stage):
-        assert same == [True] * 8
+        assert same == [True] * 16
         assert not any(sent)
         assert trained
 

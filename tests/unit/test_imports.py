@@ -40,7 +40,7 @@ ENGINE = (
     "top",
 )
 BELOW = ("analysis", "planner", "cli")
-HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.model", "hf.trainer", "hf.names")
+HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.generation", "hf.model", "hf.trainer", "hf.names")
 ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
 # the module of the engine that asks the planner, in functions: for "auto" settings, and machines' files
 DOOR = "ds_seqpar.auto"

@@ -8,11 +8,24 @@ the receiver's own sends. So receives may be posted at the start of an earlier s
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 
-from ..schedules.actions import ACCUMULATORS, OPERANDS, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
-from ..sharding.layout import Key, owned
+from ..schedules.actions import (
+    ACCUMULATORS,
+    OPERANDS,
+    Compute,
+    Gather,
+    Move,
+    ReduceScatter,
+    Step,
+    Steps,
+    Unit,
+    keys_at_home,
+)
+from ..sharding.layout import Key
 from . import instructions as op
 from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
@@ -22,7 +35,7 @@ UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 def lower(
     name: str, direction: str, rank: int, size: int, steps: Steps, comm_in_accum_dtype: bool, blocks_per_rank: int = 1,
-    ahead: int = 0,
+    ahead: int = 0, shares_queries: bool = False,
 ) -> Program:  # fmt: skip
     """Return the program of one rank.
 
@@ -32,8 +45,12 @@ def lower(
         blocks_per_rank: number of blocks that each rank owns.
         ahead: number of steps by which receives are posted early; 0 posts each in the step in which the message is
             sent.
+        shares_queries: see `schedules.base.Schedule`.
     """
-    lowering = _Lowering(direction, rank, size, comm_in_accum_dtype, blocks_per_rank)
+    home = functools.partial(
+        keys_at_home, rank=rank, size=size, blocks_per_rank=blocks_per_rank, shares_queries=shares_queries
+    )
+    lowering = _Lowering(direction, rank, size * blocks_per_rank, comm_in_accum_dtype, home)
     for index, step in enumerate(steps):
         for due in range(index + ahead if index else 0, min(index + ahead + 1, len(steps))) if ahead else ():
             lowering.receive(index, due, steps[due])
@@ -52,14 +69,16 @@ def lower(
 class _Lowering:
     """Collects the instructions of one rank, step by step, with a separate buffer for every unit."""
 
-    def __init__(self, direction: str, rank: int, size: int, comm_in_accum_dtype: bool, blocks_per_rank: int) -> None:
+    def __init__(
+        self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, home: Callable[[str], list[Key]]
+    ) -> None:
         self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
-        self.blocks, self.local = size * blocks_per_rank, owned(rank, blocks_per_rank)
+        self.blocks, self.home = blocks, home
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
         self.tickets = itertools.count()
         self.operands: dict[Unit, int] = {
-            (kind, (b,)): local_slot(n) for kind in OPERANDS for n, b in enumerate(self.local)
+            (kind, key): local_slot(n) for kind in OPERANDS for n, key in enumerate(home(kind))
         }
         self.messages: dict[Unit, int] = {}  # local operand -> the buffer that it is sent from
         self.results: dict[Unit, int] = {}  # accumulator -> its buffer
@@ -76,7 +95,10 @@ class _Lowering:
         started = [self.start_gather(index, gather) for gather in step.gathers]
         for start in started:  # all are started before the first wait
             gather = start.collective
-            into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
+            if gather.kind in OPERANDS:
+                into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
+            else:
+                into = self.accumulator(gather.unit)
             self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
@@ -118,7 +140,7 @@ class _Lowering:
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
-        local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
+        local = [(kind, key) for kind in ACCUMULATORS[self.direction] for key in self.home(kind)]
         # results to which nothing is added need slots too: those of an empty block, or of keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code
@@ -178,9 +200,9 @@ class _Lowering:
         return into
 
     def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
-        ticket, key = next(self.tickets), gather.key_of(self.rank)
-        sent = self.message(index, (gather.kind, key))
-        received = self.buffer(gather.kind, "operand", gather.blocks)
+        ticket, unit, is_operand = next(self.tickets), (gather.kind, gather.key_of(self.rank)), gather.kind in OPERANDS
+        sent = self.message(index, unit) if is_operand else self.export(index, unit)
+        received = self.buffer(gather.kind, "operand" if is_operand else self.result_role, gather.blocks)
         start = op.GatherStart(index, ticket, gather, sent, received)
         self.code.append(start)
         return start

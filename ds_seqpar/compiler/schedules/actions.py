@@ -4,9 +4,10 @@ Blocks are numbered by the CP rank that owns them. Where each rank owns one, blo
 `blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in the order of positions. A *key* is a sorted tuple of
 block numbers: one block, or blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan
 "q" means all tensors of a query block: q, the output's gradient, lse, delta). Accumulators are "out" in forward and
-"dq", "dkv" in backward.
+"dq", "dkv" in backward. Where ranks share the queries, as in a decode step, each has those of all blocks from the start
+on as one operand, and at the end their results as one accumulator.
 
-In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
+In one step a rank gathers, posts the step's operand moves and computes products. Then it merges the results
 that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
 `within` steps, 1 unless a pass sets another number. So operands are sent during the products of their own step, and
 results during those of the next.
@@ -18,7 +19,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from ..sharding.layout import Key
+from ..sharding.layout import Key, owned
 
 Unit = tuple[str, Key]
 OPERANDS = ("q", "kv")
@@ -92,7 +93,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """Every member ends with the operand of all blocks."""
+    """Every member ends with the operand, or the accumulator, of all blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,13 @@ Steps = tuple[Step, ...]
 def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
     """Return the moves that a rank takes part in, each once, in one order on all ranks."""
     return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
+
+
+def keys_at_home(kind: str, rank: int, size: int, blocks_per_rank: int, shares_queries: bool) -> list[Key]:
+    """Return the keys of the units of a kind that a rank has at the start, or of results at the end."""
+    if shares_queries and kind in ("q", "out"):
+        return [tuple(range(size * blocks_per_rank))]
+    return [(block,) for block in owned(rank, blocks_per_rank)]
 
 
 def name_of(key: Key) -> str:

@@ -33,6 +33,7 @@ class BlockMask:
 
     rows: tuple[int, ...]  # rows[i] is a bitmask of the key/value blocks that any query of block i sees
     even: bool = True  # whether all blocks of q, and all of k/v, have the same number of tokens, as collectives need
+    tokens: tuple[int, int] = dataclasses.field(default=(1, 1), compare=False)  # of all q blocks to those of all k/v
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -70,11 +71,17 @@ class Plan:
     direction: str  # "forward" or "backward"
     ranks: tuple[Steps, ...]  # ranks[p]: the steps of rank p, as many on each
     blocks_per_rank: int = 1  # number of blocks that each rank owns
+    shares_queries: bool = False  # see `base.Schedule`
 
     @classmethod
-    def of(cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1) -> Plan:
+    def of(
+        cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1,
+        shares_queries: bool = False,
+    ) -> Plan:  # fmt: skip
         ranks = tuple(map(steps, range(size)))
-        return cls(name=name, direction=direction, ranks=ranks, blocks_per_rank=blocks_per_rank)
+        return cls(
+            name=name, direction=direction, ranks=ranks, blocks_per_rank=blocks_per_rank, shares_queries=shares_queries
+        )
 
     @property
     def size(self) -> int:

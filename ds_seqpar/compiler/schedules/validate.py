@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from ...errors import PlanError
-from ..sharding.layout import Key, owned
-from .actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
+from ..sharding.layout import Key
+from .actions import ACCUMULATORS, OPERANDS, Action, Gather, Move, Step, Unit, keys_at_home, name_of, unit_name
 from .plan import Plan
 
 Products = set[tuple[int, int]]  # (q block, kv block)
@@ -43,7 +43,7 @@ class _Validator:
         self.plan, self.needed, self.kinds = plan, needed, ACCUMULATORS[plan.direction]
         self.step = 0
         self.operands: list[set[Unit]] = [
-            {(kind, (block,)) for kind in OPERANDS for block in self.owned(rank)} for rank in range(plan.size)
+            {(kind, key) for kind in OPERANDS for key in self.at_home(kind, rank)} for rank in range(plan.size)
         ]
         self.results: list[dict[Unit, Products]] = [defaultdict(set) for _ in range(plan.size)]
         # step -> operands that are due at its end, and results that are due in it
@@ -51,8 +51,8 @@ class _Validator:
         self.merging: dict[int, list[tuple[Move, Products]]] = defaultdict(list)
         self.done: Products = set()
 
-    def owned(self, rank: int) -> Key:
-        return owned(rank, self.plan.blocks_per_rank)
+    def at_home(self, kind: str, rank: int) -> list[Key]:
+        return keys_at_home(kind, rank, self.plan.size, self.plan.blocks_per_rank, self.plan.shares_queries)
 
     def fail(self, rank: int, message: str) -> NoReturn:
         raise PlanError(f"rank {rank}, step {self.step}: {message}\n{self.plan.around(self.step, rank)}")
@@ -108,11 +108,25 @@ class _Validator:
 
     def gather(self, rank: int, step: Step) -> None:
         for gather in step.gathers:
+            if gather.kind in self.kinds:
+                self.gather_results(rank, gather)
+                continue
             for member in gather.ranks:
                 self.check_present(
                     self.operands[member], (gather.kind, gather.key_of(member)), member, f"{gather} needs"
                 )
             self.arrive(rank, gather.unit, gather)
+
+    def gather_results(self, rank: int, gather: Gather) -> None:
+        if rank != gather.ranks[0]:
+            return
+        products: Products = set()
+        for member in gather.ranks:
+            unit = gather.kind, gather.key_of(member)
+            self.check_present(self.results[member], unit, member, f"{gather} needs")
+            products |= self.results[member].pop(unit)
+        for member in gather.ranks:
+            self.results[member][gather.unit] |= products
 
     def arrive(self, rank: int, unit: Unit, action: Action) -> None:
         """Add an operand that an action brings."""
@@ -170,12 +184,13 @@ class _Validator:
             self.merge(due)
         if missing := self.needed - self.done:
             self.fail(min(missing)[0] // self.plan.blocks_per_rank, f"the product {_text(missing)} is missing")
-        expected: dict[Unit, Products] = defaultdict(set)
+        expected: dict[tuple[str, int], Products] = defaultdict(set)
         for product, kind in itertools.product(self.done, self.kinds):
-            expected[kind, (product[kind == "dkv"],)].add(product)
+            expected[kind, product[kind == "dkv"]].add(product)
         for rank in range(self.plan.size):
-            for unit in itertools.product(self.kinds, ((block,) for block in self.owned(rank))):
-                if absent := expected[unit] - self.results[rank].pop(unit, set()):
+            for unit in ((kind, key) for kind in self.kinds for key in self.at_home(kind, rank)):
+                home = set().union(*(expected[unit[0], block] for block in unit[1]))
+                if absent := home - self.results[rank].pop(unit, set()):
                     self.fail(rank, f"{unit_name(unit)} is not home: products {_text(absent)} are not in it")
             for kind, key in self.results[rank]:
                 self.fail(rank, f"{kind}{name_of(key)} is left over and never sent home")

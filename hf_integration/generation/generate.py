@@ -1,0 +1,288 @@
+"""`generate` of a patched model: the ranks of a sequence call it alike, and all of them get the same tokens.
+
+transformers' own loop runs on every rank, and its forwards share the sequence. Around it ranks agree on prompts and
+settings, once, and draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.integrations import is_fsdp_managed_module
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.data.value_checks import ValueChecks, fingerprint_of
+from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.runtime.agreement import Fields, all_gather_objects, assert_ranks_agree, differing
+from ds_seqpar.runtime.groups import check_thread
+
+from ..compat import generation_config_of
+from ..families import base_of
+from . import zero
+
+MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user says otherwise
+# what error messages call what ranks compare, and the call
+NAME = "arguments of generate"
+CALL = "generate of a model that shares sequences (one rank alone calls it in hf_integration.whole_sequences(model))"
+ALONE = "generate on each rank by itself in hf_integration.whole_sequences(model)"
+MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+TOKENS = ("inputs", "input_ids", "inputs_embeds")
+# arguments that are not compared: they may differ, or what is made of them is compared
+UNCOMPARED = ("generation_config", "streamer", "tokenizer", "trust_remote_code")
+
+
+def install(model: Any) -> None:
+    """Let a patched model generate with all ranks of a sequence, unless the object has a `generate` of its own."""
+    if model.can_generate():
+        for method in METHODS:
+            vars(model).setdefault(method.__name__, types.MethodType(method, model))
+
+
+def remove(model: Any) -> None:
+    """Undo `install`."""
+    for method in METHODS:
+        if getattr(vars(model).get(method.__name__), "__func__", None) is method:
+            delattr(model, method.__name__)
+
+
+def _sharing(model: Any) -> SequenceParallel | None:
+    """Return the SequenceParallel whose ranks generate together; None where each rank generates alone."""
+    patch = getattr(base_of(model), "_sequence_parallel_patch", None)
+    return None if patch is None or patch.whole or patch.sp.size == 1 else patch.sp
+
+
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate as the model's class does, with all ranks that share the sequence.
+
+    Collective over these ranks; over all ranks where they fetch parameters from one another (ZeRO-3, FSDP). Inside
+    `whole_sequences` each rank generates alone.
+
+    Args:
+        *args: As for transformers' `generate`, the same on all ranks of the sequence. A streamer may be on one alone.
+        **kwargs: The same.
+
+    Returns:
+        What transformers' `generate` returns, the same on all ranks. A cache in it has this rank's part of the keys.
+
+    Raises:
+        ConfigError, InputError, DisagreementError: The arguments differ between ranks, or ask for what ranks cannot
+            share; on all ranks.
+    """
+    plain: Any = type(self).generate
+    if (sp := _sharing(self)) is None:
+        return plain(self, *args, **kwargs)
+    check_thread()
+    named = [name for name in inspect.signature(plain).parameters if name != "self"]
+    given, gathered = _agreed(self, sp, {**dict(zip(named, args, strict=False)), **kwargs}, {*named})
+    with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp):
+        return plain(self, **given)
+
+
+def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse continuous batching, also of `generate_batch`, unless each rank generates alone."""
+    if _sharing(self) is not None:
+        raise ConfigError(f"a model that shares sequences needs generate; got continuous batching, {ALONE}")
+    return type(self).init_continuous_batching(self, *args, **kwargs)
+
+
+METHODS = (generate, init_continuous_batching)
+
+
+def _agreed(
+    model: Any, sp: SequenceParallel, given: dict[str, Any], named: set[str]
+) -> tuple[dict[str, Any], contextlib.AbstractContextManager]:
+    """Agree on a generation with the other ranks.
+
+    Args:
+        given: The arguments by name.
+        named: The names that transformers' `generate` has in its signature.
+
+    Returns:
+        (the arguments for transformers; a context that has the parameters).
+    """
+    parameters, fields, error = zero.split_parameters(model), None, None
+    config: Any = None
+    try:
+        others = {name: x for name, x in given.items() if name not in named}
+        config, _ = generation_config_of(model)(given.get("generation_config"), **others)
+        if misuse := _misuse(given, config):
+            raise ConfigError(f"generate of a model that shares sequences needs {misuse}, leave it out, or {ALONE}")
+        _share_clock(sp, given, config)
+        fields = _compared(given, config)
+    except Exception as reason:  # the other ranks wait for this one
+        error = as_seqpar_error("reading the arguments of generate failed", reason)
+    if fetches := bool(parameters) or is_fsdp_managed_module(model):
+        number = int(not parameters or not zero.fits(parameters, sp.device))
+        number = assert_ranks_agree(
+            sp.control_world, NAME, fields, error=error, number=number, peers=sp.groups.control,
+            among_peers=True, call=CALL, advice=_advice,
+        )  # fmt: skip
+        given["synced_gpus"] = fetches = number > 0
+    else:
+        sp.journal.agree(NAME, fields, error=error, call=CALL, advice=_advice)
+    if (chunk := _chunk(sp, given, config)) != config.prefill_chunk_size:
+        _set(given, "prefill_chunk_size", chunk)
+    return given, zero.parameters_of(model, parameters, gather=not fetches)
+
+
+def _misuse(given: Mapping[str, Any], config: Any) -> str:
+    """Return "NEEDED; got GIVEN" for an argument with which ranks cannot share a generation; "" where there is none."""
+    mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
+    tokens = next((given[name] for name in TOKENS if given.get(name) is not None), None)
+    others = [
+        name for name, x in given.items()
+        if isinstance(x, Tensor) and isinstance(tokens, Tensor) and x.dim() and x.shape[0] != tokens.shape[0]
+    ]  # fmt: skip
+    search, own_cache = "greedy search, sampling or beam search", "the DynamicCache that it makes itself"
+    wrong = {
+        (search, "custom_generate"): given.get("custom_generate") is not None,
+        (search, "an assistant_model"): given.get("assistant_model") is not None,
+        (search, mode.replace("_", " ")): mode not in MODES,
+        (own_cache, f"cache_implementation={config.cache_implementation!r}"): (
+            config.cache_implementation not in (None, "dynamic")
+        ),
+        (own_cache, f"a {type(cache).__name__}"): cache is not None and type(cache) is not DynamicCache,
+        (own_cache, "one with offloading"): getattr(cache, "offloading", False),
+        ("no attention weights", "output_attentions"): config.output_attentions,
+        ("prompts alone", f"guidance_scale={config.guidance_scale}"): config.guidance_scale not in (None, 1),
+        ("prompts of text alone", ", ".join(others)): others,
+    }
+    return next((f"{needed}; got {got}" for (needed, got), is_wrong in wrong.items() if is_wrong), "")
+
+
+def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
+    """Return what ranks compare of a generation: its settings, its prompts, and arguments as far as they can be told
+    apart."""
+    fields: dict[str, object] = {name: _described(x) for name, x in config.to_diff_dict().items()}
+    checks = ValueChecks()
+    checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
+    others = {
+        name: _described(x) for name, x in given.items()
+        if x is not None and not isinstance(x, Tensor) and name not in UNCOMPARED and not hasattr(config, name)
+    }  # fmt: skip
+    return {**fields, **others, **checks.fields}
+
+
+def _described(x: Any, depth: int = 1) -> object:
+    """Return what is known of an argument: its value; of an object its type and its plain attributes."""
+    if x is None or isinstance(x, bool | int | float | str):
+        return x
+    if isinstance(x, Tensor):
+        return fingerprint_of(x)
+    if isinstance(x, Mapping):
+        return {str(name): _described(value, depth) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_described(value, depth) for value in x]
+    attributes = vars(x).items() if depth and hasattr(x, "__dict__") else ()
+    return {"": type(x).__name__, **{name: _described(value, depth - 1) for name, value in attributes}}
+
+
+def _advice(by_rank: Mapping[int, Fields]) -> str:
+    """Return why ranks cannot generate together, and what to do."""
+    if {*TOKENS} & {*differing(by_rank)}:
+        return f"they have other prompts: give all ranks of a sequence the same, or {ALONE}"
+    return ""
+
+
+def _set(given: dict[str, Any], name: str, value: object) -> None:
+    """Set what the generation config says in a generation."""
+    if name not in given and given.get("generation_config") is not None:
+        given["generation_config"] = copy.deepcopy(given["generation_config"])
+        setattr(given["generation_config"], name, value)
+    else:
+        given[name] = value
+
+
+class _AsOne(StoppingCriteria):
+    """A limit of time that all ranks of a sequence reach in the same step: that in which the first of them does."""
+
+    def __init__(self, sp: SequenceParallel, limit: MaxTimeCriteria) -> None:
+        self.sp, self.limit = sp, limit
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = self.limit(input_ids, scores, **kwargs)
+        late = self.sp.journal.agree("time of a generation", None, number=int(done.any()), call=CALL)
+        return torch.full_like(done, bool(late))
+
+
+def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> None:
+    """Let all ranks stop in the same step where a generation may take a limited time."""
+    criteria = [_AsOne(sp, x) if isinstance(x, MaxTimeCriteria) else x for x in given.get("stopping_criteria") or ()]
+    if config.max_time is not None:
+        criteria.append(_AsOne(sp, MaxTimeCriteria(config.max_time)))
+        _set(given, "max_time", math.inf)
+    if criteria:
+        given["stopping_criteria"] = StoppingCriteriaList(criteria)
+
+
+def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int | None:
+    """Return how many tokens of each row of the prompt one forward computes; None for all.
+
+    Where ranks of other sequences fetch parameters in the same forwards, they need as many of them.
+    """
+    chunk, length, error = config.prefill_chunk_size, 0, None
+    ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
+    if ids is not None and config.use_cache is not False:
+        rows = ids.shape[0] * max(config.num_beams or 1, config.num_return_sequences or 1)
+        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        kept = 0 if cache is None or (mask is not None and mask.shape[1] > ids.shape[1]) else cache.get_seq_length()
+        length = ids.shape[1] - kept
+        if chunk is None and rows * length > MOST * sp.size:
+            chunk = max(1, MOST * sp.size // rows)
+    if given.get("synced_gpus"):
+        forwards = -(-length // chunk) if chunk else 1
+        most = assert_ranks_agree(sp.control_world, "forwards of a prompt", None, number=forwards, call=CALL)
+        if forwards < most:
+            chunk = -(-length // most)
+            if not length or -(-length // chunk) != most:
+                error = InputError(
+                    f"generate in step with other groups of ranks needs a prompt that {most} forwards can share, as "
+                    f"theirs; got {length} tokens, pad the prompts of all groups to one length"
+                )
+        if most > 1:
+            assert_ranks_agree(sp.control_world, "forwards of a prompt", None, error=error, call=CALL)
+    return chunk
+
+
+@contextlib.contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Context manager in which no layer is checkpointed: in training mode it would forget the cache."""
+    layers: list[Any] = [x for x in model.modules() if x.training and getattr(x, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
+def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
+    """Context manager in which torch draws the random numbers of the sequence's first rank.
+
+    Ranks that would have drawn the same have drawn them afterwards; the others draw their own again.
+    """
+    generators: list[Any] = [torch.random]
+    if sp.device.type != "cpu":
+        generators.append(torch.get_device_module(sp.device))
+    own = [x.get_rng_state() for x in generators]
+    states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))
+    _, first = states[sp.groups.sp_order.index(0)]
+    differing = [(x, state) for x, state, other in zip(generators, own, first, strict=True) if not state.equal(other)]
+    for x, state in zip(generators, first, strict=True):
+        x.set_rng_state(state)
+    try:
+        yield
+    finally:
+        for x, state in differing:
+            x.set_rng_state(state)

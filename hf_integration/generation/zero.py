@@ -1,0 +1,57 @@
+"""The parameters of a model that generates under ZeRO-3, of which each rank holds a part."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import psutil
+import torch
+from torch import nn
+
+from ds_seqpar.runtime.log import log_once
+
+from ..compat import ZERO_ID, has_zero_hooks, is_fetching, is_missing, whole_numel, without_zero_hooks
+
+SHARE = 0.5  # of the free memory, for gathered parameters: the forwards and the cache need the rest
+
+
+def split_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that forwards of a model fetch from other ranks and drop again."""
+    parameters = [x for x in model.parameters() if hasattr(x, ZERO_ID)]
+    return parameters if has_zero_hooks(model) or any(map(is_missing, parameters)) else []
+
+
+def fits(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Return whether this rank has room for all of these parameters at once."""
+    needed = sum(whole_numel(x) * x.element_size() for x in parameters if is_missing(x))
+    return needed <= SHARE * _free(device) and not any(map(is_fetching, parameters))
+
+
+def _free(device: torch.device) -> int:
+    """Return the free memory of this rank in bytes."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory = torch.get_device_module(device)
+    return memory.mem_get_info(device)[0] + memory.memory_reserved(device) - memory.memory_allocated(device)
+
+
+@contextlib.contextmanager
+def parameters_of(model: nn.Module, parameters: Sequence[nn.Parameter], gather: bool) -> Iterator[None]:
+    """Context manager in which a model generates with these parameters, split by ZeRO-3.
+
+    Args:
+        parameters: From `split_parameters`.
+        gather: Whether to gather them now, once; else each forward fetches them. The same on all ranks of the world.
+    """
+    if not parameters or not gather:
+        if parameters:
+            log_once("sequence_parallel: generate fetches parameters in each forward, since all of them do not fit")
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    log_once("sequence_parallel: generate gathers the parameters once for each generation")
+    with GatheredParameters([x for x in parameters if is_missing(x)]), without_zero_hooks(model):
+        yield
