@@ -60,6 +60,7 @@ class CachedForward:
     rows: tuple[Row, ...] = ()
     shards: tuple[Runs, ...] = ()
     layout: BatchLayout | None = None
+    order: Tensor | None = None  # (rows, tokens): with padding, of each token that is computed its column
     logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
     calls: Counter[int] = dataclasses.field(default_factory=Counter)  # of each layer's attentions so far
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers of one mask share
@@ -70,8 +71,13 @@ class CachedForward:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row that are computed: those of the longest one, and at least one for each rank."""
-        return self.columns if self.places is None else max(self.kept.sp.size, *self.new)
+        """Tokens of a row that are computed: those of the longest one, and so many that each rank has some."""
+        return self.columns if self.places is None else max(self.kept.sp.multiple, *self.new)
+
+    def held_columns(self) -> Tensor:
+        """Return the columns of this rank's tokens, counted from the first ever: (rows or 1, local tokens)."""
+        held = self.kept.sp.held(self.tokens, self.layout, self.kept.sp.rank)
+        return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
     # ---- outputs
 
@@ -275,11 +281,12 @@ def cached_forward(
     if real is not None:
         new = tuple(real.sum(1).tolist())
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
-    elif 1 < columns < sp.size:
+    elif 1 < columns < sp.multiple:
         places = torch.arange(columns).expand(rows, columns)
     if places is not None and "labels" in inputs:
         raise InputError(
-            f"{SERVES}, with padding or with fewer tokens than ranks, takes no labels; got labels, leave them out"
+            f"{SERVES}, with padding or with fewer than {sp.multiple} tokens, takes no labels; got labels, leave them "
+            "out"
         )
     positions = inputs.pop("position_ids", None)
     if positions is None:
@@ -293,7 +300,7 @@ def cached_forward(
     forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places)
     if places is not None:
         order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
-        order = functional.pad(order, (0, forward.tokens - columns))  # cuts it, or repeats a row's first token
+        order = forward.order = functional.pad(order, (0, forward.tokens - columns))  # cut, or with the first token
         inputs = {name: _compacted(x, order, (rows, columns)) for name, x in inputs.items()}
     forward.positions = inputs["position_ids"]
     return forward, inputs

@@ -132,8 +132,8 @@ def build(family, window=8, tokens=256, dtype=torch.float32, seed=0):
             setattr(text, name, window)
     config.use_cache, text.max_position_embeddings = True, max(tokens + 1, 128)
     config.tie_word_embeddings = text.tie_word_embeddings = False  # else a token is followed by itself
-    if hasattr(text, "floor_scale"):  # of llama4's temperature, which counts a rank's own tokens
-        text.floor_scale = 8192
+    if hasattr(text, "floor_scale"):  # of llama4's temperature: more tokens than a small copy is looked at with
+        text.floor_scale = 40
     if hasattr(text, "output_router_logits"):  # whose balance takes no mask as long as the cache
         text.output_router_logits = False
     torch.manual_seed(seed)
