@@ -4,13 +4,16 @@ import functools
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import ds_seqpar
 from hf_integration.compat import is_missing
 from hf_integration.generation import generate, zero
 from tests.hf import llama as helpers
+from tests.hf import trainers
 from tests.hf.llama import MODES, ragged, settings, small
 from tests.launch import on_engine_ranks as on_ranks
+from tests.launch import on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 CASE = MODES["r2"]
@@ -77,3 +80,34 @@ def test_training_goes_on_as_if_nothing_had_been_generated(ranks, stage, how):
         assert losses == plain
         assert same == [True] * 20
         assert (max(missing) > 0) == (stage == "3")
+
+
+class Samples(TrainerCallback):
+    """Samples after each step and in each evaluation, on every rank."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        ids = model.generate(torch.arange(1, 9)[None], do_sample=True, max_new_tokens=3, pad_token_id=0)
+        self.found.append(ids.tolist())
+
+    on_evaluate = on_step_end
+
+
+def with_callback(folder, stage, callbacks):
+    """(what a Trainer with gradient checkpointing logs; what was sampled)"""
+    given = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "gradient_checkpointing": True}
+    parts = {"eval_dataset": trainers.documents(4, seed=9), "callbacks": callbacks}
+    trainer = trainers.make(folder, 2, {"size": 2}, stage, parts=parts, **given)
+    return trainers.trained(trainer).logs, [callback.found for callback in callbacks]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [2, 3])
+def test_callbacks_generate(stage, tmp_path):
+    plain, *_ = on_trainer_ranks(2, with_callback, tmp_path, stage, [])
+    (logs, found), (other_logs, other_found) = on_trainer_ranks(2, with_callback, tmp_path, stage, [Samples()])
+    assert logs == other_logs == plain[0]
+    assert found == other_found
+    assert len(found[0]) == 5
