@@ -8,19 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.compile import BoundProgram
 from ..compiler.decode import bound_decode
+from ..compiler.program.shape import shape_of
 from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import FULL, Mask
 from ..compiler.sharding.shards import UnevenShards
 from ..compiler.tiles.tiles import Tile
-from ..config.settings import Rotate
-from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
+from ..errors import InputError, SeqParError, as_seqpar_error
 from . import attention, input_checks
 from .buffers import Tensors, sum_dtype
 from .call_io import ForwardCall
-from .input_checks import AttentionOptions, admit, describe
+from .input_checks import AttentionOptions, admit, check_kept, check_no_gradients, describe
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .kernels.accumulate import Accumulator, merge_sinks_
 from .kernels.reference import attend as attend_densely
@@ -33,19 +32,13 @@ Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys amon
 
 def attend(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: UnevenShards, scale: float | None,
-    softcap: float | None, agreed: bool, moving_side: Rotate = "auto",
+    softcap: float | None, agreed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `SequenceParallel.cache_attention`.
-
-    Args:
-        moving_side: "q" sends queries to the kept keys, "kv" keys to the queries, "auto" what takes fewer bytes.
-    """
-    backward = requires_grad(q, k, v)
-    if agreed and backward:
-        raise input_checks.no_gradients()
-    options = AttentionOptions(mask, shards, scale, backward, True, softcap)
-    call = admit(runtime.one_ring(moving_side), q, k, v, options, agreed)
-    out, lse = attention.attention(call)
+    """Compute `SequenceParallel.cache_attention`."""
+    options = AttentionOptions(mask, shards, scale, requires_grad(q, k, v), True, softcap)
+    if agreed:
+        check_kept(options)
+    out, lse = attention.attention(admit(runtime.one_ring, q, k, v, options, agreed))
     assert lse is not None
     return out, lse
 
@@ -55,20 +48,21 @@ def decode(
     softcap: float | None, sinks: Tensor | None, agreed: bool,
 ) -> Tensor:  # fmt: skip
     """Compute `SequenceParallel.decode_attention`."""
-    ring = runtime.one_ring()
-    if not agreed:
+    ring = runtime.one_ring
+    if agreed:
+        check_no_gradients(requires_grad(q, k, v))
+    else:
         _agree(ring, q, k, v, counts, scale, softcap, sinks)
-    elif requires_grad(q, k, v):
-        raise input_checks.no_gradients()
     rows, _, heads, dim = q.shape
     scores = Scores(dim**-0.5 if scale is None else float(scale), float(softcap or 0.0))
-    counts = [(0, k.shape[1])] * rows if counts is None else counts
-    accum_dtype, v_dim = str(sum_dtype(q.dtype)).removeprefix("torch."), v.shape[3]
-    comm_dtype = accum_dtype if ring.config.comm_dtype == "fp32" else "bfloat16"
-    bound = bound_decode(ring.size, ring.rank, rows, heads, v_dim, accum_dtype, comm_dtype)
-    call = _DecodeCall(bound, _kernel(ring, q, k, scores), scores, {"q": q, "k": k, "v": v}, counts)
+    shape = shape_of(ring.config.comm_dtype, str(sum_dtype(q.dtype)).removeprefix("torch."), rows, (1, 1, v.shape[3]))
+    bound, kernel = bound_decode(ring.size, ring.rank, heads, shape), _kernel(ring, q, k, scores)
+    call = _DecodeCall(bound, kernel, scores, {"q": q}, None, None, SavedForBackward.NOTHING, False)
+    call.work = _Decode(kernel, scores.scale, q, k, v)
+    call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
+    call.work.softcap = scores.softcap
     out, lse = Walk(bound, call, ring.comm).run()
-    out, lse = out.view(rows, 1, heads, v_dim), lse.view(rows, 1, heads)
+    out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
     if sinks is not None:
         merge_sinks_(out, lse, sinks)
     return out
@@ -93,8 +87,7 @@ def _agree(
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:
-        if requires_grad(q, k, v):
-            raise input_checks.no_gradients()
+        check_no_gradients(requires_grad(q, k, v))
         input_checks.check_arguments(q, k, v, FULL, scale, lengths_differ=True)
         input_checks.check_softcap(softcap)
         input_checks.check_sinks(sinks, q)
@@ -111,16 +104,10 @@ def _agree(
 def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
     if q.shape[1] != 1:
         raise InputError(f"a decode step needs one new token a row; got {q.shape[1]}, cache_attention takes several")
-    if counts is None:
-        return
-    numbers = [[whole_number(x) for x in pair] for pair in counts]
-    fits = all(
-        len(pair) == 2 and None not in pair and 0 <= pair[0] <= pair[1] <= k.shape[1]  # type: ignore[operator]
-        for pair in numbers
-    )
-    if len(numbers) != q.shape[0] or not fits:
+    ranges = [(0, 0)] * len(q) if counts is None else counts
+    if len(ranges) != len(q) or not all(0 <= first <= end <= k.shape[1] for first, end in ranges):
         raise InputError(
-            f"a decode step needs counts (first, end) for each of {q.shape[0]} rows, within {k.shape[1]} kept keys; "
+            f"a decode step needs counts (first, end) for each of {len(q)} rows, within {k.shape[1]} kept keys; "
             f"got {counts!r:.80}"
         )
 
@@ -128,22 +115,17 @@ def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
 class _DecodeCall(ForwardCall):
     """A decode step: a `ForwardCall` whose tokens are query heads. Its results are out (B, Hq, 1, Dv) and lse."""
 
-    def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], counts: Counts
-    ) -> None:
-        super().__init__(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
-        self.scores, self.counts = scores, counts
+    work: _Decode
 
     def enter(self, head_chunk: int) -> _Decode:
-        return _Decode(self.kernel, self.scores, self.counts, *self.local.values())
+        return self.work
 
 
 class _Decode(Forward):
     """The product of a decode step: q (B, 1, Hq, D) with the keys (B, n, Hkv, D) that this rank has kept."""
 
-    def __init__(self, kernel: Kernel, scores: Scores, counts: Counts, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(kernel, scores.scale, q, k, v)
-        self.scores, self.counts = scores, counts
+    counts: Counts
+    softcap: float
 
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
@@ -162,7 +144,7 @@ class _Decode(Forward):
             lse = q.new_full((batch, heads, 1), -torch.inf, dtype=sum_dtype(q.dtype))
             return q.new_zeros(batch, heads, 1, v.shape[3]), lse
         if v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
-            out, lse = attend_densely(q, k, v, False, self.scale, self.scores.softcap)
+            out, lse = attend_densely(q, k, v, False, self.scale, self.softcap)
             return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
         tile = q.view(batch, k.shape[2], -1, dim).transpose(1, 2)
         out, lse = self.kernel.forward(tile, k, v, False, self.scale)

@@ -1,14 +1,16 @@
 """Attention to a cache of which each rank holds a part equals dense attention: decode steps, and new tokens."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from ds_seqpar.compiler import decode
-from ds_seqpar.compiler.compile import block_mask_of
+from ds_seqpar.compiler.compile import Compiler, block_mask_of
+from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.runtime import cached
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
 from tests.launch import on_each_of
@@ -79,7 +81,7 @@ def check_bytes(sp):
     """They are the plan's, within the bound, and the same however much is kept."""
     heads, dim, rows = 3 * sp.size, 8, 2
     block_mask = block_mask_of(FULL, decode.shards(sp.size, heads))
-    shape = decode.shape_of_results(rows, dim, "float32", "float32")
+    shape = shape_of("fp32", "float32", rows, (1, 1, dim))
     plan = decode.recipe(sp.size).plan("forward", block_mask, shape)
     found = []
     for kept in (1, 40):
@@ -114,10 +116,11 @@ def attended(sp, new, kept, heads, dims=(8, 8), mask=CAUSAL, dtype=torch.float64
     q, k, v = whole(2, new, kept, heads, dims, dtype, seed)
     shards = UnevenShards(cut(kept, new, sp.size, seed), cut(0, kept, sp.size, seed + 1), q_start=kept)
     here, held = positions(shards.q[sp.rank], kept), positions(shards.kv[sp.rank])
-    scores = {"scale": options.get("scale"), "softcap": options.get("softcap")}
-    agreed = options.pop("agreed", True)
-    local = q[:, here], k[:, held], v[:, held]
-    found = cached.attend(sp.runtime, *local, mask, shards, **scores, agreed=agreed, moving_side=side)
+    scores = {"scale": options.get("scale"), "softcap": options.get("softcap"), "agreed": options.pop("agreed", True)}
+    ring = sp.runtime.one_ring
+    ring.compiler = Compiler(dataclasses.replace(ring.compiler.recipe, forward=side), ring.rank)
+    ring.last_bound.clear()
+    found = sp.cache_attention(q[:, here], k[:, held], v[:, held], mask=mask, shards=shards, **scores)
     seen = oracle.seen(mask, range(kept, kept + new), range(kept))
     return *found, oracle.attention(q.double(), k.double(), v.double(), causal=seen, **options)[:, here]
 
