@@ -12,8 +12,6 @@ from ..compiler.decode import bound_decode
 from ..compiler.program.shape import shape_of
 from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.sharding.heads import check_heads
-from ..compiler.sharding.masks import FULL, Mask
-from ..compiler.sharding.shards import UnevenShards
 from ..compiler.tiles.tiles import Tile
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import attention, input_checks
@@ -23,7 +21,7 @@ from .input_checks import AttentionOptions, admit, check_kept, check_no_gradient
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .kernels.accumulate import Accumulator, merge_sinks_
 from .kernels.reference import attend as attend_densely
-from .runtime import Runtime
+from .runtime import Runtime, readable
 from .walk import Walk
 from .work import Forward
 
@@ -31,11 +29,9 @@ Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys amon
 
 
 def attend(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: UnevenShards, scale: float | None,
-    softcap: float | None, agreed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, agreed: bool
+) -> tuple[Tensor, Tensor]:
     """Compute `SequenceParallel.cache_attention`."""
-    options = AttentionOptions(mask, shards, scale, requires_grad(q, k, v), True, softcap)
     if agreed:
         check_kept(options)
     out, lse = attention.attention(admit(runtime.one_ring, q, k, v, options, agreed))
@@ -44,58 +40,50 @@ def attend(
 
 
 def decode(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, scale: float | None,
-    softcap: float | None, sinks: Tensor | None, agreed: bool,
-) -> Tensor:  # fmt: skip
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions, agreed: bool
+) -> Tensor:
     """Compute `SequenceParallel.decode_attention`."""
     ring = runtime.one_ring
     if agreed:
-        check_no_gradients(requires_grad(q, k, v))
+        check_no_gradients(options.backward)
     else:
-        _agree(ring, q, k, v, counts, scale, softcap, sinks)
+        _agree(ring, q, k, v, counts, options)
     rows, _, heads, dim = q.shape
-    scores = Scores(dim**-0.5 if scale is None else float(scale), float(softcap or 0.0))
+    scores = Scores(dim**-0.5 if options.scale is None else float(options.scale), float(options.softcap or 0.0))
     shape = shape_of(ring.config.comm_dtype, str(sum_dtype(q.dtype)).removeprefix("torch."), rows, (1, 1, v.shape[3]))
-    bound, kernel = bound_decode(ring.size, ring.rank, heads, shape), _kernel(ring, q, k, scores)
-    call = _DecodeCall(bound, kernel, scores, {"q": q}, None, None, SavedForBackward.NOTHING, False)
-    call.work = _Decode(kernel, scores.scale, q, k, v)
+    bound, kernel = bound_decode(ring.size, ring.rank, heads, shape), _kernel(ring, q, k, scores.softcap)
+    local = readable({"q": q, "k": k, "v": v})
+    call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
+    call.work = _Decode(kernel, scores.scale, **local)
     call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
     call.work.softcap = scores.softcap
     out, lse = Walk(bound, call, ring.comm).run()
     out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
-    if sinks is not None:
-        merge_sinks_(out, lse, sinks)
+    if options.sinks is not None:
+        merge_sinks_(out, lse, options.sinks)
     return out
 
 
-def requires_grad(*tensors: object) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
-def _kernel(ring: Runtime, q: Tensor, k: Tensor, scores: Scores) -> Kernel:
+def _kernel(ring: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
     """Return the kernel for a tile whose rows are the query heads that read the same key/value head."""
-    heads = k.shape[2]
-    spec = BlockSpec(q.device.type, q.dtype, heads, heads, q.shape[3], scores.softcap)
+    spec = BlockSpec(q.device.type, q.dtype, k.shape[2], k.shape[2], q.shape[3], softcap)
     return select(ring.config.kernel, spec, (), is_deterministic())
 
 
-def _agree(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, scale: float | None,
-    softcap: float | None, sinks: Tensor | None,
-) -> None:  # fmt: skip
+def _agree(ring: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
     """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:
-        check_no_gradients(requires_grad(q, k, v))
-        input_checks.check_arguments(q, k, v, FULL, scale, lengths_differ=True)
-        input_checks.check_softcap(softcap)
-        input_checks.check_sinks(sinks, q)
+        check_no_gradients(options.backward)
+        input_checks.check_arguments(q, k, v, options.mask, options.scale, lengths_differ=True)
+        input_checks.check_softcap(options.softcap)
+        input_checks.check_sinks(options.sinks, q)
         check_heads(1, q.shape[2], k.shape[2], size=1)
         _check_rows(q, k, counts)
-        _kernel(ring, q, k, Scores(1.0, softcap or 0.0))
+        _kernel(ring, q, k, options.softcap or 0.0)
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
-        fields |= {"scale": scale, "softcap": softcap, "sinks": describe(sinks)}
+        fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
     except Exception as reason:  # a rank that raised alone would leave its peers waiting
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
     ring.journal.note("decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None))
@@ -146,6 +134,6 @@ class _Decode(Forward):
         if v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
             out, lse = attend_densely(q, k, v, False, self.scale, self.softcap)
             return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
-        tile = q.view(batch, k.shape[2], -1, dim).transpose(1, 2)
+        tile = q.reshape(batch, k.shape[2], -1, dim).transpose(1, 2)
         out, lse = self.kernel.forward(tile, k, v, False, self.scale)
         return out.transpose(1, 2).reshape(batch, heads, 1, dim), lse.transpose(1, 2).reshape(batch, heads, 1)

@@ -215,7 +215,7 @@ class Runtime:
         mask, shards, scores, head_chunks, saves, lse = settings
         options = head_chunks, SavedForBackward.QKV_AND_OUT, lse
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options)
-        local = _readable({"q": q, "k": k, "v": v})
+        local = readable({"q": q, "k": k, "v": v})
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse)
         return Walk(bound, call, self.comm)
 
@@ -227,10 +227,10 @@ class Runtime:
         mask, shards, scores, head_chunks, saves, _ = settings
         options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", local["do"], kv_heads, mask, shards, scores.softcap, *options)
-        call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
+        call = BackwardCall(bound, kernel, scores, readable(local), sinks, common, saved)
         return Walk(bound, call, self.comm)
 
 
-def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with a stride of 1 in head_dim, as kernels read them."""
     return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

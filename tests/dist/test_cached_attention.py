@@ -1,9 +1,13 @@
 """Attention to a cache of which each rank holds a part equals dense attention: decode steps, and new tokens."""
 
 import dataclasses
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_seqpar.compiler import decode
 from ds_seqpar.compiler.compile import Compiler, block_mask_of
@@ -13,7 +17,7 @@ from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
-from tests.launch import on_each_of
+from tests.launch import on_each_of, on_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 MLA = (24, 16)  # head_dim of q and k, and of v
@@ -243,3 +247,23 @@ REFUSED = {
 def test_wrong_inputs_are_told_to_all_ranks():
     with make(ulysses=1) as sp:
         assert_all_refused(REFUSED, sp)
+
+
+# ---- the page
+
+
+def as_script(path):
+    dist.destroy_process_group()  # it makes its own
+    return runpy.run_path(str(path), run_name="__main__")["out"]
+
+
+def test_the_script_of_the_page_runs(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "other_models.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(# decode.py: torchrun --nproc-per-node 4 .*?)```", page, re.S)
+    (tmp_path / "decode.py").write_text(script, encoding="utf-8")
+    outs = on_ranks(4, as_script, tmp_path / "decode.py", keep=None)
+    torch.manual_seed(0)
+    tokens = [[torch.randn(1, count, heads, 64) for heads in (8, 2, 2)] for count in (512, 1, 1, 1, 1, 1, 1)]
+    _, k, v = (torch.cat(x, 1).double() for x in zip(*tokens, strict=True))
+    assert error(outs[0], oracle.attention(tokens[-1][0].double(), k, v, causal=False)) < 1e-5
+    assert all(torch.equal(out, outs[0]) for out in outs)
