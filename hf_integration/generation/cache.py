@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.sharding.layout import Run, Runs
@@ -237,9 +237,9 @@ def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         got = "one with offloading=True" if type(cache) is DynamicCache else type(cache).__name__
         raise InputError(f"{SERVES} that ranks share needs a DynamicCache; got {got}, leave past_key_values out")
-    if strange := [type(layer).__name__ for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
+    if strange := [type(layer).__name__ for layer in cache.layers if not isinstance(layer, DynamicLayer | DummyLayer)]:
         raise InputError(f"{SERVES} that ranks share needs layers that attend; got a {strange[0]}")
-    if any(getattr(layer, "is_initialized", False) for layer in cache.layers):
+    if any(getattr(layer, "is_initialized", False) for layer in cache.layers if isinstance(layer, DynamicLayer)):
         raise InputError(
             f"{SERVES} that ranks share needs one that they filled together, or an empty one; got one of "
             f"{cache.get_seq_length()} tokens that this rank filled by itself, go on with it in "

@@ -60,6 +60,7 @@ class CachedForward:
     rows: tuple[Row, ...] = ()
     shards: tuple[Runs, ...] = ()
     layout: BatchLayout | None = None
+    order: Tensor | None = None  # (rows, tokens): with padding, of each token that is computed its column
     logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
     calls: Counter[int] = dataclasses.field(default_factory=Counter)  # of each layer's attentions so far
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers of one mask share
@@ -72,6 +73,11 @@ class CachedForward:
     def tokens(self) -> int:
         """Tokens of a row that are computed: those of the longest one, and at least one for each rank."""
         return self.columns if self.places is None else max(self.kept.sp.size, *self.new)
+
+    def held_columns(self) -> Tensor:
+        """Return the columns of this rank's tokens, counted from the first ever: (rows or 1, local tokens)."""
+        held = self.kept.sp.held(self.tokens, self.layout, self.kept.sp.rank)
+        return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
     # ---- outputs
 
@@ -293,7 +299,7 @@ def cached_forward(
     forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places)
     if places is not None:
         order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
-        order = functional.pad(order, (0, forward.tokens - columns))  # cuts it, or repeats a row's first token
+        order = forward.order = functional.pad(order, (0, forward.tokens - columns))  # cut, or with the first token
         inputs = {name: _compacted(x, order, (rows, columns)) for name, x in inputs.items()}
     forward.positions = inputs["position_ids"]
     return forward, inputs

@@ -19,6 +19,7 @@ from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import assert_ranks_agree
+from ds_seqpar.runtime.buffers import sum_dtype
 from ds_seqpar.runtime.input_checks import AttentionOptions
 from ds_seqpar.runtime.process_exit import printed_once
 
@@ -321,6 +322,10 @@ def _attention(
         return local_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        query = _scaled_by_position(
+            module, query, kwargs.get("position_ids", sequence_parallel.positions), sequence_parallel
+        )
     mask, chunk = getattr(module, MASK), getattr(module, CHUNK)
     if sliding_window not in (None, mask.window):  # None: in some models a window is in the mask alone
         raise ConfigError(
@@ -335,6 +340,24 @@ def _attention(
     if layout is not None or chunk is not None:
         return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None
+
+
+def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, context: ForwardContext) -> Tensor:
+    """Return queries (B, H, S, D) as Llama 4 scales them. It takes a rank's tokens for the first new ones."""
+    cached, first = context.cached, 0
+    if cached is not None:
+        if cached.is_decode:
+            return query
+        first, positions = cached.kept.columns, cached.held_columns()
+    if positions is None:
+        raise InputError("attention that scales queries by position needs position_ids; got none, compile the layers")
+
+    def factors(positions: Tensor) -> Tensor:
+        scales = torch.log1p(torch.floor((positions.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        return scales.to(sum_dtype(query.dtype))[:, None, :, None]
+
+    taken = torch.arange(first, first + query.shape[2], device=query.device)[None]
+    return (query * (factors(positions.to(query.device)) / factors(taken))).to(query.dtype)
 
 
 def _attention_with_layout(
