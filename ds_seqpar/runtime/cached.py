@@ -43,34 +43,36 @@ def decode(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions, agreed: bool
 ) -> Tensor:
     """Compute `SequenceParallel.decode_attention`."""
-    ring = runtime.one_ring
+    runtime = runtime.one_ring
     if agreed:
         check_no_gradients(options.backward)
     else:
-        _agree(ring, q, k, v, counts, options)
+        _agree(runtime, q, k, v, counts, options)
     rows, _, heads, dim = q.shape
     scores = Scores(dim**-0.5 if options.scale is None else float(options.scale), float(options.softcap or 0.0))
-    shape = shape_of(ring.config.comm_dtype, str(sum_dtype(q.dtype)).removeprefix("torch."), rows, (1, 1, v.shape[3]))
-    bound, kernel = bound_decode(ring.size, ring.rank, heads, shape), _kernel(ring, q, k, scores.softcap)
+    shape = shape_of(
+        runtime.config.comm_dtype, str(sum_dtype(q.dtype)).removeprefix("torch."), rows, (1, 1, v.shape[3])
+    )
+    bound, kernel = bound_decode(runtime.size, runtime.rank, heads, shape), _kernel(runtime, q, k, scores.softcap)
     local = readable({"q": q, "k": k, "v": v})
     call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
     call.work = _Decode(kernel, scores.scale, **local)
     call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
     call.work.softcap = scores.softcap
-    out, lse = Walk(bound, call, ring.comm).run()
+    out, lse = Walk(bound, call, runtime.comm).run()
     out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
     if options.sinks is not None:
         merge_sinks_(out, lse, options.sinks)
     return out
 
 
-def _kernel(ring: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
+def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
     """Return the kernel for a tile whose rows are the query heads that read the same key/value head."""
     spec = BlockSpec(q.device.type, q.dtype, k.shape[2], k.shape[2], q.shape[3], softcap)
-    return select(ring.config.kernel, spec, (), is_deterministic())
+    return select(runtime.config.kernel, spec, (), is_deterministic())
 
 
-def _agree(ring: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
+def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
     """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
     error: SeqParError | None = None
     fields: dict[str, object] = {}
@@ -81,12 +83,14 @@ def _agree(ring: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None
         input_checks.check_sinks(options.sinks, q)
         check_heads(1, q.shape[2], k.shape[2], size=1)
         _check_rows(q, k, counts)
-        _kernel(ring, q, k, options.softcap or 0.0)
+        _kernel(runtime, q, k, options.softcap or 0.0)
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
     except Exception as reason:  # a rank that raised alone would leave its peers waiting
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
-    ring.journal.note("decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None))
+    runtime.journal.note(
+        "decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None)
+    )
 
 
 def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:

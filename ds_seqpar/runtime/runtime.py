@@ -14,7 +14,6 @@ from torch import Tensor
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
-from ..compiler.schedules.ring import RING
 from ..compiler.sharding.handles import handle_of
 from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
@@ -89,17 +88,17 @@ class Runtime:
 
         It shares the journal and the calls.
         """
-        ring, size = copy.copy(self), self.size * self.ulysses.size
-        ring.config = dataclasses.replace(
-            self.config, size=size, ulysses=1, schedule=RING.name, schedule_options=(), layout="contiguous",
+        other, size = copy.copy(self), self.size * self.ulysses.size
+        other.config = dataclasses.replace(
+            self.config, size=size, ulysses=1, schedule="auto", schedule_options=(), layout="contiguous",
             rank_order="auto", rotate_forward="auto", overlap=False, head_chunks=1,
         )  # fmt: skip
-        ring.topology, ring.rank = ring.config.topology(size), self.ulysses.rank + self.ulysses.size * self.rank
-        ring.ulysses, ring.size, ring.differentiable = UlyssesGroup(1, 0), size, False
-        ring.comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
-        ring.compiler = Compiler(ring.config.recipe(ring.topology), ring.rank, ring.comm.early)
-        ring.admitted, ring.last_bound, ring.handle = {}, {}, handle_of(ring)
-        return ring
+        other.topology, other.rank = other.config.topology(size), self.ulysses.rank + self.ulysses.size * self.rank
+        other.ulysses, other.size, other.differentiable = UlyssesGroup(1, 0), size, False
+        other.comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
+        other.compiler = Compiler(other.config.recipe(other.topology), other.rank, other.comm.early)
+        other.admitted, other.last_bound, other.handle = {}, {}, handle_of(other)
+        return other
 
     def admit(self, key: tuple, compared: Compared) -> None:
         """Keep what ranks compare of inputs that were checked, for those of the latest keys."""
