@@ -11,6 +11,7 @@ from .. import renamed
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
+from ..compiler import decode
 from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.instructions import HeadExchange
@@ -33,6 +34,9 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 
 
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
+"""
+
+DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduce-scatters, @ gathers)
 """
 
 
@@ -58,6 +62,7 @@ def add_parser(commands: Any) -> None:
         "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
     )
     show.add_argument("--full", action="store_true", help="without a causal mask")
+    show.add_argument("--decode", action="store_true", help="a decode step, which is the same with every schedule")
     show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
@@ -98,6 +103,8 @@ def run(args: argparse.Namespace) -> None:
             given[name] = given[name][0]
     config = SequenceParallelConfig(**given)
     _check_limits(args)
+    if args.decode:
+        _check_decode(args, given)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
@@ -109,10 +116,16 @@ def run(args: argparse.Namespace) -> None:
     check_length(config, seq)
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
-    shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
+    shards: Shards = EvenShards(config.layout, seq, recipe.size)
+    mask = FULL if args.full else CAUSAL
     saved = config.kept(head_chunks, False, False) if ulysses_size > 1 else SavedForBackward.QKV_AND_OUT
     head_split = HeadSplit(ulysses_size, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
+    legend = LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1)
+    if args.decode:
+        recipe, shards, mask = decode.recipe(args.size), decode.shards(args.size, args.heads[0]), FULL
+        shape = local = decode.shape_of_results(1, 128, shape.accum_dtype, shape.comm_dtype)
+        directions, legend = ("forward",), DECODE_LEGEND
     for index, direction in enumerate(directions):
         block_mask = block_mask_of(mask, shards)
         plan = recipe.plan(direction, block_mask, shape)
@@ -134,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
         timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (head_chunks * bound)
         print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
-        print(LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1) if index == 0 else "")
+        print(legend if index == 0 else "")
         if args.program is not None:
             ulysses_group = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first_chunk.counts, ulysses_size))
             compiler = Compiler(recipe, args.program)
@@ -157,6 +170,21 @@ def _check_limits(args: argparse.Namespace) -> None:
     limits.check_followed(cp_size, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
+
+
+def _check_decode(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Raise ConfigError for options that a decode step does not depend on."""
+    settings = [
+        name
+        for name, value in given.items()
+        if name not in ("size", "comm_dtype") and (value is True or value not in (1, False))
+    ]
+    others = {"full": args.full, "seq": args.seq is not None, "direction": args.direction != "both"}
+    if wrong := [*settings, *(name for name, is_given in others.items() if is_given)]:
+        raise ConfigError(
+            f"show --decode needs --size, --heads and --comm-dtype alone; got {', '.join(map(_flag, wrong))}, on which "
+            "a decode step does not depend, leave it out"
+        )
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:

@@ -27,7 +27,10 @@ AXIS = "rank"
 
 
 def decode(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str) -> StepsOf:
-    """Return the steps of any rank: its product, a reduce-scatter by heads, and a gather of the merged results."""
+    """Return the steps of any rank: its product, a reduce-scatter by heads, and a gather of the merged results.
+
+    Two ranks gather the partial results of one another, as many elements in one exchange.
+    """
     ranks = tuple(range(topology.size(AXIS)))
     keys = tuple((block,) for block in ranks)
 
@@ -35,6 +38,8 @@ def decode(topology: Topology, block_mask: BlockMask, direction: str, moving_sid
         product = (Compute(rank=rank, q=ranks, kv=(rank,)),)
         if len(ranks) == 1:
             return (Step(computes=product),)
+        if len(ranks) == 2:
+            return Step(computes=product), Step(gathers=(Gather(ranks=ranks, kind="out", keys=(ranks, ranks)),))
         reduce = ReduceScatter(ranks=ranks, kind="out", keys=keys)
         gather = Gather(ranks=ranks, kind="out", keys=keys)
         return Step(computes=product, reduces=(reduce,)), Step(gathers=(gather,))
@@ -79,6 +84,10 @@ def bound_decode(
     size: int, rank: int, rows: int, heads: int, v_dim: int, accum_dtype: str, comm_dtype: str
 ) -> BoundProgram:
     """Return the program of a decode step on one rank, for results (rows, heads, v_dim)."""
-    shape = Shape(batch=rows, q_heads=1, kv_heads=1, head_dim=v_dim, dtype=accum_dtype, comm_dtype=comm_dtype)
-    compiler = Compiler(recipe(size), rank)
+    shape, compiler = shape_of_results(rows, v_dim, accum_dtype, comm_dtype), Compiler(recipe(size), rank)
     return compiler.bound_call("forward", FULL, shards(size, heads), shape, UlyssesGroup(1, 0), PLAIN_KERNEL)
+
+
+def shape_of_results(rows: int, v_dim: int, accum_dtype: str, comm_dtype: str) -> Shape:
+    """Return the shape of what ranks exchange, in which a head is a token."""
+    return Shape(batch=rows, q_heads=1, kv_heads=1, head_dim=v_dim, dtype=accum_dtype, comm_dtype=comm_dtype)

@@ -138,6 +138,8 @@ class _Tracker:
         self.make(instruction.into)
 
     def fold(self, instruction: op.Fold) -> None:
+        if instruction.unit not in self.results:  # the first one is kept where it arrived
+            self.results[instruction.unit] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)
         self.note(
             self.merging(self.bound.tokens(*instruction.unit), narrow=self.shape.comm_dtype != self.shape.accum_dtype)
         )
@@ -254,7 +256,7 @@ class _Tracker:
 
     def scatter_start(self, instruction: op.ScatterStart) -> None:
         reduce = instruction.collective
-        self.settle(self.results.pop((reduce.kind, reduce.blocks)), instruction.accumulator, in_slot=True)
+        self.settle(self.results.pop((reduce.kind, reduce.blocks)), instruction.accumulator)
         self.make(instruction.accumulator, instruction.local_part, instruction.sent)
         key = reduce.key_of(self.program.rank)
         self.results[reduce.kind, key] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)

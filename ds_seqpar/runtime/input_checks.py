@@ -213,6 +213,8 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
         fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": _which_run()}
     fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
+    if not runtime.differentiable:
+        fields["keys"] = "that are kept"
     if not options.mask.scale_free:
         fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"
     if options.sinks is not None:
@@ -223,8 +225,8 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
 def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> SeqParError | None:
     """Return the reason why this rank cannot compute attention over these inputs as an error, or None if it can."""
     try:
-        if options.backward and not runtime.differentiable:
-            raise no_gradients()
+        if not runtime.differentiable:
+            check_kept(options)
         check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
         check_softcap(options.softcap)
         check_sinks(options.sinks, q)
@@ -235,6 +237,17 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
+
+
+def check_kept(options: AttentionOptions) -> None:
+    """Raise InputError for options that attention to kept keys does not take."""
+    if options.backward:
+        raise no_gradients()
+    if not isinstance(options.shards, UnevenShards):
+        raise InputError(
+            "attention to kept keys needs shards that are UnevenShards, of the new tokens and of the kept ones; got "
+            f"{type(options.shards).__name__}"
+        )
 
 
 def no_gradients() -> InputError:

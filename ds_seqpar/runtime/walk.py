@@ -166,11 +166,12 @@ class Walk:
     def gather_start(self, instruction: op.GatherStart) -> None:
         gather, kind = instruction.collective, instruction.collective.kind
         elements, size = self.bound.unit_size(instruction.sent, kind, gather.key_of(self.program.rank))
-        others = self.bound.unit_size(instruction.received, kind, gather.blocks)[0] - elements
         keys = [gather.key_of(rank) for rank in self.comm.order(gather.ranks)]
-        sizes = [self.bound.unit_bytes(instruction.received, kind, key) for key in keys]
+        counts, sizes = zip(*(self.bound.unit_size(instruction.received, kind, key) for key in keys), strict=True)
         sent, received = self.buffers.raw(instruction.sent, size), self.buffers.raw(instruction.received, sum(sizes))
-        self.tickets[instruction.ticket] = self.comm.all_gather(gather.ranks, kind, others, sent, received, sizes)
+        self.tickets[instruction.ticket] = self.comm.all_gather(
+            gather.ranks, kind, sum(counts) - elements, sent, received, sizes
+        )
 
     def assemble(self, instruction: op.Assemble) -> None:
         gather = instruction.collective
@@ -218,7 +219,7 @@ class Walk:
         """Start an all-to-all of partial results, which the receivers merge: the bytes of a reduce-scatter, with a
         reduction of our own. The local partial result is not sent, so it is not rounded to comm_dtype."""
         reduce, kind, rank = instruction.collective, instruction.collective.kind, self.program.rank
-        whole, local_key = self.results.pop((kind, reduce.blocks)).materialize(), reduce.key_of(rank)
+        whole, local_key = self.results.pop((kind, reduce.blocks)).settled(), reduce.key_of(rank)
         keys = [reduce.key_of(peer) for peer in self.comm.order(reduce.ranks)]
         other_keys = [key for key in keys if key != local_key]
         local = self.buffers.tensors(instruction.local_part, (kind, local_key))
@@ -245,7 +246,7 @@ class Walk:
         kind, key = instruction.unit
         accumulator = self.accumulator(instruction.unit, instruction.accumulator)
         for tensors in self.buffers.parts(instruction.received, kind, [key] * instruction.parts):
-            accumulator.merge(*tensors)
+            (accumulator.merge if accumulator.held else accumulator.add_)(*tensors)
 
     def finish(self, instruction: op.Finish) -> None:
         if self.program.blocks_per_rank == 1:

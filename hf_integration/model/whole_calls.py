@@ -24,7 +24,7 @@ from ds_seqpar.data.on_devices import to_device
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.input_checks import describe
-from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
+from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState
@@ -289,8 +289,11 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifte
     spec = spec.named(name)
     if x.shape[:2] == spec.lead:
         whole: Tensor = whole_of(x, spec)
-        if context.cached is not None and context.cached.places is not None:
-            whole = context.cached.with_padding(whole, context.cached.logits if name == "logits" else None)
+        if (cached := context.cached) is not None:
+            columns = cached.logits if name == "logits" else None
+            if columns is not None:  # generate's, of which a streamer may look at tokens on one rank alone
+                whole = plain(whole)
+            whole = cached.with_padding(whole, columns)
         return whole[:, :-1] if shifted else whole
     if name == "router_logits" and x.dim() == 2:
         return whole_of(x.unflatten(0, spec.lead), spec).flatten(0, 1)

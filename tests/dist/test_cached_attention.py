@@ -3,15 +3,18 @@
 import pytest
 import torch
 
+from ds_seqpar.compiler import decode
+from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards
 from ds_seqpar.runtime import cached
 from tests import oracle
-from tests.dist.ranks import make
+from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
 from tests.launch import on_each_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+MLA = (24, 16)  # head_dim of q and k, and of v
 
 
 def whole(rows, new, kept, heads, dims=(8, 8), dtype=torch.float64, seed=0):
@@ -22,10 +25,11 @@ def whole(rows, new, kept, heads, dims=(8, 8), dtype=torch.float64, seed=0):
 
 
 def error(found, wanted):
-    return ((found.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
+    worst = (found.double() - wanted).abs().max().item() if wanted.numel() else 0.0
+    return worst and worst / wanted.abs().max().item()
 
 
-# ---- decode
+# ---- decode steps
 
 
 def dealt(sp, x, lengths):
@@ -37,86 +41,202 @@ def dealt(sp, x, lengths):
     return held, [(1, 1 + len(part)) for part in parts]
 
 
-def check_decode(sp, lengths, heads, dims=(8, 8), dtype=torch.float64, agreed=True, sinks=None, **options):
+def decoded(sp, lengths, heads, dims=(8, 8), dtype=torch.float64, agreed=True, sinks=None, **options):
+    """The step's output, and by dense attention in fp64 what it should be."""
     q, k, v = whole(len(lengths), 1, max(lengths), heads, dims, dtype)
     (keys, counts), (values, _) = dealt(sp, k, lengths), dealt(sp, v, lengths)
-    sinks = None if sinks is None else torch.linspace(-1, 1, heads[0], dtype=dtype)
-    out = sp.decode_attention(q, keys, values, counts=counts, sinks=sinks, agreed=agreed, **options)
-    for row, length in enumerate(lengths):
-        x = [t[row : row + 1, : (1 if t is q else length)].double() for t in (q, k, v)]
-        wanted = oracle.attention(*x, causal=False, sinks=None if sinks is None else sinks.double(), **options)
-        assert error(out[row : row + 1], wanted) < TOLERANCE[dtype], (sp.size, lengths, heads, dims, dtype, options)
-    same = sp.runtime.comm.parts_of_all(out.flatten()) if sp.size > 1 else out.flatten()[None]
-    assert (same == same[0]).all()
+    counts = counts if len({*lengths}) > 1 else None
+    if counts is None:
+        end = 1 + len(range(sp.rank, lengths[0], sp.size))
+        keys, values = keys[:, 1:end], values[:, 1:end]
+    options["sinks"] = None if sinks is None else torch.linspace(-1, 1, heads[0], dtype=dtype)
+    out = sp.decode_attention(q, keys, values, counts=counts, agreed=agreed, **options)
+    rows = [
+        oracle.attention(*(x[row : row + 1, :length].double() for x in (q, k, v)), causal=False, **options)
+        for row, length in enumerate(lengths)
+    ]
+    return out, torch.cat(rows)
 
 
-def cases_of_decode(sp):
+def check_decode(sp, *args, dtype=torch.float64, **options):
+    out, wanted = decoded(sp, *args, dtype=dtype, **options)
+    assert error(out, wanted) < TOLERANCE[dtype], (args, options)
+    if sp.size > 1:
+        bits = sp.runtime.comm.parts_of_all(out.flatten())
+        assert (bits == bits[0]).all()
+
+
+def check_decode_steps(sp):
     check_decode(sp, [9], (4, 2))
     check_decode(sp, [9, 9], (8, 8), agreed=False)
-    check_decode(sp, [7, 1, 7, 12], (4, 1), softcap=2.0)
-    check_decode(sp, [3, 20], (3, 3), (24, 16), sinks=True, scale=0.7)
-    check_decode(sp, [2, 2], (2, 1), (8, 8), torch.float32, sinks=True)
+    check_decode(sp, [7, 1, 1, 12], (4, 1), softcap=2.0, agreed=False)
+    check_decode(sp, [3, 20], (3, 3), MLA, sinks=True, scale=0.7)
+    check_decode(sp, [2, 2], (2, 1), dtype=torch.float32, sinks=True)
+    check_decode(sp, [1], (6, 2), MLA, dtype=torch.float32, softcap=1.0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@on_each_of("size")
-def test_decode(size):
-    with make(size=size, ulysses=1) as sp:
-        cases_of_decode(sp)
+def check_bytes(sp):
+    """They are the plan's, within the bound, and the same however much is kept."""
+    heads, dim, rows = 3 * sp.size, 8, 2
+    block_mask = block_mask_of(FULL, decode.shards(sp.size, heads))
+    shape = decode.shape_of_results(rows, dim, "float32", "float32")
+    plan = decode.recipe(sp.size).plan("forward", block_mask, shape)
+    found = []
+    for kept in (1, 40):
+        before = sp.comm.received["out"], sp.comm.received_bytes
+        check_decode(sp, [kept] * rows, (heads, sp.size), (dim, dim), dtype=torch.float32)
+        out = sp.comm.received["out"] - before[0]
+        others = (sp.size - 1) * rows * heads * dim * 4  # of the comparison of bits
+        assert (sp.comm.received_bytes - before[1] - others) == 4 * out
+        found.append(out)
+    share = rows * heads // sp.size * (dim + 1)
+    assert found == [plan.received({"out": share})[sp.rank]] * 2
+    assert found[0] <= 2 * (sp.size - 1) / sp.size * rows * heads * (dim + 1)
 
 
 # ---- new tokens
 
 
 def cut(first, total, size, seed):
-    """Runs of each rank that hold [first, first + total) in pieces of all lengths, some empty."""
+    """Runs of each rank that together hold [first, first + total): of any lengths, some ranks' empty."""
     made = torch.Generator().manual_seed(seed)
-    at = sorted(torch.randint(0, total + 1, (2 * size - 1,), generator=made).tolist())
-    pieces = [Run(first + a, 1, b - a) for a, b in zip([0, *at], [*at, total], strict=True)]
+    ends = sorted(torch.randint(0, total + 1, (2 * size - 1,), generator=made).tolist())
+    pieces = [Run(first + a, 1, b - a) for a, b in zip([0, *ends], [*ends, total], strict=True)]
     return [tuple(run for run in (pieces[r], pieces[2 * size - 1 - r]) if run.length) for r in range(size)]
 
 
-def held(runs, first=0):
+def positions(runs, first=0):
     return [p - first for run in runs for p in run.positions]
 
 
-def check_attend(
-    sp,
-    new,
-    kept,
-    heads,
-    dims=(8, 8),
-    mask=CAUSAL,
-    dtype=torch.float64,
-    seed=0,
-    moving_side="auto",
-    agreed=True,
-    **options,
-):
+def attended(sp, new, kept, heads, dims=(8, 8), mask=CAUSAL, dtype=torch.float64, seed=0, side="auto", **options):
+    """(out, lse) of this rank's new tokens, and by dense attention in fp64 what out should be."""
     q, k, v = whole(2, new, kept, heads, dims, dtype, seed)
     shards = UnevenShards(cut(kept, new, sp.size, seed), cut(0, kept, sp.size, seed + 1), q_start=kept)
-    mine, kept_here = held(shards.q[sp.rank], kept), held(shards.kv[sp.rank])
-    local = q[:, mine], k[:, kept_here], v[:, kept_here]
-    out, lse = cached.attend(
-        sp.runtime, *local, mask, shards, options.get("scale"), options.get("softcap"), agreed, moving_side
-    )
+    here, held = positions(shards.q[sp.rank], kept), positions(shards.kv[sp.rank])
+    scores = {"scale": options.get("scale"), "softcap": options.get("softcap")}
+    agreed = options.pop("agreed", True)
+    local = q[:, here], k[:, held], v[:, held]
+    found = cached.attend(sp.runtime, *local, mask, shards, **scores, agreed=agreed, moving_side=side)
     seen = oracle.seen(mask, range(kept, kept + new), range(kept))
-    wanted = oracle.attention(q.double(), k.double(), v.double(), causal=seen, **options)[:, mine]
-    assert out.shape == wanted.shape
-    assert not mine or error(out, wanted) < TOLERANCE[dtype], (sp.size, new, kept, moving_side, mask)
-    return out, lse
+    return *found, oracle.attention(q.double(), k.double(), v.double(), causal=seen, **options)[:, here]
 
 
-def cases_of_attend(sp):
+def check_attend(sp, *args, dtype=torch.float64, **options):
+    results = {}
     for side in ("q", "kv", "auto"):
-        check_attend(sp, 11, 17, (4, 2), moving_side=side)
-        check_attend(sp, 2, 9, (3, 1), (24, 16), moving_side=side, seed=3, agreed=False, softcap=2.0)
-        check_attend(sp, 9, 14, (4, 2), mask=Mask(window=6), moving_side=side, seed=5, scale=0.6)
-        check_attend(sp, 9, 14, (4, 2), (8, 8), Mask(documents=(0, 5, 10, 20)), torch.float32, 7, side)
+        before = sp.comm.received.copy()
+        out, lse, wanted = attended(sp, *args, dtype=dtype, side=side, **options)
+        assert error(out, wanted) < TOLERANCE[dtype], (side, args, options)
+        assert (lse.isneginf() == (wanted == 0).all(-1)).all()
+        results[side] = lse
+        moved = {kind for kind, count in sp.comm.received.items() if count > before[kind]}
+        assert moved <= {"q": {"q", "out"}, "kv": {"kv"}, "auto": {"q", "out", "kv"}}[side]
+    torch.testing.assert_close(results["q"], results["kv"], rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def check_new_tokens(sp):
+    check_attend(sp, 11, 17, (4, 2))
+    check_attend(sp, 2, 9, (3, 1), MLA, seed=3, agreed=False, softcap=2.0)
+    check_attend(sp, 9, 14, (4, 4), mask=Mask(window=6), seed=5, scale=0.6)
+    check_attend(sp, 9, 14, (4, 2), mask=Mask(documents=(0, 5, 10, 20)), dtype=torch.float32, seed=7)
+
+
+def check_what_moves(sp):
+    """Few queries come to many keys, and few keys to many queries: what takes fewer bytes, the same on all ranks."""
+    for new, kept, kinds in ((6, 60, {"q", "out"}), (60, 6, {"kv"})):
+        before = sp.comm.received.copy()
+        q, k, v = whole(1, new, kept, (4, 2))
+        spans = ([(Run(a * n // 2, 1, n // 2),) for a in range(2)] for n in (new, kept))
+        q_runs, kv_runs = spans
+        shards = UnevenShards([(run._replace(start=run.start + kept),) for (run,) in q_runs], kv_runs, q_start=kept)
+        here, held = positions(q_runs[sp.rank]), positions(kv_runs[sp.rank])
+        out, _ = sp.cache_attention(q[:, here], k[:, held], v[:, held], mask=CAUSAL, shards=shards)
+        assert error(out, oracle.attention(q, k, v, causal=False)[:, here]) < 1e-10
+        assert {kind for kind, count in sp.comm.received.items() if count > before[kind]} == kinds
+
+
+def check_half(sp):
+    """In bf16 at most twice the error of one device."""
+    cases = (decoded, ([40, 40], (4, 2), (64, 64))), (attended, (20, 40, (4, 2), (64, 64)))
+    with make(size=1, ulysses=1) as alone:
+        for function, args in cases:
+            found, *_, wanted = function(sp, *args, dtype=torch.bfloat16)
+            single, *_, whole_wanted = function(alone, *args, dtype=torch.bfloat16)
+            assert error(found, wanted) <= 2 * error(single, whole_wanted)
+
+
+RANKS = (1, 1), (2, 1), (3, 3), (4, 2), pytest.param(8, 2, marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize(("size", "ulysses"), RANKS)
 @on_each_of("size")
-def test_attend(size):
-    with make(size=size, ulysses=2 if size == 4 else 1) as sp:
-        cases_of_attend(sp)
+def test_every_rank_gets_dense_attention(size, ulysses):
+    with make(size=size, ulysses=ulysses, heads=(6, 3) if ulysses == 3 else (4, 2)) as sp:
+        check_decode_steps(sp)
+        check_new_tokens(sp)
+        check_bytes(sp)
+        if size == 2:
+            check_what_moves(sp)
+            check_half(sp)
+
+
+# ---- refusals
+
+
+def step(sp, rank, change=None, **options):
+    """A decode step in which the wrong rank, or every one, does something else."""
+    q, k, v = whole(2, 1, 6, (4, 2))
+    inputs = change(q, k, v) if change else (q, k, v)
+    return sp.decode_attention(*inputs, **options)
+
+
+def turn(sp, rank, change=None, **options):
+    q, k, v = whole(2, 1, 3, (4, 2))
+    shards = UnevenShards([(Run(6, 1, 1),), (Run(7, 1, 1),)], [(Run(0, 1, 3),), (Run(3, 1, 3),)], q_start=6)
+    inputs = change(q, k, v) if change else (q, k, v)
+    return sp.cache_attention(*inputs, **{"mask": CAUSAL, "shards": shards, **options})
+
+
+def all_ask(call, **options):
+    return lambda sp, rank: call(sp, rank, **options)
+
+
+def one_asks(call, **options):
+    return lambda sp, rank: call(sp, rank, **(options if rank == WRONG else {}))
+
+
+def wants_gradients(q, k, v):
+    return q, k.requires_grad_(), v
+
+
+OTHER = UnevenShards([(Run(6, 1, 2),), ()], [(Run(0, 1, 3),), (Run(3, 1, 3),)], q_start=6)
+REFUSED = {
+    "gradients": (all_ask(step, change=wants_gradients), everywhere("no backward", "torch.no_grad()")),
+    "one rank's gradients": (one_asks(turn, change=wants_gradients), only_one("no backward", "torch.no_grad()")),
+    "new tokens": (
+        all_ask(step, change=lambda q, k, v: (k.repeat(1, 1, 2, 1), k, v)),
+        everywhere("one new", "6", "cache_attention"),
+    ),
+    "counts of other rows": (one_asks(step, counts=[(0, 3)]), only_one("counts", "2 rows", "6 kept", "[(0, 3)]")),
+    "counts beyond the keys": (one_asks(step, counts=[(0, 3), (0, 7)]), only_one("counts", "6 kept")),
+    "another softcap": (one_asks(step, softcap=2.0), differ("softcap 2.0")),
+    "other heads": (one_asks(step, change=lambda q, k, v: (q, k[:, :, :1], v[:, :, :1])), differ("(2, 1, 8)")),
+    "heads that do not divide": (
+        all_ask(step, change=lambda q, k, v: (q[:, :, :3], k, v)),
+        everywhere("multiple", "3 and 2", kind="ConfigError"),
+    ),
+    "no shards": (all_ask(turn, shards=None), everywhere("UnevenShards", "NoneType")),
+    "other shards": (one_asks(turn, shards=OTHER), only_one("tokens that the shards give", "0 of q")),
+    "another window": (one_asks(turn, mask=Mask(window=3)), differ("window 3")),
+    "a decode step in place of a turn": (
+        lambda sp, rank: (step if rank == WRONG else turn)(sp, rank),
+        everywhere("the same calls", "decode inputs", "attention inputs", kind="DisagreementError"),
+    ),
+}  # fmt: skip
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_wrong_inputs_are_told_to_all_ranks():
+    with make(ulysses=1) as sp:
+        assert_all_refused(REFUSED, sp)

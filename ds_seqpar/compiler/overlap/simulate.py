@@ -19,7 +19,7 @@ from ..program import instructions as op
 from ..program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
 from ..program.lower import lower
 from ..program.ulysses import UNSPLIT, HeadSplit, call_program, exchanges
-from ..schedules.actions import Collective, Unit, unit_name
+from ..schedules.actions import Unit, unit_name
 from ..schedules.plan import Plan
 from ..sharding.layout import Key
 from .timeline import Event, Timeline
@@ -83,7 +83,7 @@ class Costs:
             seconds: tuple[float, ...] = (self.exchange(start.exchange),) * len(start.ranks)
         else:
             block = self.transfer[start.collective.kind]
-            seconds = tuple(block * collective_blocks(start, member) for member in start.ranks)
+            seconds = tuple(block * start.collective.received(member) for member in start.ranks)
         ends = itertools.product(("in", "out"), zip(start.ranks, seconds, strict=True))
         return CollectiveTimes(
             tuple(((direction, member), duration) for direction, (member, duration) in ends), seconds
@@ -279,11 +279,3 @@ class _Simulation:
 
 def _label(unit: Unit, src: int, dst: int) -> str:
     return f"{unit_name(unit)}:{src}>{dst}"
-
-
-def collective_blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int:
-    """Return the number of blocks that a member of a collective receives."""
-    collective: Collective = start.collective
-    if isinstance(start, op.GatherStart):
-        return len(collective.blocks) - len(collective.key_of(rank))
-    return len(collective.key_of(rank)) * (len(collective.ranks) - 1)

@@ -99,7 +99,11 @@ class _Lowering:
                 into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
             else:
                 into = self.accumulator(gather.unit)
-            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
+            self.code.append(op.Wait(index, start.ticket))
+            if gather.merges:
+                self.code.append(op.Fold(index, gather.unit, start.received, into, len(gather.ranks)))
+            else:
+                self.code.append(op.Assemble(index, gather, start.received, into))
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
             arrivals = self.transfer(index, (index, "operand", within), sends, moves)
@@ -202,7 +206,8 @@ class _Lowering:
     def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
         ticket, unit, is_operand = next(self.tickets), (gather.kind, gather.key_of(self.rank)), gather.kind in OPERANDS
         sent = self.message(index, unit) if is_operand else self.export(index, unit)
-        received = self.buffer(gather.kind, "operand" if is_operand else self.result_role, gather.blocks)
+        contributed = tuple(block for key in gather.keys for block in key)
+        received = self.buffer(gather.kind, "operand" if is_operand else self.result_role, contributed)
         start = op.GatherStart(index, ticket, gather, sent, received)
         self.code.append(start)
         return start

@@ -78,7 +78,7 @@ class Collective:
 
     @property
     def blocks(self) -> Key:
-        return tuple(sorted(block for key in self.keys for block in key))
+        return tuple(sorted({block for key in self.keys for block in key}))
 
     @property
     def unit(self) -> Unit:
@@ -87,18 +87,30 @@ class Collective:
     def key_of(self, rank: int) -> Key:
         return self.keys[self.ranks.index(rank)]
 
+    def received(self, rank: int) -> int:
+        """Return the number of blocks that a member receives."""
+        return sum(map(len, self.keys)) - len(self.key_of(rank))
+
+    @property
+    def merges(self) -> bool:
+        """Whether members contribute the same blocks."""
+        return len(set(self.keys)) < len(self.keys)
+
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.kind}{name_of(self.blocks)})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """Every member ends with the operand, or the accumulator, of all blocks."""
+    """Every member ends with the operand, or the accumulator, of all blocks. Accumulators of the same are merged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Collective):
     """The members' accumulators of all blocks are merged; member i ends with that of `keys[i]`."""
+
+    def received(self, rank: int) -> int:
+        return len(self.key_of(rank)) * (len(self.ranks) - 1)
 
 
 Action = Compute | Move | Collective

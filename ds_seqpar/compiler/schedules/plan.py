@@ -135,10 +135,8 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
         for move in (*step.moves, *step.results):
             if move.dst == rank:
                 total[move.kind] += len(move.key)
-        for gather in step.gathers:
-            total[gather.kind] += len(gather.blocks) - len(gather.key_of(rank))
-        for reduce in step.reduces:
-            total[reduce.kind] += len(reduce.key_of(rank)) * (len(reduce.ranks) - 1)
+        for collective in (*step.gathers, *step.reduces):
+            total[collective.kind] += collective.received(rank)
     return sum(units[kind] * blocks for kind, blocks in total.items())
 
 

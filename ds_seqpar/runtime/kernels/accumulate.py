@@ -98,23 +98,23 @@ class Accumulator:
             self._combine(tuple(map(rows.of, arrived)), self._held if self._rows else tuple(map(rows.of, self._held)))
             self._held, self._rows, self._materialized = arrived, None, True
         else:
-            self._combine(self._settled(), arrived)
+            self._combine(self.settled(), arrived)
         self._end = arrived[0].shape[1]
 
     def merge(self, *arrived: Tensor) -> None:
         """Add another rank's partial result, of all rows, without changing its tensors."""
-        self._combine(self._settled(), arrived)
+        self._combine(self.settled(), arrived)
 
     def materialize(self) -> Tensors:
         """Return the tensors in accum_dtype, in the memory that they are sent from."""
-        held = self._settled()
+        held = self.settled()
         if not self._materialized:
             self._move(self._make(), materialized=True)
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
         """Write the result into these tensors, in their dtype."""
-        for target, x in zip(targets, self._settled(), strict=True):
+        for target, x in zip(targets, self.settled(), strict=True):
             target.copy_(x)
 
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
@@ -129,7 +129,7 @@ class Accumulator:
         self._held = None
         return tuple(_owned(held.pop(0), dtype, self._materialized) for dtype in dtypes)  # each freed before the next
 
-    def _settled(self) -> Tensors:
+    def settled(self) -> Tensors:
         """Return the held tensors in accum_dtype, with all rows."""
         self._widen()
         self._write_blank()
