@@ -51,24 +51,25 @@ def write_text(path: str | os.PathLike[str], text: str, subject: str) -> None:
         raise ConfigError(f"{subject} needs a file that can be written; got {path}: {error}") from None
 
 
-def read_text(path: str | os.PathLike[str], subject: str, form: str = "file") -> str:
+def read_text(path: str | os.PathLike[str], subject: str, form: str = "file", *, most: int = LARGEST_FILE) -> str:
     """Return the text of a file.
 
     Args:
         subject: What the file is for, as "the DeepSpeed configuration".
         form: What the file must be, for the message.
+        most: The most bytes that it may have.
 
     Raises:
-        ConfigError: The file cannot be read, is larger than `LARGEST_FILE`, or is not UTF-8.
+        ConfigError: The file cannot be read, is larger than `most`, or is not UTF-8.
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE + 1)
+            data = file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{subject} must be a readable {form}; {path}: {reason}") from None
-    if len(data) > LARGEST_FILE:
-        raise ConfigError(f"{subject} must have at most {LARGEST_FILE} bytes; {path} has more")
+    if len(data) > most:
+        raise ConfigError(f"{subject} must have at most {most} bytes; {path} has more")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..config.settings import SequenceParallelConfig
-from ..errors import ConfigError, as_seqpar_error
+from ..errors import ConfigError
 from ..files import write_text
 from ..parallel import SequenceParallel
 from ..planner.machine import machine_of
 from ..runtime import groups
 from ..runtime.agreement import assert_ranks_agree
-from ..runtime.devices import host_memory, set_device
+from ..runtime.devices import host_memory
 from .calibration import Calibration, zero_costs
+from .launched import file_error, launched
 
 
 def run(args: argparse.Namespace) -> None:
@@ -29,44 +26,13 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: If no launcher started the ranks; on all ranks, if the first one cannot write the file.
     """
-    _check_launcher()
-    accelerator = set_device()
-    try:
-        dist.init_process_group("gloo" if accelerator is None else None)
-    except (RuntimeError, ValueError) as error:
-        raise as_seqpar_error("ranks could not meet to calibrate", error) from None
-    try:
-        first = dist.get_rank() == 0
-        assert_ranks_agree(
-            groups.control_world(), "files", None, error=_file_error(args.output) if first else None, call="calibrate"
-        )
+    with launched("calibrate") as is_first:
+        error = file_error("--output", args.output) if is_first else None
+        assert_ranks_agree(groups.control_world(), "files", None, error=error, call="calibrate")
         content = calibrate()
-        if first:
+        if is_first:
             write_text(args.output, json.dumps(content, indent=1) + "\n", "--output")
             print(f"{table(content)}\n\nwrote {args.output}: python -m ds_seqpar plan --machine {args.output}")
-    finally:
-        dist.destroy_process_group()
-
-
-def _check_launcher() -> None:
-    start = "start it with `deepspeed --module ds_seqpar calibrate` or torchrun -m"
-    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise ConfigError(f"calibrate runs on the ranks that are to train; {', '.join(missing)} is not set, {start}")
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not (value := os.environ[name]).isdecimal() or len(value) > 9:
-            raise ConfigError(f"calibrate needs a whole number in {name}; got {value!r:.60}, {start}")
-    if not (rank := int(os.environ["RANK"])) < (world := int(os.environ["WORLD_SIZE"])):
-        raise ConfigError(f"calibrate needs a RANK below WORLD_SIZE; got {rank} and {world}, {start}")
-    if world == 1:
-        raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
-
-
-def _file_error(file: str) -> ConfigError | None:
-    # checked before measuring, which takes up to a minute
-    folder = Path(file).parent
-    if os.path.isdir(file) or not os.access(folder, os.W_OK | os.X_OK):
-        return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
-    return None
 
 
 def calibrate() -> dict[str, Any]:

@@ -5,12 +5,14 @@
 `python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
 `python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
 `deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
+`torchrun -m ds_seqpar perplexity` evaluates a model on one text that is longer than fits a rank.
 `python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -18,7 +20,7 @@ import sys
 from ..cpu_launch import op_lock
 from ..errors import ConfigError, SeqParError
 from ..files import LARGEST, shown
-from . import memory, plan, schema, show, trace
+from . import memory, options, plan, schema, show, trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,19 +37,30 @@ def main(argv: list[str] | None = None) -> int:
         "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
     )
     calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
+    perplexity = commands.add_parser(
+        "perplexity", help="of a model on one text that is longer than fits: torchrun -m ds_seqpar perplexity"
+    )
+    perplexity.add_argument("--model", required=True, metavar="FOLDER", help="a model with its tokenizer")
+    perplexity.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, the same on all ranks")
+    perplexity.add_argument("--chunk", metavar="N", help="tokens that a forward takes; default: 1,024 a rank")
+    perplexity.add_argument("--out", metavar="FILE", help="also draw the loss by position, as .svg or .png")
+    perplexity.add_argument("--json", action="store_true", help="print JSON; losses in nats, sizes in bytes")
+    options.add_settings(perplexity)
     trace.add_parser(commands)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate,
-            "schema": schema.run, "trace": trace.run}  # fmt: skip
+    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _run_later,
+            "perplexity": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)
         runs[args.command](args)
         sys.stdout.flush()
     except SeqParError as error:
-        print(f"ds-seqpar: {error}", file=sys.stderr)
+        printer = getattr(error, "printer", None)  # of an error that ranks have agreed on: one rank prints it
+        if printer is None or not printer.key or printer.rank == int(os.environ.get("RANK", "0")):
+            print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` closed the pipe; the interpreter flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,10 +76,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{option} must be a whole number of at most 64 bits; got {shown(number)}")
 
 
-def _calibrate(args: argparse.Namespace) -> None:
-    from . import calibrate  # imports torch, which the other commands do not need
-
-    calibrate.run(args)
+def _run_later(args: argparse.Namespace) -> None:
+    """Run a command whose module imports torch, which the others do not need."""
+    importlib.import_module(f".{args.command}", __package__).run(args)
 
 
 def _prepare(args: argparse.Namespace) -> None:

@@ -40,16 +40,21 @@ def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> No
     parser.add_argument("--ranks", metavar="P", help="ranks of the job; or say --nodes")
     parser.add_argument("--nodes", metavar="N", help="nodes of the job, all of whose ranks take part")
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
-    )  # fmt: skip
+    add_settings(parser)
     parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what generating from it takes")
     parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
     parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
     parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
     parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `content_of` reads."""
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

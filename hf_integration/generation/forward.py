@@ -71,8 +71,8 @@ class CachedForward:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row that are computed: those of the longest one, and at least one for each rank."""
-        return self.columns if self.places is None else max(self.kept.sp.size, *self.new)
+        """Tokens of a row that are computed: those of the longest one, and so many that each rank has some."""
+        return self.columns if self.places is None else max(self.kept.sp.multiple, *self.new)
 
     def held_columns(self) -> Tensor:
         """Return the columns of this rank's tokens, counted from the first ever: (rows or 1, local tokens)."""
@@ -281,11 +281,12 @@ def cached_forward(
     if real is not None:
         new = tuple(real.sum(1).tolist())
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
-    elif 1 < columns < sp.size:
+    elif 1 < columns < sp.multiple:
         places = torch.arange(columns).expand(rows, columns)
     if places is not None and "labels" in inputs:
         raise InputError(
-            f"{SERVES}, with padding or with fewer tokens than ranks, takes no labels; got labels, leave them out"
+            f"{SERVES}, with padding or with fewer than {sp.multiple} tokens, takes no labels; got labels, leave them "
+            "out"
         )
     positions = inputs.pop("position_ids", None)
     if positions is None:

@@ -256,8 +256,8 @@ def _begin_head(
             context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
         inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
     set_current(context)
-    if compiled and (context.spec is not None or context.cached is not None):
-        return {**inputs, KEYWORD: context}
+    if (compiled and context.spec is not None) or (context.cached is not None and patch.facts.keywords):
+        return {**inputs, KEYWORD: context}  # the base model may be compiled, and then finds none else
     return inputs if context.spec is not None else None
 
 

@@ -1,0 +1,60 @@
+"""The ranks that a launcher started for a command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import ConfigError, as_seqpar_error
+from ..runtime.devices import set_device
+
+
+@contextlib.contextmanager
+def launched(command: str, alone: bool = False) -> Iterator[bool]:
+    """Context manager in which torch.distributed is up; its value says whether this is the first rank.
+
+    Args:
+        command: The command's name.
+        alone: Whether one process that no launcher started will do.
+
+    Raises:
+        ConfigError: No launcher started the ranks.
+        SeqParError: The ranks did not meet.
+    """
+    alone &= not {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    if not alone:
+        _check_launcher(command)
+    backend = "gloo" if set_device() is None else None
+    try:
+        if alone:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:
+        raise as_seqpar_error(f"ranks could not meet for {command}", error) from None
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_launcher(command: str) -> None:
+    start = f"start it with `deepspeed --module ds_seqpar {command}` or torchrun -m"
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(f"{command} runs on ranks that a launcher starts; {', '.join(missing)} is not set, {start}")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ[name]).isdecimal() or len(value) > 9:
+            raise ConfigError(f"{command} needs a whole number in {name}; got {value!r:.60}, {start}")
+    if not (rank := int(os.environ["RANK"])) < (world := int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(f"{command} needs a RANK below WORLD_SIZE; got {rank} and {world}, {start}")
+
+
+def file_error(option: str, file: str) -> ConfigError | None:
+    """Return why an option's file cannot be written, before work that takes long; None where it can."""
+    if os.path.isdir(file) or not os.access(Path(file).parent, os.W_OK | os.X_OK):
+        return ConfigError(f"{option} must be a file in a folder that can be written to; got {file!r}")
+    return None
