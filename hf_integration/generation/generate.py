@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.integrations import is_fsdp_managed_module
 
@@ -120,7 +121,8 @@ def _agreed(
         fields = _compared(given, config)
     except Exception as reason:  # the other ranks wait for this one
         error = as_seqpar_error("reading the arguments of generate failed", reason)
-    if fetches := bool(parameters) or is_fsdp_managed_module(model):
+    is_fsdp = is_fsdp_managed_module(model) or any(isinstance(x, FSDPModule) for x in model.modules())
+    if fetches := bool(parameters) or is_fsdp:
         number = int(not parameters or not zero.fits(parameters, sp.device))
         number = assert_ranks_agree(
             sp.control_world, NAME, fields, error=error, number=number, peers=sp.groups.control,

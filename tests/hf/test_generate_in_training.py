@@ -4,16 +4,19 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 
 import ds_seqpar
+from hf_integration import patch_attention
 from hf_integration.compat import is_missing
 from hf_integration.generation import generate, zero
+from tests.dist.ranks import lacking, make, refusal
 from tests.hf import llama as helpers
 from tests.hf import trainers
 from tests.hf.llama import MODES, ragged, settings, small
+from tests.launch import on_each_of, on_trainer_ranks
 from tests.launch import on_engine_ranks as on_ranks
-from tests.launch import on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 CASE = MODES["r2"]
@@ -86,6 +89,21 @@ def test_training_goes_on_as_if_nothing_had_been_generated(ranks, stage, how):
         assert losses == plain
         assert same == [True] * (4 if "steps" in how else 20)
         assert (max(missing) > 0) == (stage == "3")
+
+
+@pytest.mark.whole
+@on_each_of(4)
+def test_groups_under_fsdp_generate_in_step():
+    """Each group its own prompt, of as many tokens as no other, in as many forwards."""
+    sp, model, plain = make(**CASE), small().eval(), small().eval()
+    patch_attention(model, sp)
+    generate.MOST = 4
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    ids, how = prompt_of(sp.data_rank)
+    assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+    refused = refusal(model.generate, ids[:, : 2 + 99 * sp.data_rank], **how)
+    assert lacking(refused, "DisagreementError" if sp.data_rank else "InputError", "3 forwards", "got 2 tokens") == []
 
 
 class Samples(TrainerCallback):
