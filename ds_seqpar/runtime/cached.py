@@ -57,8 +57,7 @@ def decode(
     local = readable({"q": q, "k": k, "v": v})
     call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
     call.work = _Decode(kernel, scores.scale, **local)
-    call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
-    call.work.softcap = scores.softcap
+    call.work.counts, call.work.softcap = counts or [(0, k.shape[1])] * rows, scores.softcap
     out, lse = Walk(bound, call, runtime.comm).run()
     out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
     if options.sinks is not None:
