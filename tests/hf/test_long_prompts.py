@@ -1,11 +1,16 @@
 """Prompts on several ranks: cached forwards and `generate` of every family are those of the plain model on one."""
 
+import copy
 import itertools
 
 import pytest
+import torch
 
-from tests.grids import cover
-from tests.hf.generation import FAMILIES, SECTIONS, Case, compared, has_windows
+from hf_integration import patch_attention
+from tests import oracle
+from tests.dist.ranks import make
+from tests.grids import cover, each_then_rest
+from tests.hf.generation import FAMILIES, SECTIONS, Case, build, compared, has_windows, prompts, whole
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -93,3 +98,95 @@ def test_tokens_after_a_long_prompt(world):
         if at % 2 == (world == 4)
     ]
     assert_exact(world, cases)
+
+
+def reordered(cache):
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    return [2, 0, 0]
+
+
+def selected(cache):
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    return [2, 1]
+
+
+def repeated(cache):
+    cache.batch_repeat_interleave(2)
+    return [0, 0, 1, 1, 2, 2]
+
+
+def copied(cache):
+    """A copy's use leaves the cache alone."""
+    copy.deepcopy(cache).reorder_cache(torch.tensor([1, 1, 1]))
+    return [0, 1, 2]
+
+
+def other_rows(model, lengths, change):
+    """Logits of a turn and of two steps after a cache's rows have changed."""
+    case = Case(family="", lengths=lengths, turns=(1, 5, 1, 1))
+    ids, mask = prompts(case)
+    begin, end = case.prompt, case.prompt + 1
+    cache = model(ids[:, :begin], attention_mask=mask[:, :begin], use_cache=True).past_key_values
+    model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+    rows, logits = change(cache), []
+    for count in case.turns[1:]:
+        begin, end = end, end + count
+        given = {"input_ids": ids[rows, begin:end], "attention_mask": mask[rows, :end]}
+        logits.append(whole(model(**given, past_key_values=cache, use_cache=True).logits))
+    return torch.cat(logits, 1)
+
+
+def padded_between(model):
+    """Logits of two turns of rows that are padded on their left in both."""
+    ids, mask = prompts(Case(family="", lengths=(20, 14, 9), turns=(14, 1)))
+    mask[1, 20:31], mask[2, 20:23] = 0, 0
+    cache, logits = None, []
+    for begin, end in ((0, 20), (20, 34), (34, 35)):
+        output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(whole(output.logits))
+    return torch.cat(logits, 1) * mask[..., None]
+
+
+def last_states(model):
+    """The last hidden states of the base model."""
+    ids, _ = prompts(Case(family="", lengths=(33,)))
+    first = model.base_model(ids[:, :30], use_cache=True)
+    second = model.base_model(ids[:, 30:], past_key_values=first.past_key_values)
+    return torch.cat([whole(first.last_hidden_state), whole(second.last_hidden_state)], 1)
+
+
+def last_logits(model):
+    """The last logits of rows of which some have padding there."""
+    ids, mask = prompts(Case(family="", lengths=(3, 33)))
+    mask[1, 31:] = 0
+    return whole(model(ids, attention_mask=mask, use_cache=True, logits_to_keep=4).logits) * mask[:, -4:, None]
+
+
+USES = {
+    **{
+        f"{change.__name__} rows of {lengths}": (other_rows, lengths, change)
+        for change in (reordered, selected, repeated, copied)
+        for lengths in ((20, 20, 20), (20, 3, 11))
+    },
+    "the base model": (last_states,),
+    "logits_to_keep": (last_logits,),
+}
+
+
+@torch.no_grad()
+def used(families):
+    """On a rank: {(family, use): the error}."""
+    sp, found = make(size=2, ulysses=1, prove="never"), {}
+    for family in families:
+        plain, shared = build(family), patch_attention(build(family), sp)
+        uses = USES if has_windows(family) else {**USES, "padding between tokens": (padded_between,)}
+        for name, (use, *args) in uses.items():
+            found[family, name] = oracle.error(use(shared, *args), use(plain, *args))
+    return found
+
+
+@pytest.mark.parametrize("family", each_then_rest(["gemma2"], ["llama", "opt"]))
+def test_uses_of_a_cache(family):
+    for found in on_ranks(2, used, [family]):
+        assert {use: error for use, error in found.items() if not error < FORWARDS} == {}
