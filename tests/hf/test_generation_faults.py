@@ -10,6 +10,7 @@ from transformers import DynamicCache, LogitsProcessor, StaticCache
 
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from tests.dist.ranks import SECONDS, differ, everywhere, is_one_sentence, lacking, make, only_one, refusal
+from tests.grids import each_then_rest
 from tests.hf.generation import build
 from tests.launch import on_engine_ranks, on_ranks
 from tests.words import missing
@@ -234,15 +235,18 @@ def without_memory():
     raise torch.OutOfMemoryError("no memory")
 
 
-@pytest.mark.parametrize("end", [ended, without_memory])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_rank_that_ends_or_has_no_memory_ends_the_others(call, end):
-    outcomes = on_ranks(3, interrupted, call, end, timeout=SECONDS, check=False)
+ENDS = {"step": ended, "prompt": without_memory, "step, memory": without_memory, "prompt, killed": ended}
+
+
+@pytest.mark.parametrize("case", each_then_rest([*ENDS][:2], [*ENDS][2:]))
+def test_a_rank_that_ends_or_has_no_memory_ends_the_others(case):
+    place = case.partition(",")[0]
+    outcomes = on_ranks(3, interrupted, CALLS[place], ENDS[case], timeout=SECONDS, check=False)
     kind, message, _ = outcomes.pop(GONE)
     assert (kind, message) in [("Died", "exit code 1"), ("OutOfMemoryError", "no memory")]
     for kind, message, _ in outcomes:
-        sentence, *place = message.splitlines()
+        sentence, *program = message.splitlines()
         assert kind == "CommunicationError"
         assert missing(sentence, "another rank ended or gave up") == []
         assert is_one_sentence(sentence)
-        assert place == [] if call == CALLS["prompt"] else missing(message, "decode forward", "-> step") == []
+        assert program == [] if place == "prompt" else missing(message, "decode forward", "-> step") == []

@@ -9,7 +9,7 @@ import torch
 from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make
-from tests.grids import cover, each_then_rest
+from tests.grids import cover, few_then_rest
 from tests.hf.generation import FAMILIES, SECTIONS, Case, build, compared, has_windows, prompts, whole
 from tests.launch import on_engine_ranks as on_ranks
 
@@ -50,22 +50,21 @@ def tokens(world):
     return found
 
 
-TURNED = [
-    Case(family=family, section="u2", window=20, lengths=lengths, turns=(5, 2, 37), new=16, sample=sample)
-    for family, lengths, sample in (("llama", (3, 11), False), ("gemma2", (9,), True), ("gpt_oss", (30, 8), True))
-]
+# once each: positions by the mask, sinks with windows, chunks, other sizes of values, another layer's keys
+FEW = ("opt", "gpt_oss", "llama4_text", "deepseek_v3", "gemma4_text")
+REST = tuple(family for family in FAMILIES if family not in FEW)
 
 
-def test_families_on_two_ranks():
-    cases = [
-        Case(family=family, section=section, window=5, lengths=(13, 4), turns=(6, 1))
-        for family, section in zip(FAMILIES, itertools.cycle(SECTIONS[2]), strict=False)
-    ]
-    assert_exact(2, cases)
+@pytest.mark.parametrize("families", few_then_rest(FEW, REST))
+def test_families_on_two_ranks(families):
+    sections, shape = itertools.cycle(SECTIONS[2]), {"window": 5, "lengths": (13, 4), "turns": (6, 1)}
+    assert_exact(2, [Case(family=family, section=next(sections), **shape) for family in families])
 
 
-def test_conversations():
-    assert_exact(2, TURNED)
+@pytest.mark.parametrize("cases", few_then_rest([("gpt_oss", (30, 8))], [("llama", (3, 11)), ("gemma2", (9,))]))
+def test_conversations(cases):
+    turns = {"turns": (5, 2, 37), "new": 16, "window": 20}
+    assert_exact(2, [Case(family=family, section="u2", lengths=x, sample=True, **turns) for family, x in cases])
 
 
 @pytest.mark.whole
@@ -163,30 +162,41 @@ def last_logits(model):
     return whole(model(ids, attention_mask=mask, use_cache=True, logits_to_keep=4).logits) * mask[:, -4:, None]
 
 
+RAGGED, EQUAL = (20, 3, 11), (20, 20, 20)
 USES = {
     **{
         f"{change.__name__} rows of {lengths}": (other_rows, lengths, change)
+        for lengths in (RAGGED, EQUAL)
         for change in (reordered, selected, repeated, copied)
-        for lengths in ((20, 20, 20), (20, 3, 11))
     },
     "the base model": (last_states,),
     "logits_to_keep": (last_logits,),
+    "padding between tokens": (padded_between,),
 }
+OFTEN = [("gemma2", use) for use, (function, *args) in USES.items() if RAGGED in args or function is last_logits]
+SELDOM = [
+    (family, use)
+    for family in ("gemma2", "llama", "opt")
+    for use in USES
+    if (family, use) not in OFTEN and (use != "padding between tokens" or not has_windows(family))
+]
 
 
 @torch.no_grad()
-def used(families):
+def used(uses):
     """On a rank: {(family, use): the error}."""
-    sp, found = make(size=2, ulysses=1, prove="never"), {}
-    for family in families:
-        plain, shared = build(family), patch_attention(build(family), sp)
-        uses = USES if has_windows(family) else {**USES, "padding between tokens": (padded_between,)}
-        for name, (use, *args) in uses.items():
-            found[family, name] = oracle.error(use(shared, *args), use(plain, *args))
+    sp, found, twins = make(size=2, ulysses=1, prove="never"), {}, {}
+    for family, name in uses:
+        if family not in twins:
+            twins[family] = build(family), patch_attention(build(family), sp)
+        function, *args = USES[name]
+        expected, logits = (function(model, *args) for model in twins[family])
+        found[family, name] = oracle.error(logits, expected)
     return found
 
 
-@pytest.mark.parametrize("family", each_then_rest(["gemma2"], ["llama", "opt"]))
-def test_uses_of_a_cache(family):
-    for found in on_ranks(2, used, [family]):
+@pytest.mark.parametrize("uses", few_then_rest(OFTEN, SELDOM))
+def test_uses_of_a_cache(uses):
+    for found in on_ranks(2, used, uses):
+        assert found.keys() == {*uses}
         assert {use: error for use, error in found.items() if not error < FORWARDS} == {}
