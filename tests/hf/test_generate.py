@@ -97,6 +97,7 @@ CASES = {
     "a processor": lambda: {"logits_processor": LogitsProcessorList([Even()]), **NEW},
     "a criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Enough()]), **NEW},
     "in chunks": lambda: {"prefill_chunk_size": 4, "attention_mask": MASK, **NEW},
+    "guidance": lambda: {"guidance_scale": 1.5, "negative_prompt_ids": IDS[:, 3:], **NEW},
     "beams": lambda: {"num_beams": 3, "num_return_sequences": 2, "attention_mask": MASK, **NEW},
     "sampled beams": lambda: {"num_beams": 2, **SAMPLE},
     "a config": lambda: {"generation_config": GenerationConfig(top_k=5, **SAMPLE)},
@@ -105,22 +106,30 @@ CASES = {
 }
 
 
-@on_each_of(2, keep="deepspeed")
-def test_all_ways_to_choose_tokens():
+QUICK = ("greedy", "top-p, padded", "the end in some rows", "a criterion", "beams", "a limit of time as a criterion")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "names"),
+    [
+        (2, "r2", QUICK),
+        pytest.param(2, "u2", [*CASES], marks=pytest.mark.whole),
+        pytest.param(4, "u2r2", [*CASES], marks=pytest.mark.whole),
+    ],
+)
+@on_each_of("ranks", keep="deepspeed")
+def test_all_ways_to_choose_tokens(ranks, case, names):
     """Where ranks have other random numbers, all draw those of the sequence's first rank."""
-    sp, model, plain = twins("r2")
-    for name, arguments in CASES.items():
-        torch.manual_seed(5)
-        expected, after = plain.generate(IDS, **arguments()), torch.get_rng_state()
-        torch.manual_seed(5 + sp.rank)
-        before = torch.get_rng_state()
-        assert torch.equal(model.generate(IDS, **arguments()), expected), name
-        assert torch.equal(torch.get_rng_state(), before if sp.rank else after), name
-        torch.manual_seed(5)
-        assert torch.equal(model.generate(inputs=IDS, **arguments()), expected), name
-        assert torch.equal(torch.get_rng_state(), after), name
+    sp, model, plain = twins(case)
+    for seeds, names_of in ((0, names[:2]), (1, names)):  # the same on all ranks, and others
+        for name in names_of:
+            torch.manual_seed(5)
+            expected, after = plain.generate(IDS, **CASES[name]()), torch.get_rng_state()
+            torch.manual_seed(5 + seeds * sp.rank)
+            before = torch.get_rng_state()
+            assert torch.equal(model.generate(inputs=IDS, **CASES[name]()), expected), name
+            assert torch.equal(torch.get_rng_state(), before if seeds and sp.rank else after), name
     assert expected.shape[1] == 12  # after one token the time is over
-    assert len({tuple(row) for row in plain.generate(IDS, **NEW)[:, 11:].tolist()}) == 2
 
 
 def near(a, b):
