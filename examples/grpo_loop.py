@@ -68,8 +68,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        mean_kl = kl.mean().item()  # on all ranks, each of which has a part of it
         if dist.get_rank() == 0:
-            print(f"step {step}: reward {reward.mean():.4f} loss {loss.item():.5f} kl {kl.mean().item():.6f}")
+            print(f"step {step}: reward {reward.mean():.4f} loss {loss.item():.5f} kl {mean_kl:.6f}")
     dist.destroy_process_group()
 
 
