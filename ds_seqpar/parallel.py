@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import auto, renamed
-from .compiler.sharding.masks import Mask
+from .compiler.sharding.masks import FULL, Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
@@ -183,9 +183,7 @@ class SequenceParallel(Sharding):
             >>> whole = sp.gather(out, 1)
         """
         q, k, v = _autocast(q, k, v)
-        followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        backward = torch.is_grad_enabled() and followed
-        mask = input_checks.mask_of(causal, mask)
+        backward, mask = _is_differentiated(q, k, v, sinks), input_checks.mask_of(causal, mask)
         options = AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
         call = admit(self.runtime, q, k, v, options)
         out, lse = _attend(call)
@@ -206,63 +204,66 @@ class SequenceParallel(Sharding):
         return out if lse is None else (out, lse)
 
     def cache_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Mask,
-        shards: UnevenShards,
-        scale: float | None = None,
-        softcap: float | None = None,
-        agreed: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, shards: UnevenShards, scale: float | None = None,
+        softcap: float | None = None, agreed: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute attention of each rank's new tokens to the keys that all ranks have kept of earlier ones.
 
-        No gradients. Collective over the ranks that share the sequence.
+        Queries go to the kept keys, or these to the queries, whichever takes fewer bytes. To see the new keys too,
+        merge the result with that of `attention` among the new tokens, by their log-sum-exps. No gradients. Collective
+        over the ranks that share the sequence.
 
         Args:
             q: Queries of this rank's new tokens (batch, new tokens, heads, head_dim).
             k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim).
-            v: Their values.
+            v: Their values (batch, kept tokens, kv_heads, v_dim).
             mask: Which keys a query sees, by position.
-            shards: The new tokens (q) and the kept ones (kv) of each of the `size` SP ranks.
-            agreed: Whether the ranks have agreed on the inputs already.
+            shards: The new tokens (q, from `q_start` on) and the kept ones (kv) of each of the `size` SP ranks.
+            scale: As for `attention`.
+            softcap: As for `attention`.
+            agreed: Whether the ranks have agreed on the inputs already. Then nothing is checked.
 
         Returns:
-            The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads).
+            The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads), as
+            `attention` returns them.
+
+        Raises:
+            InputError, ConfigError, KernelError, DisagreementError: As `attention`; also for inputs that require
+                gradients.
         """
         q, k, v = _autocast(q, k, v)
-        return cached.attend(self.runtime, q, k, v, mask, shards, scale, softcap, agreed)
+        options = AttentionOptions(mask, shards, scale, _is_differentiated(q, k, v), True, softcap)
+        return cached.attend(self.runtime, q, k, v, options, agreed)
 
     def decode_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        counts: Sequence[tuple[int, int]] | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        agreed: bool = False,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, counts: Sequence[tuple[int, int]] | None = None,
+        scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None, agreed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Compute attention of one new token a row, which all ranks have, to the keys that all ranks have kept.
 
         No gradients. Collective over the ranks that share the sequence.
 
         Args:
             q: Queries (batch, 1, heads, head_dim), the same on all ranks.
-            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim).
-            v: Their values.
+            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim), the new token's on one rank.
+                Ranks may have kept different numbers of tokens, and none.
+            v: Their values (batch, kept tokens, kv_heads, v_dim).
             counts: For each row (first, end): its keys are k[row, first:end]; None: all.
-            agreed: Whether the ranks have agreed on the inputs already.
+            scale: As for `attention`.
+            softcap: As for `attention`.
+            sinks: As for `attention`.
+            agreed: Whether the ranks have agreed on the inputs already. Then nothing is checked.
 
         Returns:
             The output (batch, 1, heads, v_dim), the same bits on all ranks.
+
+        Raises:
+            InputError, ConfigError, KernelError, DisagreementError: As `attention`; also for inputs that require
+                gradients.
         """
         q, k, v = _autocast(q, k, v)
-        return cached.decode(self.runtime, q, k, v, counts, scale, softcap, sinks, agreed)
+        options = AttentionOptions(FULL, None, scale, _is_differentiated(q, k, v, sinks), False, softcap, sinks)
+        return cached.decode(self.runtime, q, k, v, counts, options, agreed)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.
@@ -404,6 +405,10 @@ class SequenceParallel(Sharding):
 
 def _attend(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     return custom_ops.attention(call) if custom_ops.runs_as_op() else attention.attention(call)
+
+
+def _is_differentiated(*inputs: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def _this_device() -> tuple[torch.device, ConfigError | None]:

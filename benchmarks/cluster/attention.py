@@ -67,7 +67,7 @@ def arguments(
     tables.add(parser, step=("training", "prefill", *CACHED), kept=8192)
     tables.add(parser, seq=1024, heads=16, kv_heads=16, head_dim=64, dtype=(*TOLERANCE,), causal=True, rounds=5)
     args = on_ranks.checked(parser, given)
-    if args.kept % args.world:
+    if args.step in CACHED and args.kept % args.world:
         parser.error(f"--kept must be a multiple of the ranks, {args.world}")
     return args
 

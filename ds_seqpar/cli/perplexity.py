@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> None:
             if sp.data_size > 1:
                 raise ConfigError(f"perplexity needs all ranks for its text; got size {sp.size}, leave it out")
             model.to(sp.device)
-            began, losses, cache_bytes = time.perf_counter(), [], 0
+            began, losses = time.perf_counter(), []
             with tqdm(desc="perplexity", total=len(ids) - 1, unit=" tokens", disable=not is_first) as bar:
-                for chunk_losses, size in texts.token_losses(model, ids, chunk or CHUNK * sp.size):
+                for chunk_losses, cache_bytes in texts.token_losses(model, ids, chunk or CHUNK * sp.size):
                     losses.append(chunk_losses)
-                    cache_bytes = max(cache_bytes, size)
+                    bar.set_postfix_str(f"cache {cache_bytes / 2**20:,.2f} MiB a rank", refresh=False)
                     bar.update(len(chunk_losses))
             caches = [size for _, size in all_gather_objects(control, ("caches", cache_bytes))]
             if is_first:
@@ -82,27 +82,25 @@ def _report(args: argparse.Namespace, losses: Tensor, seconds: float, caches: li
         seconds: That they took.
         caches: The bytes of each rank's cache.
     """
-    loss = float(losses.mean())
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    ends, by_position = 1, []
+    loss, end, stretches = float(losses.mean()), 1, []
     for stretch in losses.tensor_split(min(STRETCHES, len(losses))):
-        by_position.append((ends, ends + len(stretch) - 1, float(stretch.mean())))  # positions in the text, from 0
-        ends += len(stretch)
+        stretches.append((end, end + len(stretch) - 1, float(stretch.mean())))  # positions in the text, from 0
+        end += len(stretch)
+    perplexity, rate = math.exp(loss) if loss < 700 else math.inf, len(losses) / seconds
     if args.json:
-        rates = {"tokens_per_second": len(losses) / seconds, "cache_bytes": caches}
-        print(json.dumps({"perplexity": perplexity, "loss": loss, "tokens": len(losses), "seconds": seconds, **rates,
-                          "by_position": by_position}, indent=1))  # fmt: skip
+        found: dict[str, Any] = {"perplexity": perplexity, "loss": loss, "tokens": len(losses), "seconds": seconds}
+        found |= {"tokens_per_second": rate, "cache_bytes": caches, "by_position": stretches}
+        print(json.dumps(found, indent=1))
     else:
+        ranks, cache = f"{len(caches)} rank{'s' * (len(caches) > 1)}", max(caches) / 2**20
         print(f"perplexity {perplexity:.6g}: mean loss {loss:.6f} of {len(losses):,} tokens")
-        ranks = f"{len(caches)} rank{'s' if len(caches) > 1 else ''}"
-        print(f"{len(losses) / seconds:,.1f} tokens/s on {ranks}, cache at most {max(caches) / 2**20:,.2f} MiB a rank")
-        most = max(max(mean for *_, mean in by_position), 1e-9)
-        print(f"\n{'positions':>21}  loss")
-        for first, last, mean in by_position:
-            print(f"{first:>10,}-{last:<10,} {mean:8.4f} {'#' * round(WIDTH * mean / most)}")
+        print(f"{rate:,.1f} tokens/s on {ranks}, cache at most {cache:,.2f} MiB a rank\n\n{'positions':>21}  loss")
+        longest = max(mean for *_, mean in stretches) or 1.0
+        for first, last, mean in stretches:
+            print(f"{first:>10,}-{last:<10,} {mean:8.4f} {'#' * round(WIDTH * mean / longest)}")
     if args.out is not None:
         figure = new_figure(8, 4)
         axes = figure.add_subplot()
-        axes.stairs([mean for *_, mean in by_position], [*(first for first, *_ in by_position), ends], baseline=None)
+        axes.stairs([mean for *_, mean in stretches], [*(first for first, *_ in stretches), end], baseline=None)
         axes.set(xlabel="position in the text, in tokens", ylabel="loss", title=f"perplexity {perplexity:.6g}")
         save(figure, args.out)

@@ -36,7 +36,7 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
 """
 
-DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduce-scatters, @ gathers)
+DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduces, @ gathers)
 """
 
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
     legend = LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1)
     if args.decode:
         recipe, shards, mask = decode.recipe(args.size), decode.shards(args.size, args.heads[0]), FULL
-        shape = local = decode.shape_of_results(1, 128, shape.accum_dtype, shape.comm_dtype)
+        shape = local = shape_of(config.comm_dtype, "float32", 1, (1, 1, 128))
         directions, legend = ("forward",), DECODE_LEGEND
     for index, direction in enumerate(directions):
         block_mask = block_mask_of(mask, shards)

@@ -80,14 +80,12 @@ def shards(size: int, heads: int) -> UnevenShards:
 
 
 @functools.lru_cache(maxsize=64)
-def bound_decode(
-    size: int, rank: int, rows: int, heads: int, v_dim: int, accum_dtype: str, comm_dtype: str
-) -> BoundProgram:
-    """Return the program of a decode step on one rank, for results (rows, heads, v_dim)."""
-    shape, compiler = shape_of_results(rows, v_dim, accum_dtype, comm_dtype), Compiler(recipe(size), rank)
+def bound_decode(size: int, rank: int, heads: int, shape: Shape) -> BoundProgram:
+    """Return the program of a decode step on one rank, for results (rows, heads, 1, head_dim).
+
+    Args:
+        heads: The query heads.
+        shape: That of one of them, with the values' head_dim, in the dtype of sums.
+    """
+    compiler = Compiler(recipe(size), rank)
     return compiler.bound_call("forward", FULL, shards(size, heads), shape, UlyssesGroup(1, 0), PLAIN_KERNEL)
-
-
-def shape_of_results(rows: int, v_dim: int, accum_dtype: str, comm_dtype: str) -> Shape:
-    """Return the shape of what ranks exchange, in which a head is a token."""
-    return Shape(batch=rows, q_heads=1, kv_heads=1, head_dim=v_dim, dtype=accum_dtype, comm_dtype=comm_dtype)

@@ -8,23 +8,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.compile import BoundProgram
 from ..compiler.decode import bound_decode
+from ..compiler.program.shape import shape_of
 from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.sharding.heads import check_heads
-from ..compiler.sharding.masks import FULL, Mask
-from ..compiler.sharding.shards import UnevenShards
 from ..compiler.tiles.tiles import Tile
-from ..config.settings import Rotate
-from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
+from ..errors import InputError, SeqParError, as_seqpar_error
 from . import attention, input_checks
 from .buffers import Tensors, sum_dtype
 from .call_io import ForwardCall
-from .input_checks import AttentionOptions, admit, describe
+from .groups import check_thread
+from .input_checks import AttentionOptions, admit, check_kept, check_no_gradients, describe
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .kernels.accumulate import Accumulator, merge_sinks_
 from .kernels.reference import attend as attend_densely
-from .runtime import Runtime
+from .runtime import Runtime, readable
 from .walk import Walk
 from .work import Forward
 
@@ -32,95 +30,77 @@ Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys amon
 
 
 def attend(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: UnevenShards, scale: float | None,
-    softcap: float | None, agreed: bool, moving_side: Rotate = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `SequenceParallel.cache_attention`.
-
-    Args:
-        moving_side: "q" sends queries to the kept keys, "kv" keys to the queries, "auto" what takes fewer bytes.
-    """
-    backward = requires_grad(q, k, v)
-    if agreed and backward:
-        raise input_checks.no_gradients()
-    options = AttentionOptions(mask, shards, scale, backward, True, softcap)
-    call = admit(runtime.one_ring(moving_side), q, k, v, options, agreed)
-    out, lse = attention.attention(call)
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, agreed: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute `SequenceParallel.cache_attention`."""
+    if agreed:
+        check_kept(options)
+    out, lse = attention.attention(admit(runtime.one_ring, q, k, v, options, agreed))
     assert lse is not None
     return out, lse
 
 
 def decode(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, scale: float | None,
-    softcap: float | None, sinks: Tensor | None, agreed: bool,
-) -> Tensor:  # fmt: skip
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions, agreed: bool
+) -> Tensor:
     """Compute `SequenceParallel.decode_attention`."""
-    ring = runtime.one_ring()
-    if not agreed:
-        _agree(ring, q, k, v, counts, scale, softcap, sinks)
-    elif requires_grad(q, k, v):
-        raise input_checks.no_gradients()
+    runtime = runtime.one_ring
+    if agreed:
+        check_no_gradients(options.backward)
+    else:
+        _agree(runtime, q, k, v, counts, options)
     rows, _, heads, dim = q.shape
-    scores = Scores(dim**-0.5 if scale is None else float(scale), float(softcap or 0.0))
-    counts = [(0, k.shape[1])] * rows if counts is None else counts
-    accum_dtype, v_dim = str(sum_dtype(q.dtype)).removeprefix("torch."), v.shape[3]
-    comm_dtype = accum_dtype if ring.config.comm_dtype == "fp32" else "bfloat16"
-    bound = bound_decode(ring.size, ring.rank, rows, heads, v_dim, accum_dtype, comm_dtype)
-    call = _DecodeCall(bound, _kernel(ring, q, k, scores), scores, {"q": q, "k": k, "v": v}, counts)
-    out, lse = Walk(bound, call, ring.comm).run()
-    out, lse = out.view(rows, 1, heads, v_dim), lse.view(rows, 1, heads)
-    if sinks is not None:
-        merge_sinks_(out, lse, sinks)
+    scores = Scores(dim**-0.5 if options.scale is None else float(options.scale), float(options.softcap or 0.0))
+    shape = shape_of(
+        runtime.config.comm_dtype, str(sum_dtype(q.dtype)).removeprefix("torch."), rows, (1, 1, v.shape[3])
+    )
+    bound, kernel = bound_decode(runtime.size, runtime.rank, heads, shape), _kernel(runtime, q, k, scores.softcap)
+    local = readable({"q": q, "k": k, "v": v})
+    call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
+    call.work = _Decode(kernel, scores.scale, **local)
+    call.work.counts, call.work.softcap = counts or [(0, k.shape[1])] * rows, scores.softcap
+    out, lse = Walk(bound, call, runtime.comm).run()
+    out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
+    if options.sinks is not None:
+        merge_sinks_(out, lse, options.sinks)
     return out
 
 
-def requires_grad(*tensors: object) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
-def _kernel(ring: Runtime, q: Tensor, k: Tensor, scores: Scores) -> Kernel:
+def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
     """Return the kernel for a tile whose rows are the query heads that read the same key/value head."""
-    heads = k.shape[2]
-    spec = BlockSpec(q.device.type, q.dtype, heads, heads, q.shape[3], scores.softcap)
-    return select(ring.config.kernel, spec, (), is_deterministic())
+    spec = BlockSpec(q.device.type, q.dtype, k.shape[2], k.shape[2], q.shape[3], softcap)
+    return select(runtime.config.kernel, spec, (), is_deterministic())
 
 
-def _agree(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, scale: float | None,
-    softcap: float | None, sinks: Tensor | None,
-) -> None:  # fmt: skip
+def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
     """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
+    check_thread()
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:
-        if requires_grad(q, k, v):
-            raise input_checks.no_gradients()
-        input_checks.check_arguments(q, k, v, FULL, scale, lengths_differ=True)
-        input_checks.check_softcap(softcap)
-        input_checks.check_sinks(sinks, q)
+        check_no_gradients(options.backward)
+        input_checks.check_arguments(q, k, v, options.mask, options.scale, lengths_differ=True)
+        input_checks.check_softcap(options.softcap)
+        input_checks.check_sinks(options.sinks, q)
         check_heads(1, q.shape[2], k.shape[2], size=1)
         _check_rows(q, k, counts)
-        _kernel(ring, q, k, Scores(1.0, softcap or 0.0))
+        _kernel(runtime, q, k, options.softcap or 0.0)
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
-        fields |= {"scale": scale, "softcap": softcap, "sinks": describe(sinks)}
+        fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
     except Exception as reason:  # a rank that raised alone would leave its peers waiting
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
-    ring.journal.note("decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None))
+    runtime.journal.note(
+        "decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None)
+    )
 
 
 def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
     if q.shape[1] != 1:
         raise InputError(f"a decode step needs one new token a row; got {q.shape[1]}, cache_attention takes several")
-    if counts is None:
-        return
-    numbers = [[whole_number(x) for x in pair] for pair in counts]
-    fits = all(
-        len(pair) == 2 and None not in pair and 0 <= pair[0] <= pair[1] <= k.shape[1]  # type: ignore[operator]
-        for pair in numbers
-    )
-    if len(numbers) != q.shape[0] or not fits:
+    ranges = [(0, 0)] * len(q) if counts is None else counts
+    if len(ranges) != len(q) or not all(0 <= first <= end <= k.shape[1] for first, end in ranges):
         raise InputError(
-            f"a decode step needs counts (first, end) for each of {q.shape[0]} rows, within {k.shape[1]} kept keys; "
+            f"a decode step needs counts (first, end) for each of {len(q)} rows, within {k.shape[1]} kept keys; "
             f"got {counts!r:.80}"
         )
 
@@ -128,22 +108,17 @@ def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
 class _DecodeCall(ForwardCall):
     """A decode step: a `ForwardCall` whose tokens are query heads. Its results are out (B, Hq, 1, Dv) and lse."""
 
-    def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], counts: Counts
-    ) -> None:
-        super().__init__(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
-        self.scores, self.counts = scores, counts
+    work: _Decode
 
     def enter(self, head_chunk: int) -> _Decode:
-        return _Decode(self.kernel, self.scores, self.counts, *self.local.values())
+        return self.work
 
 
 class _Decode(Forward):
     """The product of a decode step: q (B, 1, Hq, D) with the keys (B, n, Hkv, D) that this rank has kept."""
 
-    def __init__(self, kernel: Kernel, scores: Scores, counts: Counts, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(kernel, scores.scale, q, k, v)
-        self.scores, self.counts = scores, counts
+    counts: Counts
+    softcap: float
 
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
@@ -162,8 +137,8 @@ class _Decode(Forward):
             lse = q.new_full((batch, heads, 1), -torch.inf, dtype=sum_dtype(q.dtype))
             return q.new_zeros(batch, heads, 1, v.shape[3]), lse
         if v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
-            out, lse = attend_densely(q, k, v, False, self.scale, self.scores.softcap)
+            out, lse = attend_densely(q, k, v, False, self.scale, self.softcap)
             return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
-        tile = q.view(batch, k.shape[2], -1, dim).transpose(1, 2)
+        tile = q.reshape(batch, k.shape[2], -1, dim).transpose(1, 2)
         out, lse = self.kernel.forward(tile, k, v, False, self.scale)
         return out.transpose(1, 2).reshape(batch, heads, 1, dim), lse.transpose(1, 2).reshape(batch, heads, 1)

@@ -241,21 +241,20 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
 
 def check_kept(options: AttentionOptions) -> None:
     """Raise InputError for options that attention to kept keys does not take."""
-    if options.backward:
-        raise no_gradients()
+    check_no_gradients(options.backward)
     if not isinstance(options.shards, UnevenShards):
+        got = type(options.shards).__name__
         raise InputError(
-            "attention to kept keys needs shards that are UnevenShards, of the new tokens and of the kept ones; got "
-            f"{type(options.shards).__name__}"
+            f"attention to kept keys needs shards that are UnevenShards, of new tokens and kept; got {got}"
         )
 
 
-def no_gradients() -> InputError:
-    """Return the error of attention to a cache where tensors require gradients."""
-    return InputError(
-        "attention to kept keys and values has no backward; got tensors that require gradients, call it under "
-        "torch.no_grad()"
-    )
+def check_no_gradients(backward: bool) -> None:
+    """Raise InputError where kept keys are attended to with gradients."""
+    if backward:
+        raise InputError(
+            "attention to kept keys has no backward; got tensors that require gradients, call it under torch.no_grad()"
+        )
 
 
 def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:

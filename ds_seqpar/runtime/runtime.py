@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,13 +14,12 @@ from torch import Tensor
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
-from ..compiler.schedules.ring import RING
 from ..compiler.sharding.handles import handle_of
 from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
-from ..config.settings import Rotate, SequenceParallelConfig
+from ..config.settings import SequenceParallelConfig
 from ..errors import DisagreementError
 from .agreement import Compared
 from .backward import Calls
@@ -59,7 +59,6 @@ class Runtime:
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
-        rings: What `one_ring` has returned, by its argument.
         differentiable: Whether there is a backward.
     """
 
@@ -82,28 +81,24 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-        self.rings: dict[str, Runtime] = {}
 
-    def one_ring(self, moving_side: Rotate = "auto") -> Runtime:
-        """Return the runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward
-        only. It shares the journal and the calls.
+    @functools.cached_property
+    def one_ring(self) -> Runtime:
+        """The runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward only.
 
-        Args:
-            moving_side: The side that moves: "kv", "q", or "auto" for the one of fewer bytes.
+        It shares the journal and the calls.
         """
-        if moving_side not in self.rings:
-            ring = self.rings[moving_side] = copy.copy(self)
-            size, ring.differentiable = self.size * self.ulysses.size, False
-            ring.config = dataclasses.replace(
-                self.config, size=size, ulysses=1, schedule=RING.name, schedule_options=(), layout="contiguous",
-                rank_order="auto", rotate_forward=moving_side, overlap=False, head_chunks=1,
-            )  # fmt: skip
-            ring.topology, ring.rank = ring.config.topology(size), self.ulysses.rank + self.ulysses.size * self.rank
-            ring.ulysses, ring.size = UlyssesGroup(1, 0), size
-            ring.comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
-            ring.compiler = Compiler(ring.config.recipe(ring.topology), ring.rank, ring.comm.early)
-            ring.admitted, ring.last_bound, ring.rings, ring.handle = {}, {}, {}, handle_of(ring)
-        return self.rings[moving_side]
+        other, size = copy.copy(self), self.size * self.ulysses.size
+        other.config = dataclasses.replace(
+            self.config, size=size, ulysses=1, schedule="auto", schedule_options=(), layout="contiguous",
+            rank_order="auto", rotate_forward="auto", overlap=False, head_chunks=1,
+        )  # fmt: skip
+        other.topology, other.rank = other.config.topology(size), self.ulysses.rank + self.ulysses.size * self.rank
+        other.ulysses, other.size, other.differentiable = UlyssesGroup(1, 0), size, False
+        other.comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
+        other.compiler = Compiler(other.config.recipe(other.topology), other.rank, other.comm.early)
+        other.admitted, other.last_bound, other.handle = {}, {}, handle_of(other)
+        return other
 
     def admit(self, key: tuple, compared: Compared) -> None:
         """Keep what ranks compare of inputs that were checked, for those of the latest keys."""
@@ -219,7 +214,7 @@ class Runtime:
         mask, shards, scores, head_chunks, saves, lse = settings
         options = head_chunks, SavedForBackward.QKV_AND_OUT, lse
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options)
-        local = _readable({"q": q, "k": k, "v": v})
+        local = readable({"q": q, "k": k, "v": v})
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse)
         return Walk(bound, call, self.comm)
 
@@ -231,10 +226,10 @@ class Runtime:
         mask, shards, scores, head_chunks, saves, _ = settings
         options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         bound, kernel = self.bound("backward", local["do"], kv_heads, mask, shards, scores.softcap, *options)
-        call = BackwardCall(bound, kernel, scores, _readable(local), sinks, common, saved)
+        call = BackwardCall(bound, kernel, scores, readable(local), sinks, common, saved)
         return Walk(bound, call, self.comm)
 
 
-def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with a stride of 1 in head_dim, as kernels read them."""
     return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

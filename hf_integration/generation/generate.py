@@ -137,10 +137,10 @@ def _agreed(
 def _misuse(given: Mapping[str, Any], config: Any) -> str:
     """Return "NEEDED; got GIVEN" for an argument with which ranks cannot share a generation; "" where there is none."""
     mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
-    tokens = next((given[name] for name in TOKENS if given.get(name) is not None), None)
+    rows = next((len(given[name]) for name in TOKENS if given.get(name) is not None), None)
     others = [
         name for name, x in given.items()
-        if isinstance(x, Tensor) and isinstance(tokens, Tensor) and x.dim() and x.shape[0] != tokens.shape[0]
+        if isinstance(x, Tensor) and name not in TOKENS and (x.dim() > 2 or (x.dim() and rows not in (None, len(x))))
     ]  # fmt: skip
     search, own_cache = "greedy search, sampling or beam search", "the DynamicCache that it makes itself"
     wrong = {
@@ -153,7 +153,6 @@ def _misuse(given: Mapping[str, Any], config: Any) -> str:
         (own_cache, f"a {type(cache).__name__}"): cache is not None and type(cache) is not DynamicCache,
         (own_cache, "one with offloading"): getattr(cache, "offloading", False),
         ("no attention weights", "output_attentions"): config.output_attentions,
-        ("prompts alone", f"guidance_scale={config.guidance_scale}"): config.guidance_scale not in (None, 1),
         ("prompts of text alone", ", ".join(others)): others,
     }
     return next((f"{needed}; got {got}" for (needed, got), is_wrong in wrong.items() if is_wrong), "")
@@ -225,32 +224,40 @@ def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> No
 
 
 def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int | None:
-    """Return how many tokens of each row of the prompt one forward computes; None for all.
-
-    Where ranks of other sequences fetch parameters in the same forwards, they need as many of them.
-    """
-    chunk, length, error = config.prefill_chunk_size, 0, None
+    """Return how many tokens of each row of the prompt one forward computes; None for all."""
+    chunk, length = config.prefill_chunk_size, 0
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
-    if ids is not None and config.use_cache is not False:
+    if ids is not None and given.get("inputs_embeds") is None and config.use_cache is not False:
         rows = ids.shape[0] * max(config.num_beams or 1, config.num_return_sequences or 1)
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         kept = 0 if cache is None or (mask is not None and mask.shape[1] > ids.shape[1]) else cache.get_seq_length()
         length = ids.shape[1] - kept
         if chunk is None and rows * length > MOST * sp.size:
             chunk = max(1, MOST * sp.size // rows)
-    if given.get("synced_gpus"):
-        forwards = -(-length // chunk) if chunk else 1
-        most = assert_ranks_agree(sp.control_world, "forwards of a prompt", None, number=forwards, call=CALL)
-        if forwards < most:
-            chunk = -(-length // most)
-            if not length or -(-length // chunk) != most:
+    return _in_step(sp, length, chunk) if given.get("synced_gpus") else chunk
+
+
+def _in_step(sp: SequenceParallel, length: int, chunk: int | None) -> int | None:
+    """Return a chunk with which the prompts of all groups of ranks need the same number of forwards.
+
+    In these they fetch parameters from one another. It is the least number that all of their lengths can be cut into.
+    """
+    count, most, error = -(-length // chunk) if chunk else 1, 0, None
+    while True:
+        agreed = assert_ranks_agree(
+            sp.control_world, "forwards of a prompt", None, error=error, number=count, call=CALL
+        )  # fmt: skip
+        if agreed == most:
+            return chunk
+        if count < (most := agreed):
+            if (longest := -(-length // (most - 1)) - 1) < 1:
                 error = InputError(
-                    f"generate in step with other groups of ranks needs a prompt that {most} forwards can share, as "
-                    f"theirs; got {length} tokens, pad the prompts of all groups to one length"
+                    f"generate, with parameters that groups of ranks fetch from one another, needs prompts that {most} "
+                    f"forwards can share; got {max(length, 1)} tokens in one group, give all groups longer prompts"
                 )
-        if most > 1:
-            assert_ranks_agree(sp.control_world, "forwards of a prompt", None, error=error, call=CALL)
-    return chunk
+            else:
+                count = -(-length // longest)
+                chunk = -(-length // count)
 
 
 @contextlib.contextmanager
@@ -278,11 +285,11 @@ def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
     own = [x.get_rng_state() for x in generators]
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))
     _, first = states[sp.groups.sp_order.index(0)]
-    differing = [(x, state) for x, state, other in zip(generators, own, first, strict=True) if not state.equal(other)]
-    for x, state in zip(generators, first, strict=True):
-        x.set_rng_state(state)
+    others = [(*x, state) for *x, state in zip(generators, own, first, strict=True) if not x[1].equal(state)]
+    for generator, _, state in others:
+        generator.set_rng_state(state)
     try:
         yield
     finally:
-        for x, state in differing:
-            x.set_rng_state(state)
+        for generator, state, _ in others:
+            generator.set_rng_state(state)

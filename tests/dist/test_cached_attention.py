@@ -1,17 +1,23 @@
 """Attention to a cache of which each rank holds a part equals dense attention: decode steps, and new tokens."""
 
+import dataclasses
+import re
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_seqpar.compiler import decode
-from ds_seqpar.compiler.compile import block_mask_of
+from ds_seqpar.compiler.compile import Compiler, block_mask_of
+from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.runtime import cached
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
-from tests.launch import on_each_of
+from tests.launch import on_each_of, on_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 MLA = (24, 16)  # head_dim of q and k, and of v
@@ -79,7 +85,7 @@ def check_bytes(sp):
     """They are the plan's, within the bound, and the same however much is kept."""
     heads, dim, rows = 3 * sp.size, 8, 2
     block_mask = block_mask_of(FULL, decode.shards(sp.size, heads))
-    shape = decode.shape_of_results(rows, dim, "float32", "float32")
+    shape = shape_of("fp32", "float32", rows, (1, 1, dim))
     plan = decode.recipe(sp.size).plan("forward", block_mask, shape)
     found = []
     for kept in (1, 40):
@@ -114,10 +120,11 @@ def attended(sp, new, kept, heads, dims=(8, 8), mask=CAUSAL, dtype=torch.float64
     q, k, v = whole(2, new, kept, heads, dims, dtype, seed)
     shards = UnevenShards(cut(kept, new, sp.size, seed), cut(0, kept, sp.size, seed + 1), q_start=kept)
     here, held = positions(shards.q[sp.rank], kept), positions(shards.kv[sp.rank])
-    scores = {"scale": options.get("scale"), "softcap": options.get("softcap")}
-    agreed = options.pop("agreed", True)
-    local = q[:, here], k[:, held], v[:, held]
-    found = cached.attend(sp.runtime, *local, mask, shards, **scores, agreed=agreed, moving_side=side)
+    scores = {"scale": options.get("scale"), "softcap": options.get("softcap"), "agreed": options.pop("agreed", True)}
+    ring = sp.runtime.one_ring
+    ring.compiler = Compiler(dataclasses.replace(ring.compiler.recipe, forward=side), ring.rank)
+    ring.last_bound.clear()
+    found = sp.cache_attention(q[:, here], k[:, held], v[:, held], mask=mask, shards=shards, **scores)
     seen = oracle.seen(mask, range(kept, kept + new), range(kept))
     return *found, oracle.attention(q.double(), k.double(), v.double(), causal=seen, **options)[:, here]
 
@@ -140,6 +147,8 @@ def check_new_tokens(sp):
     check_attend(sp, 2, 9, (3, 1), MLA, seed=3, agreed=False, softcap=2.0)
     check_attend(sp, 9, 14, (4, 4), mask=Mask(window=6), seed=5, scale=0.6)
     check_attend(sp, 9, 14, (4, 2), mask=Mask(documents=(0, 5, 10, 20)), dtype=torch.float32, seed=7)
+    check_attend(sp, 3, 1, (2, 2), dtype=torch.float32)  # most ranks have kept nothing
+    check_attend(sp, 1, 0, (2, 2), dtype=torch.float32)
 
 
 def check_what_moves(sp):
@@ -172,7 +181,8 @@ RANKS = (1, 1), (2, 1), (3, 3), (4, 2), pytest.param(8, 2, marks=pytest.mark.who
 @pytest.mark.parametrize(("size", "ulysses"), RANKS)
 @on_each_of("size")
 def test_every_rank_gets_dense_attention(size, ulysses):
-    with make(size=size, ulysses=ulysses, heads=(6, 3) if ulysses == 3 else (4, 2)) as sp:
+    order = "ring_intra" if ulysses < size else "auto"  # then SP ranks are not in the order of the job's
+    with make(size=size, ulysses=ulysses, heads=(6, 3) if ulysses == 3 else (4, 2), rank_order=order) as sp:
         check_decode_steps(sp)
         check_new_tokens(sp)
         check_bytes(sp)
@@ -240,3 +250,23 @@ REFUSED = {
 def test_wrong_inputs_are_told_to_all_ranks():
     with make(ulysses=1) as sp:
         assert_all_refused(REFUSED, sp)
+
+
+# ---- the page
+
+
+def as_script(path):
+    dist.destroy_process_group()  # it makes its own
+    return runpy.run_path(str(path), run_name="__main__")["out"]
+
+
+def test_the_script_of_the_page_runs(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "other_models.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(# decode.py: torchrun --nproc-per-node 4 .*?)```", page, re.S)
+    (tmp_path / "decode.py").write_text(script, encoding="utf-8")
+    outs = on_ranks(4, as_script, tmp_path / "decode.py", keep=None)
+    torch.manual_seed(0)
+    tokens = [[torch.randn(1, count, heads, 64) for heads in (8, 2, 2)] for count in (512, 1, 1, 1, 1, 1, 1)]
+    _, k, v = (torch.cat(x, 1).double() for x in zip(*tokens, strict=True))
+    assert error(outs[0], oracle.attention(tokens[-1][0].double(), k, v, causal=False)) < 1e-5
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -8,24 +8,12 @@ the receiver's own sends. So receives may be posted at the start of an earlier s
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from ..schedules.actions import (
-    ACCUMULATORS,
-    OPERANDS,
-    Compute,
-    Gather,
-    Move,
-    ReduceScatter,
-    Step,
-    Steps,
-    Unit,
-    keys_at_home,
-)
-from ..sharding.layout import Key
+from ..schedules.actions import ACCUMULATORS, OPERANDS, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
+from ..sharding.layout import Key, keys_at_home
 from . import instructions as op
 from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
@@ -47,9 +35,7 @@ def lower(
             sent.
         shares_queries: see `schedules.base.Schedule`.
     """
-    home = functools.partial(
-        keys_at_home, rank=rank, size=size, blocks_per_rank=blocks_per_rank, shares_queries=shares_queries
-    )
+    home = {kind: keys_at_home(kind, rank, size, blocks_per_rank, shares_queries) for kind in UNIT_KINDS}
     lowering = _Lowering(direction, rank, size * blocks_per_rank, comm_in_accum_dtype, home)
     for index, step in enumerate(steps):
         for due in range(index + ahead if index else 0, min(index + ahead + 1, len(steps))) if ahead else ():
@@ -70,7 +56,7 @@ class _Lowering:
     """Collects the instructions of one rank, step by step, with a separate buffer for every unit."""
 
     def __init__(
-        self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, home: Callable[[str], list[Key]]
+        self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, home: Mapping[str, list[Key]]
     ) -> None:
         self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
         self.blocks, self.home = blocks, home
@@ -78,7 +64,7 @@ class _Lowering:
         self.buffers: list[Slot] = []
         self.tickets = itertools.count()
         self.operands: dict[Unit, int] = {
-            (kind, key): local_slot(n) for kind in OPERANDS for n, key in enumerate(home(kind))
+            (kind, key): local_slot(n) for kind in OPERANDS for n, key in enumerate(home[kind])
         }
         self.messages: dict[Unit, int] = {}  # local operand -> the buffer that it is sent from
         self.results: dict[Unit, int] = {}  # accumulator -> its buffer
@@ -144,7 +130,7 @@ class _Lowering:
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
-        local = [(kind, key) for kind in ACCUMULATORS[self.direction] for key in self.home(kind)]
+        local = [(kind, key) for kind in ACCUMULATORS[self.direction] for key in self.home[kind]]
         # results to which nothing is added need slots too: those of an empty block, or of keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code

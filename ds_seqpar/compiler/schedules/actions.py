@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from ..sharding.layout import Key, owned
+from ..sharding.layout import Key
 
 Unit = tuple[str, Key]
 OPERANDS = ("q", "kv")
@@ -147,13 +147,6 @@ Steps = tuple[Step, ...]
 def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
     """Return the moves that a rank takes part in, each once, in one order on all ranks."""
     return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
-
-
-def keys_at_home(kind: str, rank: int, size: int, blocks_per_rank: int, shares_queries: bool) -> list[Key]:
-    """Return the keys of the units of a kind that a rank has at the start, or of results at the end."""
-    if shares_queries and kind in ("q", "out"):
-        return [tuple(range(size * blocks_per_rank))]
-    return [(block,) for block in owned(rank, blocks_per_rank)]
 
 
 def name_of(key: Key) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from ...errors import PlanError
-from ..sharding.layout import Key
-from .actions import ACCUMULATORS, OPERANDS, Action, Gather, Move, Step, Unit, keys_at_home, name_of, unit_name
+from ..sharding.layout import Key, keys_at_home
+from .actions import ACCUMULATORS, OPERANDS, Action, Collective, Gather, Move, Step, Unit, name_of, unit_name
 from .plan import Plan
 
 Products = set[tuple[int, int]]  # (q block, kv block)
@@ -109,24 +109,13 @@ class _Validator:
     def gather(self, rank: int, step: Step) -> None:
         for gather in step.gathers:
             if gather.kind in self.kinds:
-                self.gather_results(rank, gather)
+                self.collect(rank, gather)
                 continue
             for member in gather.ranks:
                 self.check_present(
                     self.operands[member], (gather.kind, gather.key_of(member)), member, f"{gather} needs"
                 )
             self.arrive(rank, gather.unit, gather)
-
-    def gather_results(self, rank: int, gather: Gather) -> None:
-        if rank != gather.ranks[0]:
-            return
-        products: Products = set()
-        for member in gather.ranks:
-            unit = gather.kind, gather.key_of(member)
-            self.check_present(self.results[member], unit, member, f"{gather} needs")
-            products |= self.results[member].pop(unit)
-        for member in gather.ranks:
-            self.results[member][gather.unit] |= products
 
     def arrive(self, rank: int, unit: Unit, action: Action) -> None:
         """Add an operand that an action brings."""
@@ -169,14 +158,22 @@ class _Validator:
                 self.merging[self.step + move.within].append((move, self.results[rank].pop(move.unit)))
 
     def reduce(self, rank: int, step: Step) -> None:
-        for reduce in (reduce for reduce in step.reduces if rank == reduce.ranks[0]):
-            products: Products = set()
-            for member in reduce.ranks:
-                self.check_present(self.results[member], reduce.unit, member, f"{reduce} needs")
-                products |= self.results[member].pop(reduce.unit)
-            for member in reduce.ranks:
-                key = reduce.key_of(member)
-                self.results[member][reduce.kind, key] |= {p for p in products if p[reduce.kind == "dkv"] in key}
+        for reduce in step.reduces:
+            self.collect(rank, reduce)
+
+    def collect(self, rank: int, collective: Collective) -> None:
+        """Merge or gather the results of a collective's members, once."""
+        if rank != collective.ranks[0]:
+            return
+        kind, blocks, gathers = collective.kind, collective.blocks, isinstance(collective, Gather)
+        products: Products = set()
+        for member in collective.ranks:
+            unit = kind, collective.key_of(member) if gathers else blocks
+            self.check_present(self.results[member], unit, member, f"{collective} needs")
+            products |= self.results[member].pop(unit)
+        for member in collective.ranks:
+            key = blocks if gathers else collective.key_of(member)
+            self.results[member][kind, key] |= {p for p in products if p[kind == "dkv"] in key}
 
     def check_results(self) -> None:
         """Fail unless every needed product is done and is in the results on its owners, and nowhere else."""

@@ -1,0 +1,223 @@
+"""What `generate` cannot share is refused on all ranks, before anything is sent; and a rank may generate alone."""
+
+import contextlib
+import copy
+import functools
+import io
+import os
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+    TemperatureLogitsWarper,
+)
+
+from ds_seqpar.errors import InputError
+from ds_seqpar.runtime import waits
+from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration.generation import generate
+from tests.dist.ranks import WRONG, differ, everywhere, lacking, make, only_one, refusal
+from tests.hf.llama import MODES, small
+from tests.launch import on_each_of, on_ranks
+from tests.words import missing
+
+IDS = torch.arange(24).view(2, 12)
+NEW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def on_wrong(rank, right, wrong):
+    return wrong if rank == WRONG else right
+
+
+def asks(**given):
+    return lambda model, rank: model.generate(IDS, **NEW, **given)
+
+
+ALONE = "whole_sequences(model)"
+# what is called, with a model and a rank -> what the ranks are told
+TABLE = {
+    "other prompts": (lambda model, rank: model.generate(IDS + rank), differ("other prompts", "input_ids", ALONE)),
+    "longer prompts": (
+        lambda model, rank: model.generate(inputs=IDS[:, rank:], **NEW), differ("other prompts", "input_ids", ALONE)
+    ),
+    "other masks": (
+        lambda model, rank: model.generate(IDS, attention_mask=(rank < IDS).long(), **NEW), differ("attention_mask")
+    ),
+    "other settings": (lambda model, rank: model.generate(IDS, max_new_tokens=2 + rank), differ("max_new_tokens 3")),
+    "a setting of the model's": (
+        lambda model, rank: warm(model, rank).generate(IDS, **NEW), differ("repetition_penalty 2.0")
+    ),
+    "other processors": (
+        lambda model, rank: model.generate(
+            IDS, logits_processor=LogitsProcessorList([TemperatureLogitsWarper(1.5 + rank)]), **NEW
+        ),
+        differ("logits_processor [0] temperature 2.5"),
+    ),
+    "a forward on some ranks": (
+        lambda model, rank: on_wrong(rank, model.generate, model)(IDS), differ("calls", "arguments of generate")
+    ),
+    "no config on some ranks": (
+        lambda model, rank: model.generate(IDS, generation_config=on_wrong(rank, None, 5)), only_one("AttributeError")
+    ),
+    "a tuple for a cache on some ranks": (
+        lambda model, rank: model.generate(IDS, past_key_values=on_wrong(rank, None, (1,))),
+        only_one("DynamicCache", "a tuple", kind="ConfigError"),
+    ),
+    "assistants": (asks(assistant_model=small()), everywhere("an assistant_model", ALONE, kind="ConfigError")),
+    "lookup": (asks(prompt_lookup_num_tokens=2), everywhere("assisted generation", ALONE, kind="ConfigError")),
+    "contrastive": (asks(penalty_alpha=0.6, top_k=4), everywhere("contrastive search", ALONE, kind="ConfigError")),
+    "functions": (asks(custom_generate=print), everywhere("custom_generate", ALONE, kind="ConfigError")),
+    "static": (asks(cache_implementation="static"), everywhere("'static'", ALONE, kind="ConfigError")),
+    "quantised": (asks(cache_implementation="quantized"), everywhere("'quantized'", ALONE, kind="ConfigError")),
+    "paged": (asks(cache_implementation="paged"), everywhere("'paged'", ALONE, kind="ConfigError")),
+    "a static one": (
+        asks(past_key_values=StaticCache(small().config, 32)), everywhere("a StaticCache", ALONE, kind="ConfigError")
+    ),
+    "an offloaded one": (
+        asks(past_key_values=DynamicCache(offloading=True)), everywhere("with offloading", ALONE, kind="ConfigError")
+    ),
+    "weights": (asks(output_attentions=True), everywhere("output_attentions", ALONE, kind="ConfigError")),
+    "pictures": (asks(pixel_values=torch.ones(2, 3, 4, 4)), everywhere("pixel_values", ALONE, kind="ConfigError")),
+    "batches that go on": (
+        lambda model, rank: model.generate_batch([[1, 2]]), everywhere("continuous batching", ALONE, kind="ConfigError")
+    ),
+}  # fmt: skip
+
+
+def warm(model, rank):
+    """A copy, which on one rank prefers new tokens."""
+    model = copy.deepcopy(model)
+    model.generation_config.repetition_penalty = 1.0 + (rank == WRONG)
+    return model
+
+
+@on_each_of(2)
+def test_what_ranks_cannot_share_is_refused_on_all_of_them():
+    sp = make(**MODES["r2"])
+    model, expected, wrong = patch_attention(small().eval(), sp), small().eval().generate(IDS, **NEW), {}
+    for name, (call, told) in TABLE.items():
+        sp.comm.received.clear()
+        refused = refusal(call, model, sp.rank)
+        if lacking(refused, *told.get(sp.rank, told.get("others"))) or sum(sp.comm.received.values()):
+            wrong[name] = refused
+    assert torch.equal(model.generate(IDS, **NEW), expected)
+    assert wrong == {}, wrong
+
+
+@on_each_of(2, keep=None)
+def test_a_rank_that_generates_alone_says_what_it_waits_for():
+    waits.PATIENCE = 0.4
+    sp = make(**MODES["r2"])
+    model = patch_attention(small().eval(), sp)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        if sp.rank:
+            time.sleep(1.5)
+        model.generate(IDS, **NEW)
+    if not sp.rank:
+        assert missing(said.getvalue(), "has waited 0.4 s in generate", "whole_sequences(model)", "for rank 1") == []
+
+
+class Ends(LogitsProcessor):
+    """On one rank it calls a function, in the second step."""
+
+    def __init__(self, rank, function):
+        self.rank, self.function, self.steps = rank, function, 0
+
+    def __call__(self, input_ids, scores):
+        self.steps += 1
+        if self.steps == 2 and dist.get_rank() == self.rank:
+            self.function()
+        return scores
+
+
+def gone(model, function):
+    """What this rank is told where another one ends a generation in this way."""
+    given = {"logits_processor": LogitsProcessorList([Ends(WRONG, function)]), **NEW}
+    return refusal(model.generate, IDS, **given)
+
+
+def stop():
+    raise InputError("no more")
+
+
+@on_each_of(2)
+def test_a_rank_that_stops_in_the_middle_is_told_of_when_it_goes_on():
+    sp = make(**MODES["r2"])
+    model = patch_attention(small().eval(), sp)
+    told = gone(model, stop)
+    if sp.rank == WRONG:
+        assert told == ("InputError", "no more")
+        told = refusal(model.generate, IDS, **NEW)
+    assert lacking(told, "DisagreementError", "calls", f"rank {WRONG}: arguments of generate", "decode step") == []
+    assert torch.equal(model.generate(IDS, **NEW), small().eval().generate(IDS, **NEW))
+
+
+def left_by_another():
+    return gone(patch_attention(small().eval(), make(**MODES["r2"])), functools.partial(os._exit, 0))
+
+
+def test_a_rank_that_is_gone_in_the_middle_is_named():
+    told, (kind, *_) = on_ranks(2, left_by_another, timeout=60, check=False)
+    assert lacking(told, "CommunicationError", "a forward of a model", f"rank {WRONG} did not take part") == []
+    assert kind == "Died"
+
+
+@on_each_of(2)
+def test_a_model_generates_alone_where_it_should_and_is_given_back():
+    sp, model, plain = make(**MODES["r2"]), small().eval(), small().eval()
+    before, own = sorted(vars(model)), IDS + sp.rank
+    patch_attention(model, sp)
+    patch_attention(model, sp)
+    copied = copy.deepcopy(model)
+    assert copied.generate.__self__ is copied
+    for x in (model, copied):
+        sp.comm.received.clear()
+        with whole_sequences(x):
+            assert torch.equal(x.generate(own, **NEW), plain.generate(own, **NEW))
+        assert not sum(sp.comm.received.values())
+        assert torch.equal(x.generate(IDS, **NEW), plain.generate(IDS, **NEW))
+        assert sum(sp.comm.received.values())
+        assert lacking(refusal(x.generate, own), "DisagreementError", "other prompts") == []
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        if not sp.rank:  # which alone has written
+            assert torch.equal(type(model).from_pretrained(folder).generate(own, **NEW), plain.generate(own, **NEW))
+    for x in (model, copied):
+        unpatch_attention(x)
+        assert sorted(vars(x)) == before
+        assert torch.equal(x.generate(own, **NEW), plain.generate(own, **NEW))
+    model.generate = lambda ids, **kwargs: "own"
+    assert patch_attention(model, sp).generate(IDS) == "own"
+    assert unpatch_attention(model).generate(IDS) == "own"
+
+
+CHUNKS = {
+    "two rows": ({}, [4, 4, 4]),
+    "four rows": ({"num_return_sequences": 2, "do_sample": True}, [2] * 6),
+    "the user's": ({"prefill_chunk_size": 7}, [7, 5]),
+    "a config": ({"generation_config": GenerationConfig(max_new_tokens=1)}, [4, 4, 4]),
+    "no cache": ({"use_cache": False}, [12]),
+}
+
+
+@on_each_of(2)
+def test_long_prompts_are_computed_in_chunks():
+    """Of so many tokens as each rank computes at a time, in all rows together; unless the user says how many."""
+    sp, generate.MOST, lengths = make(**MODES["r2"]), 4, []
+    model, plain = small().eval(), small().eval()
+    model.register_forward_pre_hook(lambda _, args, x: lengths.append(x["input_ids"].shape[1]), with_kwargs=True)
+    patch_attention(model, sp)
+    for name, (given, expected) in CHUNKS.items():
+        lengths.clear()
+        torch.manual_seed(1)
+        found = model.generate(IDS, max_new_tokens=1, **given)
+        torch.manual_seed(1)
+        assert torch.equal(found, plain.generate(IDS, max_new_tokens=1, **given)), name
+        assert lengths == expected, name
