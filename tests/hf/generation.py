@@ -47,7 +47,7 @@ SECTIONS = {
         "distflash": {"ulysses": 1, "schedule": "distflash"},
         "2d": {"ulysses": 1, "schedule": "attention2d", "rows": 2, "cols": 1, "overlap": True},
     },
-    3: {"triangle": {"ulysses": 1, "schedule": "triangle"}, "zigzag": {"ulysses": 1, "rotate_forward": "q"}},
+    3: {"triangle": {"ulysses": 1, "schedule": "triangle"}},
     4: {
         "zigzag": {"ulysses": 1},
         "contiguous": {"ulysses": 1, "layout": "contiguous", "overlap": True},

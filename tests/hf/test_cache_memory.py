@@ -60,9 +60,9 @@ def test_a_rank_keeps_its_part():
 
 # Ulysses degrees below, equal to and above the number of key/value heads
 @pytest.mark.whole
-@pytest.mark.parametrize(("section", "new"), [("zigzag", 10), ("u2r2", 1000), ("u4", 10)])
-def test_a_rank_keeps_its_part_after_a_thousand_tokens(section, new):
-    assert_in_parts(4, SECTIONS[4][section], 1030, new)
+@pytest.mark.parametrize(("world", "section", "new"), [(2, "zigzag", 1000), (4, "u2r2", 10), (4, "u4", 10)])
+def test_a_rank_keeps_its_part_after_many_tokens(world, section, new):
+    assert_in_parts(world, SECTIONS[world][section], 1030, new)
 
 
 def left(section):
