@@ -204,17 +204,9 @@ class SequenceParallel(Sharding):
         return out if lse is None else (out, lse)
 
     def cache_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Mask,
-        shards: UnevenShards,
-        scale: float | None = None,
-        softcap: float | None = None,
-        agreed: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, shards: UnevenShards, scale: float | None = None,
+        softcap: float | None = None, agreed: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute attention of each rank's new tokens to the keys that all ranks have kept of earlier ones.
 
         Queries go to the kept keys, or these to the queries, whichever takes fewer bytes. To see the new keys too,
@@ -244,17 +236,9 @@ class SequenceParallel(Sharding):
         return cached.attend(self.runtime, q, k, v, options, agreed)
 
     def decode_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        counts: Sequence[tuple[int, int]] | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        agreed: bool = False,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, counts: Sequence[tuple[int, int]] | None = None,
+        scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None, agreed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Compute attention of one new token a row, which all ranks have, to the keys that all ranks have kept.
 
         No gradients. Collective over the ranks that share the sequence.

@@ -2,9 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/grpo_loop.py --size 2
 
-Each rank samples completions by itself (`generate` is local), with the seed of its group: ranks that share sequences
-sample the same ones. The model then takes whole completions and returns whole log-probabilities, from which any loss
-can be computed.
+Ranks that share sequences sample completions together, with the seed of their group. The model then takes whole
+completions and returns whole log-probabilities, from which any loss can be computed.
 """
 
 from __future__ import annotations

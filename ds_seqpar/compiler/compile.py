@@ -197,6 +197,7 @@ class BoundProgram:
         dtype = shape.accum_dtype if role == "accum" else None  # None: results are in comm_dtype
         return shape.fields(self.program.direction, kind, dtype)
 
+    @_kept
     def slot_bytes(self, slot: int) -> int:
         """Return the bytes of a slot: those of its largest unit, whose blocks are stored one after the other."""
         kind, role, keys, _, exchange = self.program.slots[slot]

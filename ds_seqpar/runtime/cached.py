@@ -17,6 +17,7 @@ from ..errors import InputError, SeqParError, as_seqpar_error
 from . import attention, input_checks
 from .buffers import Tensors, sum_dtype
 from .call_io import ForwardCall
+from .groups import check_thread
 from .input_checks import AttentionOptions, admit, check_kept, check_no_gradients, describe
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .kernels.accumulate import Accumulator, merge_sinks_
@@ -57,8 +58,7 @@ def decode(
     local = readable({"q": q, "k": k, "v": v})
     call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
     call.work = _Decode(kernel, scores.scale, **local)
-    call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
-    call.work.softcap = scores.softcap
+    call.work.counts, call.work.softcap = counts or [(0, k.shape[1])] * rows, scores.softcap
     out, lse = Walk(bound, call, runtime.comm).run()
     out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
     if options.sinks is not None:
@@ -74,6 +74,7 @@ def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
 
 def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
     """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
+    check_thread()
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:

@@ -36,11 +36,11 @@ def _transfers(bound: BoundProgram, instruction: op.Started) -> str:
         sizes = bound.exchange_sizes(instruction.exchange)
         received = sizes.arriving(bound.heads.ulysses.rank) * sizes.itemsize
         return f"{label_of(instruction)} of Ulysses ranks {name_of(instruction.ranks)} {received} B"
-    collective = instruction.collective
-    # members send equally many bytes
-    slot = instruction.sent if isinstance(instruction, op.GatherStart) else instruction.received
-    size = bound.unit_bytes(slot, collective.kind, collective.key_of(bound.program.rank))
-    return f"{label_of(instruction)} of ranks {name_of(collective.ranks)} {(len(collective.ranks) - 1) * size} B"
+    collective, rank = instruction.collective, bound.program.rank
+    others = [key for member, key in zip(collective.ranks, collective.keys, strict=True) if member != rank]
+    keys = others if isinstance(instruction, op.GatherStart) else [collective.key_of(rank)] * len(others)
+    size = sum(bound.unit_bytes(instruction.received, collective.kind, key) for key in keys)
+    return f"{label_of(instruction)} of ranks {name_of(collective.ranks)} {size} B"
 
 
 def _message(bound: BoundProgram, transfer: Transfer, source: int, destination: int) -> str:

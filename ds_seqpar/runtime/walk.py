@@ -174,16 +174,16 @@ class Walk:
         )
 
     def assemble(self, instruction: op.Assemble) -> None:
-        gather = instruction.collective
+        gather, kind, blocks = instruction.collective, instruction.collective.kind, instruction.collective.blocks
         self.work.forget(instruction.into)
-        whole = self.buffers.tensors(instruction.into, (gather.kind, gather.blocks))
+        whole = self.buffers.tensors(instruction.into, (kind, blocks))
         keys = [gather.key_of(rank) for rank in self.comm.order(gather.ranks)]
-        for key, tensors in zip(keys, self.buffers.parts(instruction.received, gather.kind, keys), strict=True):
+        for key, tensors in zip(keys, self.buffers.parts(instruction.received, kind, keys), strict=True):
             for target, tensor in zip(whole, tensors, strict=True):
-                for rows, piece in _rows_and_pieces(target, tensor, self.rows(gather.kind, gather.blocks, key)):
+                for rows, piece in _rows_and_pieces(target, tensor, self.rows(kind, blocks, key)):
                     rows.copy_(piece)
-        if gather.kind in ACCUMULATORS[self.program.direction]:
-            self.accumulator(gather.unit, instruction.into).add_(*whole)
+        if kind in ACCUMULATORS[self.program.direction]:
+            self.accumulator((kind, blocks), instruction.into).add_(*whole)
 
     def product(self, instruction: op.Product) -> None:
         launches = self.bound.launches(instruction.q, instruction.kv)
@@ -219,14 +219,15 @@ class Walk:
         """Start an all-to-all of partial results, which the receivers merge: the bytes of a reduce-scatter, with a
         reduction of our own. The local partial result is not sent, so it is not rounded to comm_dtype."""
         reduce, kind, rank = instruction.collective, instruction.collective.kind, self.program.rank
-        whole, local_key = self.results.pop((kind, reduce.blocks)).settled(), reduce.key_of(rank)
+        blocks, local_key = reduce.blocks, reduce.key_of(rank)
+        whole = self.results.pop((kind, blocks)).settled()
         keys = [reduce.key_of(peer) for peer in self.comm.order(reduce.ranks)]
         other_keys = [key for key in keys if key != local_key]
         local = self.buffers.tensors(instruction.local_part, (kind, local_key))
         parts = self.buffers.parts(instruction.sent, kind, other_keys)
         for key, tensors in zip([local_key, *other_keys], [local, *parts], strict=True):
             for target, tensor in zip(tensors, whole, strict=True):
-                for rows, piece in _rows_and_pieces(tensor, target, self.rows(kind, reduce.blocks, key)):
+                for rows, piece in _rows_and_pieces(tensor, target, self.rows(kind, blocks, key)):
                     piece.copy_(rows)
         self.accumulator((kind, local_key), instruction.local_part).add_(*local)
         outgoing = [0 if key == local_key else self.bound.unit_bytes(instruction.sent, kind, key) for key in keys]
@@ -269,5 +270,7 @@ EXECUTE = methods_of(Walk)
 
 def _rows_and_pieces(whole: Tensor, tensor: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
     """Return views of those rows of `whole` (B, n, ...), each with the piece of `tensor` (B, m, ...) of these rows."""
+    if len(rows) == 1:
+        return [(whole[:, rows[0]], tensor)]
     pieces = tensor.split([row.stop - row.start for row in rows], dim=1)
     return [(whole[:, row], piece) for row, piece in zip(rows, pieces, strict=True)]

@@ -79,16 +79,19 @@ class KeptTokens:
         count: The number of rows.
         rows: One `Row` for all rows, or, once a row had padding, one for each.
         columns: Tokens of a row, padding included.
+        real: (rows, columns) bool, on the CPU: which are no padding; None: all.
         turn: Decoded tokens so far; their keys and values go to ranks in turn.
+        order: A number of how rows were reordered and selected so far.
         running: Whether a forward has begun that has not ended.
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
+    def __init__(self, sp: SequenceParallel, config: Any) -> None:
+        self.sp, self.config = sp, config
         self.reset()
 
     def reset(self) -> None:
-        self.count, self.columns, self.turn, self.running = 0, 0, 0, False
+        self.count, self.columns, self.turn, self.order, self.running = 0, 0, 0, 0, False
+        self.real: Tensor | None = None
         self.rows: tuple[Row, ...] = (Row(0, ((),) * self.sp.size),)
 
     def __deepcopy__(self, memo: dict) -> KeptTokens:
@@ -98,16 +101,19 @@ class KeptTokens:
 
     def __str__(self) -> str:
         ragged = f" ({', '.join(str(row.tokens) for row in self.rows)})" if len(self.rows) > 1 else ""
-        return f"of {self.count} rows of {self.columns} tokens{ragged}" if self.count else "empty"
+        order = f", order {self.order}" if self.order else ""
+        return f"of {self.count} rows of {self.columns} tokens{ragged}{order}" if self.count else "empty"
 
     def slices(self) -> list[slice]:
         """Return which rows of a tensor each of `rows` is of."""
         return [slice(None)] if len(self.rows) == 1 else [slice(i, i + 1) for i in range(len(self.rows))]
 
     def select(self, indices: Tensor) -> None:
-        self.count = len(indices)
+        chosen = indices.tolist()
+        self.count, self.order = len(chosen), hash((self.order, *chosen)) & 0xFFFF_FFFF
+        self.real = None if self.real is None else self.real[chosen]
         if len(self.rows) > 1:
-            self.rows = tuple(self.rows[i] for i in indices.tolist())
+            self.rows = tuple(self.rows[i] for i in chosen)
 
 
 class Held:
@@ -179,6 +185,11 @@ class ShardedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.kept.running:
+            raise InputError(
+                "a cache that ranks filled together serves the model that they share; got a forward of a rank by "
+                "itself, begin a new cache for it"
+            )
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -231,6 +242,8 @@ def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
     if (kept := kept_of(cache)) is not None:
         if kept.sp is not sp:
             raise InputError(f"{SERVES} needs one of its own SequenceParallel; got one of another, begin a new one")
+        if kept.config is not config and kept.config.to_dict() != config.to_dict():
+            raise InputError(f"{SERVES} needs one of its own model; got that of another model, begin a new one")
         if kept.running:
             raise InputError(f"{SERVES} needs one whose last forward ended; got one that failed, begin a new one")
         return kept
@@ -245,7 +258,7 @@ def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
             f"{cache.get_seq_length()} tokens that this rank filled by itself, go on with it in "
             "hf_integration.whole_sequences(model)"
         )
-    kept, count = KeptTokens(sp), max(len(cache.layers), text_config(config).num_hidden_layers)
+    kept, count = KeptTokens(sp, config), max(len(cache.layers), text_config(config).num_hidden_layers)
     cache.layers[:] = [ShardedLayer(kept, is_first=not index) for index in range(count)]
     cache.layer_class_to_replicate = None
     return kept

@@ -43,6 +43,7 @@ class CachedForward:
         columns: Tokens of a row.
         positions: (rows, `tokens`) int64, the whole position_ids.
         new: For each of `rows`, how many of these are real.
+        real: (rows, columns so far) bool, on the CPU: which are no padding; None: all.
         places: (rows, columns) int64: the number of each token among a row's real ones, -1 for padding. None: there is
             no padding.
         rows: What the ranks keep after it, from `begin` on.
@@ -56,6 +57,7 @@ class CachedForward:
     columns: int
     new: tuple[int, ...]
     places: Tensor | None
+    real: Tensor | None
     positions: Tensor = dataclasses.field(init=False)
     rows: tuple[Row, ...] = ()
     shards: tuple[Runs, ...] = ()
@@ -121,7 +123,7 @@ class CachedForward:
         """Take the forward's tokens as kept."""
         kept = self.kept
         kept.rows, kept.columns, kept.count, kept.running = self.rows, kept.columns + self.columns, self.count, False
-        kept.turn += self.is_decode
+        kept.turn, kept.real = kept.turn + self.is_decode, self.real
 
     # ---- attention
 
@@ -276,9 +278,11 @@ def cached_forward(
     kept = sharded(cache, config, sp)
     if kept.count not in (0, rows):
         raise InputError(f"{SERVES} needs as many rows as that has; got {rows} and one {kept}, begin a new one")
-    real = _real_tokens(kept, inputs.pop("attention_mask", None), rows, columns)
+    all_real = _real_tokens(kept, inputs.pop("attention_mask", None), rows, columns)
     new, places = (columns,) * len(kept.rows), None
-    if real is not None:
+    if all_real is not None:
+        _check_inner_padding(all_real, config, facts)
+        real = all_real[:, kept.columns :]
         new = tuple(real.sum(1).tolist())
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
     elif 1 < columns < sp.multiple:
@@ -297,7 +301,7 @@ def cached_forward(
             positions = before + counted
         positions = positions + facts.first_position
     inputs["position_ids"] = positions.expand(rows, columns)
-    forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places)
+    forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places, real=all_real)
     if places is not None:
         order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
         order = forward.order = functional.pad(order, (0, forward.tokens - columns))  # cut, or with the first token
@@ -321,25 +325,38 @@ def _compacted(x: Any, order: Tensor, shape: tuple[int, int]) -> Any:
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int) -> Tensor | None:
-    """Return which of a forward's tokens are none of padding, bool (rows, columns) on the CPU; None: no row has any.
+    """Return which of all tokens so far are none of padding, bool (rows, all columns) on the CPU; None: all of them.
 
     Raises:
         InputError: The mask is of another shape, or differs from those of the forwards before.
     """
     wanted = rows, kept.columns + columns
-    if mask is None and all(row.tokens == kept.columns for row in kept.rows):
+    if mask is None and kept.real is None:
         return None
     if not isinstance(mask, Tensor) or tuple(mask.shape) != wanted:
         raise InputError(
             f"{SERVES} needs the attention_mask of all tokens, {wanted}, where some are padding; got {describe(mask)}"
         )
     real = mask.cpu() != 0
-    before = real[:, : kept.columns].sum(1).tolist()
-    expected = [row.tokens for row in kept.rows]
-    if before != (expected if len(expected) == rows else expected * rows):
+    before = real[:, : kept.columns]
+    if not (before.all() if kept.real is None else before.equal(kept.real)):
         raise InputError(
-            f"{SERVES} needs an attention_mask that begins as before, with {expected} tokens in its first "
-            f"{kept.columns} columns; got {before}"
+            f"{SERVES} needs an attention_mask that begins as before; got one with other padding in its first "
+            f"{kept.columns} columns, begin a new cache"
         )
-    real = real[:, kept.columns :]
-    return None if len(kept.rows) == 1 and bool(real.all()) else real
+    return None if kept.real is None and bool(real.all()) else real
+
+
+def _check_inner_padding(real: Tensor, config: Any, facts: Facts) -> None:
+    """Refuse padding between tokens of a row where windows or chunks are shorter: models count it in their lengths."""
+    lengths = [getattr(text_config(config), name, None) or real.shape[1] for _, _, name in facts.masks]
+    if not lengths or min(lengths) >= real.shape[1]:
+        return
+    places = torch.arange(real.shape[1]).expand_as(real)
+    first, last = places.masked_fill(~real, real.shape[1]).amin(1), places.masked_fill(~real, -1).amax(1)
+    spans = last - first + 1
+    if bool(((spans > real.sum(1)) & (spans > min(lengths))).any()):
+        raise InputError(
+            f"{SERVES} of a model with windows or chunks of {min(lengths)} tokens needs rows without padding between "
+            "their tokens; got an attention_mask with some, put all padding of a row before it"
+        )

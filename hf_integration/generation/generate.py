@@ -137,10 +137,10 @@ def _agreed(
 def _misuse(given: Mapping[str, Any], config: Any) -> str:
     """Return "NEEDED; got GIVEN" for an argument with which ranks cannot share a generation; "" where there is none."""
     mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
-    tokens = next((given[name] for name in TOKENS if given.get(name) is not None), None)
+    rows = next((len(given[name]) for name in TOKENS if given.get(name) is not None), None)
     others = [
         name for name, x in given.items()
-        if isinstance(x, Tensor) and isinstance(tokens, Tensor) and x.dim() and x.shape[0] != tokens.shape[0]
+        if isinstance(x, Tensor) and name not in TOKENS and (x.dim() > 2 or (x.dim() and rows not in (None, len(x))))
     ]  # fmt: skip
     search, own_cache = "greedy search, sampling or beam search", "the DynamicCache that it makes itself"
     wrong = {
@@ -227,7 +227,7 @@ def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int |
     """Return how many tokens of each row of the prompt one forward computes; None for all."""
     chunk, length = config.prefill_chunk_size, 0
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
-    if ids is not None and config.use_cache is not False:
+    if ids is not None and given.get("inputs_embeds") is None and config.use_cache is not False:
         rows = ids.shape[0] * max(config.num_beams or 1, config.num_return_sequences or 1)
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         kept = 0 if cache is None or (mask is not None and mask.shape[1] > ids.shape[1]) else cache.get_seq_length()
@@ -285,11 +285,11 @@ def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
     own = [x.get_rng_state() for x in generators]
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))
     _, first = states[sp.groups.sp_order.index(0)]
-    differing = [(x, state) for x, state, other in zip(generators, own, first, strict=True) if not state.equal(other)]
-    for x, state in zip(generators, first, strict=True):
-        x.set_rng_state(state)
+    others = [(*x, state) for *x, state in zip(generators, own, first, strict=True) if not x[1].equal(state)]
+    for generator, _, state in others:
+        generator.set_rng_state(state)
     try:
         yield
     finally:
-        for x, state in differing:
-            x.set_rng_state(state)
+        for generator, state, _ in others:
+            generator.set_rng_state(state)

@@ -147,6 +147,8 @@ def check_new_tokens(sp):
     check_attend(sp, 2, 9, (3, 1), MLA, seed=3, agreed=False, softcap=2.0)
     check_attend(sp, 9, 14, (4, 4), mask=Mask(window=6), seed=5, scale=0.6)
     check_attend(sp, 9, 14, (4, 2), mask=Mask(documents=(0, 5, 10, 20)), dtype=torch.float32, seed=7)
+    check_attend(sp, 3, 1, (2, 2), dtype=torch.float32)  # most ranks have kept nothing
+    check_attend(sp, 1, 0, (2, 2), dtype=torch.float32)
 
 
 def check_what_moves(sp):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hf_integration import patch_attention
 from hf_integration.generation.cache import BLOCK
 from tests.dist.ranks import make
+from tests.grids import each_then_rest
 from tests.hf.generation import SECTIONS, build
 from tests.launch import on_engine_ranks as on_ranks
 from tests.live import Live
@@ -87,7 +88,7 @@ def in_windows(section, window, calls):
     return most
 
 
-@pytest.mark.parametrize("window", [40, 700])
+@pytest.mark.parametrize("window", each_then_rest([40], [700]))
 def test_windows_are_all_that_is_kept(window):
     """docs/long_prompts.md says how much: the window, or a rank's part where that is less, and up to two blocks."""
     for most in on_ranks(2, in_windows, SECTIONS[2]["zigzag"], window, (1500, 200, 60, *[1] * 20)):
@@ -107,7 +108,7 @@ def received(section, prompts):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("world", each_then_rest([2], [3, 4]))
 def test_a_decode_step_receives_as_much_after_any_prompt(world):
     for found in on_ranks(world, received, {"ulysses": 1}, (20, 150, 1030)):
         assert len({*found}) == 1

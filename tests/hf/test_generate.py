@@ -1,5 +1,6 @@
 """`generate` of a patched model gives the tokens of the unpatched model on one process, on all ranks."""
 
+import functools
 import io
 import string
 
@@ -82,6 +83,7 @@ class Enough(StoppingCriteria):
         return input_ids[:, 11:].sum(1) > 150
 
 
+FEW = {**NEW, "max_new_tokens": 3}
 SAMPLE = {"do_sample": True, **NEW}
 # name -> arguments of generate, which a call must not share with another
 CASES = {
@@ -106,7 +108,7 @@ CASES = {
 }
 
 
-QUICK = ("greedy", "top-p, padded", "the end in some rows", "a criterion", "beams", "a limit of time as a criterion")
+QUICK = ("top-p, padded", "the end in some rows", "beams", "a limit of time as a criterion")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ QUICK = ("greedy", "top-p, padded", "the end in some rows", "a criterion", "beam
 def test_all_ways_to_choose_tokens(ranks, case, names):
     """Where ranks have other random numbers, all draw those of the sequence's first rank."""
     sp, model, plain = twins(case)
-    for seeds, names_of in ((0, names[:2]), (1, names)):  # the same on all ranks, and others
+    for seeds, names_of in ((0, names[:1]), (1, names)):  # the same on all ranks, and others
         for name in names_of:
             torch.manual_seed(5)
             expected, after = plain.generate(IDS, **CASES[name]()), torch.get_rng_state()
@@ -141,10 +143,10 @@ def near(a, b):
 
 @on_each_of(2, keep="deepspeed")
 def test_prompts_and_outputs_of_other_kinds():
-    _, model, plain = twins("u2")
+    _, model, plain = twins("u2", functools.partial(varied, num_hidden_layers=1))
     asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
     for more in ({}, {"num_beams": 2}):
-        ours, theirs = (x.generate(IDS, return_dict_in_generate=True, **asked, **more, **NEW) for x in (model, plain))
+        ours, theirs = (x.generate(IDS, return_dict_in_generate=True, **asked, **more, **FEW) for x in (model, plain))
         assert ours.keys() == theirs.keys()
         wrong = [name for name, x in theirs.items() if name != "past_key_values" and not near(ours[name], x)]
         assert wrong == [], more
@@ -157,9 +159,9 @@ def test_prompts_and_outputs_of_other_kinds():
         "embeddings and tokens": {"inputs_embeds": embeds, "input_ids": IDS},
     }
     for name, prompt in prompts.items():
-        assert torch.equal(model.generate(**prompt, **NEW), plain.generate(**prompt, **NEW)), name
+        assert torch.equal(model.generate(**prompt, **FEW), plain.generate(**prompt, **FEW)), name
     with torch.inference_mode():
-        assert torch.equal(model.generate(IDS.clone(), **NEW), plain.generate(IDS, **NEW))
+        assert torch.equal(model.generate(IDS.clone(), **FEW), plain.generate(IDS, **FEW))
 
 
 def turns(model):
@@ -172,7 +174,7 @@ def turns(model):
             past_key_values=cache,
             return_dict_in_generate=True,
             prefill_chunk_size=turn or None,
-            **NEW,
+            **FEW,
         )
         said.append(out.sequences)
         cache = out.past_key_values
@@ -192,19 +194,19 @@ def test_turns_of_a_conversation_go_on_with_the_cache():
 
 @on_each_of(2, keep="deepspeed")
 def test_streamers_pipelines_and_adapters():
-    sp, model, plain = twins("r2")
+    sp, model, plain = twins("r2", functools.partial(varied, num_hidden_layers=1))
     said = io.StringIO()
     streamer = Streamer(said) if sp.rank else None
-    expected = plain.generate(IDS[:1], **NEW)
-    assert torch.equal(model.generate(IDS[:1], streamer=streamer, **NEW), expected)
+    expected = plain.generate(IDS[:1], **FEW)
+    assert torch.equal(model.generate(IDS[:1], streamer=streamer, **FEW), expected)
     assert said.getvalue() == (str(expected[0].tolist()) if sp.rank else "")
     texts = []
     for x, seed in ((model, 5 + sp.rank), (plain, 5)):  # pipelines sample
         torch.manual_seed(seed)
-        texts.append(pipeline("text-generation", model=x, tokenizer=letters())(["abc", "f"], **NEW))
+        texts.append(pipeline("text-generation", model=x, tokenizer=letters())(["abc", "f"], **FEW))
     assert texts[0] == texts[1]
     adapted, alone = (with_lora(x, "q_proj", "down_proj").double() for x in (model, plain))
-    unlike, expected = expected, alone.generate(input_ids=IDS[:1], **NEW)
+    unlike, expected = expected, alone.generate(input_ids=IDS[:1], **FEW)
     assert not torch.equal(unlike, expected)
     for x in (adapted, torch.compile(adapted, backend="eager")):
-        assert torch.equal(x.generate(input_ids=IDS[:1], **NEW), expected)
+        assert torch.equal(x.generate(input_ids=IDS[:1], **FEW), expected)

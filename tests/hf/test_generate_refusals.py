@@ -2,19 +2,30 @@
 
 import contextlib
 import copy
+import functools
 import io
+import os
 import tempfile
 import time
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StaticCache, TemperatureLogitsWarper
+import torch.distributed as dist
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+    TemperatureLogitsWarper,
+)
 
+from ds_seqpar.errors import InputError
 from ds_seqpar.runtime import waits
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from hf_integration.generation import generate
 from tests.dist.ranks import WRONG, differ, everywhere, lacking, make, only_one, refusal
 from tests.hf.llama import MODES, small
-from tests.launch import on_each_of
+from tests.launch import on_each_of, on_ranks
 from tests.words import missing
 
 IDS = torch.arange(24).view(2, 12)
@@ -73,7 +84,7 @@ TABLE = {
         asks(past_key_values=DynamicCache(offloading=True)), everywhere("with offloading", ALONE, kind="ConfigError")
     ),
     "weights": (asks(output_attentions=True), everywhere("output_attentions", ALONE, kind="ConfigError")),
-    "pictures": (asks(pixel_values=torch.ones(3, 4)), everywhere("pixel_values", ALONE, kind="ConfigError")),
+    "pictures": (asks(pixel_values=torch.ones(2, 3, 4, 4)), everywhere("pixel_values", ALONE, kind="ConfigError")),
     "batches that go on": (
         lambda model, rank: model.generate_batch([[1, 2]]), everywhere("continuous batching", ALONE, kind="ConfigError")
     ),
@@ -111,6 +122,51 @@ def test_a_rank_that_generates_alone_says_what_it_waits_for():
         model.generate(IDS, **NEW)
     if not sp.rank:
         assert missing(said.getvalue(), "has waited 0.4 s in generate", "whole_sequences(model)", "for rank 1") == []
+
+
+class Ends(LogitsProcessor):
+    """On one rank it calls a function, in the second step."""
+
+    def __init__(self, rank, function):
+        self.rank, self.function, self.steps = rank, function, 0
+
+    def __call__(self, input_ids, scores):
+        self.steps += 1
+        if self.steps == 2 and dist.get_rank() == self.rank:
+            self.function()
+        return scores
+
+
+def gone(model, function):
+    """What this rank is told where another one ends a generation in this way."""
+    given = {"logits_processor": LogitsProcessorList([Ends(WRONG, function)]), **NEW}
+    return refusal(model.generate, IDS, **given)
+
+
+def stop():
+    raise InputError("no more")
+
+
+@on_each_of(2)
+def test_a_rank_that_stops_in_the_middle_is_told_of_when_it_goes_on():
+    sp = make(**MODES["r2"])
+    model = patch_attention(small().eval(), sp)
+    told = gone(model, stop)
+    if sp.rank == WRONG:
+        assert told == ("InputError", "no more")
+        told = refusal(model.generate, IDS, **NEW)
+    assert lacking(told, "DisagreementError", "calls", f"rank {WRONG}: arguments of generate", "decode step") == []
+    assert torch.equal(model.generate(IDS, **NEW), small().eval().generate(IDS, **NEW))
+
+
+def left_by_another():
+    return gone(patch_attention(small().eval(), make(**MODES["r2"])), functools.partial(os._exit, 0))
+
+
+def test_a_rank_that_is_gone_in_the_middle_is_named():
+    told, (kind, *_) = on_ranks(2, left_by_another, timeout=60, check=False)
+    assert lacking(told, "CommunicationError", "a forward of a model", f"rank {WRONG} did not take part") == []
+    assert kind == "Died"
 
 
 @on_each_of(2)

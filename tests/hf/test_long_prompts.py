@@ -1,11 +1,16 @@
 """Prompts on several ranks: cached forwards and `generate` of every family are those of the plain model on one."""
 
+import copy
 import itertools
 
 import pytest
+import torch
 
-from tests.grids import cover
-from tests.hf.generation import FAMILIES, SECTIONS, Case, compared, has_windows
+from hf_integration import patch_attention
+from tests import oracle
+from tests.dist.ranks import make
+from tests.grids import cover, few_then_rest
+from tests.hf.generation import FAMILIES, SECTIONS, Case, build, compared, has_windows, prompts, whole
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -45,22 +50,21 @@ def tokens(world):
     return found
 
 
-TURNED = [
-    Case(family=family, section="u2", window=20, lengths=lengths, turns=(5, 2, 37), new=16, sample=sample)
-    for family, lengths, sample in (("llama", (3, 11), False), ("gemma2", (9,), True), ("gpt_oss", (30, 8), True))
-]
+# once each: positions by the mask, sinks with windows, chunks, other sizes of values, another layer's keys
+FEW = ("opt", "gpt_oss", "llama4_text", "deepseek_v3", "gemma4_text")
+REST = tuple(family for family in FAMILIES if family not in FEW)
 
 
-def test_families_on_two_ranks():
-    cases = [
-        Case(family=family, section=section, window=5, lengths=(13, 4), turns=(6, 1))
-        for family, section in zip(FAMILIES, itertools.cycle(SECTIONS[2]), strict=False)
-    ]
-    assert_exact(2, cases)
+@pytest.mark.parametrize("families", few_then_rest(FEW, REST))
+def test_families_on_two_ranks(families):
+    sections, shape = itertools.cycle(SECTIONS[2]), {"window": 5, "lengths": (13, 4), "turns": (6, 1)}
+    assert_exact(2, [Case(family=family, section=next(sections), **shape) for family in families])
 
 
-def test_conversations():
-    assert_exact(2, TURNED)
+@pytest.mark.parametrize("cases", few_then_rest([("gpt_oss", (30, 8))], [("llama", (3, 11)), ("gemma2", (9,))]))
+def test_conversations(cases):
+    turns = {"turns": (5, 2, 37), "new": 16, "window": 20}
+    assert_exact(2, [Case(family=family, section="u2", lengths=x, sample=True, **turns) for family, x in cases])
 
 
 @pytest.mark.whole
@@ -93,3 +97,106 @@ def test_tokens_after_a_long_prompt(world):
         if at % 2 == (world == 4)
     ]
     assert_exact(world, cases)
+
+
+def reordered(cache):
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    return [2, 0, 0]
+
+
+def selected(cache):
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    return [2, 1]
+
+
+def repeated(cache):
+    cache.batch_repeat_interleave(2)
+    return [0, 0, 1, 1, 2, 2]
+
+
+def copied(cache):
+    """A copy's use leaves the cache alone."""
+    copy.deepcopy(cache).reorder_cache(torch.tensor([1, 1, 1]))
+    return [0, 1, 2]
+
+
+def other_rows(model, lengths, change):
+    """Logits of a turn and of two steps after a cache's rows have changed."""
+    case = Case(family="", lengths=lengths, turns=(1, 5, 1, 1))
+    ids, mask = prompts(case)
+    begin, end = case.prompt, case.prompt + 1
+    cache = model(ids[:, :begin], attention_mask=mask[:, :begin], use_cache=True).past_key_values
+    model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+    rows, logits = change(cache), []
+    for count in case.turns[1:]:
+        begin, end = end, end + count
+        given = {"input_ids": ids[rows, begin:end], "attention_mask": mask[rows, :end]}
+        logits.append(whole(model(**given, past_key_values=cache, use_cache=True).logits))
+    return torch.cat(logits, 1)
+
+
+def padded_between(model):
+    """Logits of two turns of rows that are padded on their left in both."""
+    ids, mask = prompts(Case(family="", lengths=(20, 14, 9), turns=(14, 1)))
+    mask[1, 20:31], mask[2, 20:23] = 0, 0
+    cache, logits = None, []
+    for begin, end in ((0, 20), (20, 34), (34, 35)):
+        output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(whole(output.logits))
+    return torch.cat(logits, 1) * mask[..., None]
+
+
+def last_states(model):
+    """The last hidden states of the base model."""
+    ids, _ = prompts(Case(family="", lengths=(33,)))
+    first = model.base_model(ids[:, :30], use_cache=True)
+    second = model.base_model(ids[:, 30:], past_key_values=first.past_key_values)
+    return torch.cat([whole(first.last_hidden_state), whole(second.last_hidden_state)], 1)
+
+
+def last_logits(model):
+    """The last logits of rows of which some have padding there."""
+    ids, mask = prompts(Case(family="", lengths=(3, 33)))
+    mask[1, 31:] = 0
+    return whole(model(ids, attention_mask=mask, use_cache=True, logits_to_keep=4).logits) * mask[:, -4:, None]
+
+
+RAGGED, EQUAL = (20, 3, 11), (20, 20, 20)
+USES = {
+    **{
+        f"{change.__name__} rows of {lengths}": (other_rows, lengths, change)
+        for lengths in (RAGGED, EQUAL)
+        for change in (reordered, selected, repeated, copied)
+    },
+    "the base model": (last_states,),
+    "logits_to_keep": (last_logits,),
+    "padding between tokens": (padded_between,),
+}
+OFTEN = [("gemma2", use) for use, (function, *args) in USES.items() if RAGGED in args or function is last_logits]
+SELDOM = [
+    (family, use)
+    for family in ("gemma2", "llama", "opt")
+    for use in USES
+    if (family, use) not in OFTEN and (use != "padding between tokens" or not has_windows(family))
+]
+
+
+@torch.no_grad()
+def used(uses):
+    """On a rank: {(family, use): the error}."""
+    sp, found, twins = make(size=2, ulysses=1, prove="never"), {}, {}
+    for family, name in uses:
+        if family not in twins:
+            twins[family] = build(family), patch_attention(build(family), sp)
+        function, *args = USES[name]
+        expected, logits = (function(model, *args) for model in twins[family])
+        found[family, name] = oracle.error(logits, expected)
+    return found
+
+
+@pytest.mark.parametrize("uses", few_then_rest(OFTEN, SELDOM))
+def test_uses_of_a_cache(uses):
+    for found in on_ranks(2, used, uses):
+        assert found.keys() == {*uses}
+        assert {use: error for use, error in found.items() if not error < FORWARDS} == {}
