@@ -174,9 +174,9 @@ class Agreement:
         value = {**batch.fields, **like}
         if seed:
             number = seed if self.sp.rank == 0 else 0
-            seed = journal.agree(name, value, number=number, call=FORWARD, advice=_advice)
+            seed = journal.agree(name, value, number=number, call=FORWARD, advice=_advice_of_step)
         else:
-            journal.note(name, value, call=FORWARD, advice=_advice, like=like)
+            journal.note(name, value, call=FORWARD, advice=_advice_of_step, like=like)
         batch.post(journal)
         return seed
 
@@ -201,6 +201,13 @@ def _advice(fields_by_rank: Mapping[int, Fields]) -> str | None:
     return (
         f"{reason}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "
         "hf_integration.whole_sequences(model)"
+    )
+
+
+def _advice_of_step(fields_by_rank: Mapping[int, Fields]) -> str | None:
+    return (
+        "they chose other tokens, or go on with other caches: seed them alike, let all of them stop by the same "
+        "criteria, or let each go on alone in hf_integration.whole_sequences(model)"
     )
 
 
