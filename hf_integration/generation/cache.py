@@ -210,7 +210,7 @@ class ShardedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        indices = torch.arange(self.kept.count)[indices] if indices.dtype == torch.bool else indices
+        indices = torch.arange(self.kept.count, device="cpu")[indices.cpu()] if indices.dtype == torch.bool else indices
         for held in self.held:
             held.select(indices)
         if self.is_first:
@@ -218,7 +218,7 @@ class ShardedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = self.held[0].keys.shape[0] if self.held else 0  # of another layer they may have changed already
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ConfigError("a cache in parts loses no tokens again; got crop, copy.deepcopy the cache before it grows")

@@ -101,7 +101,9 @@ class CachedForward:
         places = self.places
         if columns is not None:
             chosen = places[:, list(columns)]
-            places = torch.searchsorted(torch.tensor(self.picked(columns)), chosen).masked_fill(chosen < 0, -1)
+            places = torch.searchsorted(torch.tensor(self.picked(columns), device="cpu"), chosen).masked_fill(
+                chosen < 0, -1
+            )
         places = places.to(x.device).view(*places.shape, *[1] * (x.dim() - 2))
         return x.gather(1, places.clamp(min=0).expand(-1, -1, *x.shape[2:])).masked_fill(places < 0, 0)
 
@@ -286,7 +288,7 @@ def cached_forward(
         new = tuple(real.sum(1).tolist())
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
     elif 1 < columns < sp.multiple:
-        places = torch.arange(columns).expand(rows, columns)
+        places = torch.arange(columns, device="cpu").expand(rows, columns)
     if places is not None and "labels" in inputs:
         raise InputError(
             f"{SERVES}, with padding or with fewer than {sp.multiple} tokens, takes no labels; got labels, leave them "
@@ -352,7 +354,7 @@ def _check_inner_padding(real: Tensor, config: Any, facts: Facts) -> None:
     lengths = [getattr(text_config(config), name, None) or real.shape[1] for _, _, name in facts.masks]
     if not lengths or min(lengths) >= real.shape[1]:
         return
-    places = torch.arange(real.shape[1]).expand_as(real)
+    places = torch.arange(real.shape[1], device="cpu").expand_as(real)
     first, last = places.masked_fill(~real, real.shape[1]).amin(1), places.masked_fill(~real, -1).amax(1)
     spans = last - first + 1
     if bool(((spans > real.sum(1)) & (spans > min(lengths))).any()):
