@@ -62,7 +62,8 @@ def run_snippets(snippet, loop, folder):
 
 def test_another_family_by_its_own_attention_function(tmp_path):
     """What docs/other_models.md shows, as it stands there, against one process that takes each document alone."""
-    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "other_models.md").read_text(encoding="utf-8"), re.S)
+    page = (DOCS / "other_models.md").read_text(encoding="utf-8")
+    snippet, loop = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
     rate = 1.0
     config = settings(MODES["u2r2"], "2", 2, 1, optimizer={"type": "SGD", "params": {"lr": rate}})
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
@@ -72,7 +73,7 @@ def test_another_family_by_its_own_attention_function(tmp_path):
     documents = ids[0], ids[1][:, :300], ids[1][:, 300:]
     gradients, loss = one_process(model, [{"input_ids": x, "labels": x} for x in documents])
     expected = {name: array(p) - rate * gradients[name] for name, p in model.named_parameters()}
-    for found, after, without_deepspeed in on_ranks(WORLD, run_snippets, *snippets, tmp_path):
+    for found, after, without_deepspeed in on_ranks(WORLD, run_snippets, snippet, loop, tmp_path):
         assert found == pytest.approx(loss, rel=1e-5)
         assert gap(after, expected) < 1e-5
         assert gap(without_deepspeed, gradients) < 1e-5
