@@ -1,6 +1,6 @@
 """Report long waits for other ranks: a line on stderr, once for each kind of wait.
 
-A thread checks the current waits every few seconds, and does nothing else while none is long. A wait costs an entry in
+A thread checks the current waits every second, and does nothing else while none is long. A wait costs an entry in
 a dict, and at each of its steps an attribute that says whose message it needs next.
 """
 
@@ -13,7 +13,8 @@ import time
 
 import torch.distributed as dist
 
-PATIENCE = 60.0  # seconds, after which a wait is long
+PATIENCE = 60.0  # seconds, within which a long wait is reported
+CHECKS = 60  # of the current waits in that time
 # (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
 Awaited = tuple[int, int] | None
 
@@ -61,9 +62,9 @@ def _start_thread() -> None:
 
 def _watch() -> None:
     while True:
-        time.sleep(PATIENCE / 8)
+        time.sleep(PATIENCE / CHECKS)
         for wait in list(_now.values()):
-            if time.monotonic() - wait.since >= PATIENCE and wait.what not in _reported:
+            if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
                 _reported.add(wait.what)
                 print(line_of(wait), file=sys.stderr, flush=True)
 
