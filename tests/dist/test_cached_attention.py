@@ -16,7 +16,7 @@ from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards
 from tests import oracle
-from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
+from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one, refusal
 from tests.launch import on_each_of, on_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -250,6 +250,14 @@ REFUSED = {
 def test_wrong_inputs_are_told_to_all_ranks():
     with make(ulysses=1) as sp:
         assert_all_refused(REFUSED, sp)
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_a_step_without_a_comparison_may_follow_a_refusal():
+    with make(agreement="deferred") as sp:
+        for name, (call, _) in REFUSED.items():
+            assert refusal(call, sp, sp.rank) != (None, None), name
+            check_decode(sp, [3], (4, 2))
 
 
 # ---- the page
