@@ -241,7 +241,7 @@ REFUSED = {
     ),
     "no shards": (all_ask(turn, shards=None), everywhere("UnevenShards", "NoneType")),
     "other shards": (one_asks(turn, shards=OTHER), only_one("tokens that the shards give", "0 of q")),
-    "another window": (one_asks(turn, mask=Mask(window=3)), differ("window 3")),
+    "another window": (one_asks(turn, mask=Mask(window=3)), differ("attention inputs; got", "window 3")),
     "a decode step in place of a turn": (
         lambda sp, rank: (step if rank == WRONG else turn)(sp, rank),
         everywhere("the same calls", "decode inputs", "attention inputs", kind="DisagreementError"),
