@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contenders import Spec
 from ds_seqpar import SequenceParallel, SequenceParallelConfig, UnevenShards
+from ds_seqpar.compiler.compile import Compiler
 from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.runtime import cached
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -69,12 +69,9 @@ def of_cache(spec: Spec, its: Attention, step: str, seq: int, kept: int) -> tupl
         return (gathering if side == "kv" else sp.decode_attention), torch.zeros(1, dtype=torch.long), old
     runs = [[[(start + rank * (count // sp.size), 1, count // sp.size)] for rank in range(sp.size)]
             for start, count in ((kept, seq), (0, kept))]  # fmt: skip
-    shards = UnevenShards(*runs, q_start=kept)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cached.attend(sp.runtime, q, k, v, CAUSAL, shards, None, None, False, side)[0]
-
-    return attend, new, old
+    shards, ring = UnevenShards(*runs, q_start=kept), sp.runtime.one_ring
+    ring.compiler = Compiler(dataclasses.replace(ring.compiler.recipe, forward=side), ring.rank)
+    return lambda q, k, v: sp.cache_attention(q, k, v, mask=CAUSAL, shards=shards)[0], new, old
 
 
 def gathering(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -174,13 +174,10 @@ def _check_limits(args: argparse.Namespace) -> None:
 
 def _check_decode(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Raise ConfigError for options that a decode step does not depend on."""
-    settings = [
-        name
-        for name, value in given.items()
-        if name not in ("size", "comm_dtype") and (value is True or value not in (1, False))
-    ]
-    others = {"full": args.full, "seq": args.seq is not None, "direction": args.direction != "both"}
-    if wrong := [*settings, *(name for name, is_given in others.items() if is_given)]:
+    allowed = {"size": args.size, "comm_dtype": args.comm_dtype, "ulysses": 1, "overlap": False}
+    others = {"full": args.full, "seq": args.seq, "direction": args.direction != "both"}
+    wrong = [name for name, value in given.items() if value != allowed.get(name)]
+    if wrong := [*wrong, *(name for name, value in others.items() if value)]:
         raise ConfigError(
             f"show --decode needs --size, --heads and --comm-dtype alone; got {', '.join(map(_flag, wrong))}, on which "
             "a decode step does not depend, leave it out"

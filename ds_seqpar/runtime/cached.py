@@ -58,7 +58,8 @@ def decode(
     local = readable({"q": q, "k": k, "v": v})
     call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
     call.work = _Decode(kernel, scores.scale, **local)
-    call.work.counts, call.work.softcap = counts or [(0, k.shape[1])] * rows, scores.softcap
+    call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
+    call.work.softcap = scores.softcap
     out, lse = Walk(bound, call, runtime.comm).run()
     out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
     if options.sinks is not None:
@@ -87,6 +88,7 @@ def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | N
         _kernel(runtime, q, k, options.softcap or 0.0)
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
+        fields["SequenceParallel"] = runtime.calls.of[0]
     except Exception as reason:  # a rank that raised alone would leave its peers waiting
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
     runtime.journal.note(
@@ -98,9 +100,10 @@ def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
     if q.shape[1] != 1:
         raise InputError(f"a decode step needs one new token a row; got {q.shape[1]}, cache_attention takes several")
     ranges = [(0, 0)] * len(q) if counts is None else counts
-    if len(ranges) != len(q) or not all(0 <= first <= end <= k.shape[1] for first, end in ranges):
+    whole = all(isinstance(x, int) for span in ranges for x in span)
+    if len(ranges) != len(q) or not whole or not all(0 <= first <= end <= k.shape[1] for first, end in ranges):
         raise InputError(
-            f"a decode step needs counts (first, end) for each of {len(q)} rows, within {k.shape[1]} kept keys; "
+            f"a decode step needs counts (first, end) for each of {len(q)} rows, ints within {k.shape[1]} kept keys; "
             f"got {counts!r:.80}"
         )
 

@@ -78,6 +78,8 @@ def of_kernels(by_rank: Mapping[int, Fields]) -> str:
 def of_attention(by_rank: Mapping[int, Fields]) -> str:
     """Return the cause where a call of attention dropped its batch's placement, or has another batch's."""
     names, has_shards = differing(by_rank), ["shards" in fields for fields in by_rank.values()]
+    if any("keys" in fields for fields in by_rank.values()):  # of `cache_attention`, which has no placement
+        return ""
     if any(has_shards) and {"shards", "mask"} & set(names):
         return f"a placement {'belongs to another batch' if all(has_shards) else 'was left out'}: {PLACEMENT}"
     other_dims = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in by_rank.values()}

@@ -16,7 +16,7 @@ from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.sharding.shards import UnevenShards
 from tests import oracle
-from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
+from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, lacking, make, only_one, refusal
 from tests.launch import on_each_of, on_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -230,6 +230,9 @@ REFUSED = {
     ),
     "counts of other rows": (one_asks(step, counts=[(0, 3)]), only_one("counts", "2 rows", "6 kept", "[(0, 3)]")),
     "counts beyond the keys": (one_asks(step, counts=[(0, 3), (0, 7)]), only_one("counts", "6 kept")),
+    "counts that are no ints": (
+        one_asks(step, counts=[(0, 3), (0, 1.5)]), only_one("ints within 6 kept", "[(0, 3), (0, 1.5)]"),
+    ),
     "another softcap": (one_asks(step, softcap=2.0), differ("softcap 2.0")),
     "other heads": (one_asks(step, change=lambda q, k, v: (q, k[:, :, :1], v[:, :, :1])), differ("(2, 1, 8)")),
     "heads that do not divide": (
@@ -238,7 +241,7 @@ REFUSED = {
     ),
     "no shards": (all_ask(turn, shards=None), everywhere("UnevenShards", "NoneType")),
     "other shards": (one_asks(turn, shards=OTHER), only_one("tokens that the shards give", "0 of q")),
-    "another window": (one_asks(turn, mask=Mask(window=3)), differ("window 3")),
+    "another window": (one_asks(turn, mask=Mask(window=3)), differ("attention inputs; got", "window 3")),
     "a decode step in place of a turn": (
         lambda sp, rank: (step if rank == WRONG else turn)(sp, rank),
         everywhere("the same calls", "decode inputs", "attention inputs", kind="DisagreementError"),
@@ -250,6 +253,21 @@ REFUSED = {
 def test_wrong_inputs_are_told_to_all_ranks():
     with make(ulysses=1) as sp:
         assert_all_refused(REFUSED, sp)
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_ranks_need_the_same_SequenceParallel_for_a_step():
+    with make() as one, make(comm_dtype="bf16") as other:
+        found = refusal(step, other if one.rank == WRONG else one, one.rank)
+        assert lacking(found, "DisagreementError", f"rank {WRONG}: SequenceParallel") == []
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_a_step_without_a_comparison_may_follow_a_refusal():
+    with make(agreement="deferred") as sp:
+        for name, (call, _) in REFUSED.items():
+            assert refusal(call, sp, sp.rank) != (None, None), name
+            check_decode(sp, [3], (4, 2))
 
 
 # ---- the page
