@@ -144,7 +144,8 @@ class Held:
         first = max(self.first, first)
         capacity = -(-(max(new) - first) // BLOCK) * BLOCK
         fits = self.keys.dim() == 4 and max(new) - self.first <= self.keys.shape[2]
-        if not fits or first - self.first >= BLOCK:
+        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # only that mode may write there
+        if not fits or frozen or first - self.first >= BLOCK:
             self.keys, self.values = (
                 self._moved(kept, x, capacity, first, max(old)) for kept, x in ((self.keys, k), (self.values, v))
             )
