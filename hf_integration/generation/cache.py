@@ -59,6 +59,11 @@ class Row:
         return Row(self.tokens + tokens, joined)
 
 
+def slices_of(rows: Sequence[Row]) -> list[slice]:
+    """Return which rows of a tensor each of these is of."""
+    return [slice(None)] if len(rows) == 1 else [slice(i, i + 1) for i in range(len(rows))]
+
+
 def _joined(runs: Sequence[Run]) -> Runs:
     """Return ascending runs, with those joined that go on: decoded tokens, of which a rank keeps each size-th."""
     joined: list[Run] = []
@@ -104,10 +109,6 @@ class KeptTokens:
         order = f", order {self.order}" if self.order else ""
         return f"of {self.count} rows of {self.columns} tokens{ragged}{order}" if self.count else "empty"
 
-    def slices(self) -> list[slice]:
-        """Return which rows of a tensor each of `rows` is of."""
-        return [slice(None)] if len(self.rows) == 1 else [slice(i, i + 1) for i in range(len(self.rows))]
-
     def select(self, indices: Tensor) -> None:
         chosen = indices.tolist()
         self.count, self.order = len(chosen), hash((self.order, *chosen)) & 0xFFFF_FFFF
@@ -144,13 +145,13 @@ class Held:
         first = max(self.first, first)
         capacity = -(-(max(new) - first) // BLOCK) * BLOCK
         fits = self.keys.dim() == 4 and max(new) - self.first <= self.keys.shape[2]
-        if not fits or first - self.first >= BLOCK:
+        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # only that mode may write there
+        if not fits or frozen or first - self.first >= BLOCK:
             self.keys, self.values = (
                 self._moved(kept, x, capacity, first, max(old)) for kept, x in ((self.keys, k), (self.values, v))
             )
             self.first = first
-        slices = [slice(None)] if len(after) == 1 else [slice(i, i + 1) for i in range(len(after))]
-        for rows, a, b in zip(slices, old, new, strict=True):
+        for rows, a, b in zip(slices_of(after), old, new, strict=True):
             skipped = max(0, self.first - a)  # of a long prompt, what no window sees any more
             if b - a > skipped:
                 place = slice(a + skipped - self.first, b - self.first)

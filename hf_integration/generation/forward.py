@@ -27,7 +27,7 @@ from ds_seqpar.runtime.input_checks import AttentionOptions, describe
 from ds_seqpar.runtime.kernels.accumulate import merge_
 
 from ..look.facts import Facts, text_config
-from .cache import SERVES, Held, KeptTokens, Row, sharded
+from .cache import SERVES, Held, KeptTokens, Row, sharded, slices_of
 
 POSITIONS = "position_ids of the model"  # under this name they are sharded with a batch's other tensors
 
@@ -177,7 +177,7 @@ class CachedForward:
         if kept.columns:
             (out, lse), dtype = out, q.dtype
             out = out.to(lse.dtype)
-            for rows, row in zip(kept.slices(), kept.rows, strict=True):
+            for rows, row in zip(slices_of(kept.rows), kept.rows, strict=True):
                 first = _first_seen(window, chunk, row.tokens)
                 if first < row.tokens:
                     keys, values = held.part(rows, row.kept_before(sp.rank, first), row.kept(sp.rank))
@@ -195,7 +195,7 @@ class CachedForward:
         options = options._replace(lse=kept.columns > 0, shards=shards)
         starts = [] if chunk is None else [row.tokens % chunk for row in kept.rows]
         if len(set(starts)) > 1:  # each row's chunks begin elsewhere
-            cut = zip(kept.slices(), starts, strict=True)
+            cut = zip(slices_of(kept.rows), starts, strict=True)
             parts = [self._in_chunks(q[rows], k[rows], v[rows], options, chunk, start) for rows, start in cut]
             return tuple(torch.cat(x) for x in zip(*parts, strict=True))
         return self._in_chunks(q, k, v, options, chunk, *starts[:1])

@@ -149,6 +149,9 @@ def _misuse(given: Mapping[str, Any], config: Any) -> str:
         (search, "custom_generate"): given.get("custom_generate") is not None,
         (search, "an assistant_model"): given.get("assistant_model") is not None,
         (search, mode.replace("_", " ")): mode not in MODES,
+        ("one beam beside a streamer", mode.replace("_", " ")): (
+            mode in ("beam_search", "beam_sample") and given.get("streamer") is not None
+        ),
         (own_cache, f"cache_implementation={config.cache_implementation!r}"): (
             config.cache_implementation not in (None, "dynamic")
         ),
@@ -170,7 +173,8 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
         name: _described(x) for name, x in given.items()
         if x is not None and not isinstance(x, Tensor) and name not in UNCOMPARED and not hasattr(config, name)
     }  # fmt: skip
-    return {**fields, **others, **checks.fields}
+    tokenizer = config.stop_strings and type(given.get("tokenizer")).__name__
+    return {**fields, **others, "tokenizer": tokenizer, **checks.fields}
 
 
 def _described(x: Any, depth: int = 1) -> object:

@@ -275,9 +275,9 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 
 
 def common_misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the sentence for arguments that only a local forward can take; "" where there are none."""
+    """Return the sentence for arguments that a forward on shards cannot take; "" where there are none."""
     if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
-        return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
+        return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
     if media := [name for name, x in inputs.items() if isinstance(x, Tensor) and MEDIA.fullmatch(name)]:
         return f"ranks share sequences of text alone; got {media[0]}, leave pictures, films and sounds out of the batch"
     if inputs.get("is_causal") is False:

@@ -18,6 +18,7 @@ from transformers import (
     StaticCache,
     TemperatureLogitsWarper,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime import waits
@@ -69,6 +70,14 @@ TABLE = {
     "a tuple for a cache on some ranks": (
         lambda model, rank: model.generate(IDS, past_key_values=on_wrong(rank, None, (1,))),
         only_one("DynamicCache", "a tuple", kind="ConfigError"),
+    ),
+    "a streamer beside beams on one rank": (
+        lambda model, rank: model.generate(IDS, num_beams=2, streamer=on_wrong(rank, None, BaseStreamer()), **NEW),
+        only_one("streamer", "beam search", kind="ConfigError"),
+    ),
+    "a tokenizer on one rank": (
+        lambda model, rank: model.generate(IDS, stop_strings=["a"], tokenizer=on_wrong(rank, None, "letters"), **NEW),
+        differ("tokenizer"),
     ),
     "assistants": (asks(assistant_model=small()), everywhere("an assistant_model", ALONE, kind="ConfigError")),
     "lookup": (asks(prompt_lookup_num_tokens=2), everywhere("assisted generation", ALONE, kind="ConfigError")),

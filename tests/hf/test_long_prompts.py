@@ -162,6 +162,14 @@ def last_logits(model):
     return whole(model(ids, attention_mask=mask, use_cache=True, logits_to_keep=4).logits) * mask[:, -4:, None]
 
 
+def begun_in_inference_mode(model):
+    """Logits of further tokens on a cache that was copied in inference mode."""
+    ids, _ = prompts(Case(family="", lengths=(20, 20), turns=(2, 1)))
+    with torch.inference_mode():
+        cache = copy.deepcopy(model(ids[:, :20], use_cache=True).past_key_values)
+    return torch.cat([whole(model(x, past_key_values=cache).logits) for x in ids[:, 20:].split((2, 1), 1)], 1)
+
+
 RAGGED, EQUAL = (20, 3, 11), (20, 20, 20)
 USES = {
     **{
@@ -172,8 +180,13 @@ USES = {
     "the base model": (last_states,),
     "logits_to_keep": (last_logits,),
     "padding between tokens": (padded_between,),
+    "inference mode": (begun_in_inference_mode,),
 }
-OFTEN = [("gemma2", use) for use, (function, *args) in USES.items() if RAGGED in args or function is last_logits]
+OFTEN = [
+    ("gemma2", use)
+    for use, (function, *args) in USES.items()
+    if RAGGED in args or function in (last_logits, begun_in_inference_mode)
+]
 SELDOM = [
     (family, use)
     for family in ("gemma2", "llama", "opt")
