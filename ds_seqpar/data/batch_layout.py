@@ -8,9 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..compiler.sharding.layout import owned
 from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, length, tokens_of
+from ..compiler.sharding.shards import Shards, UnevenShards, runs_of_sp_rank, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +74,6 @@ def positions_held(shards: Shards, ulysses: int, rank: int, side: str = "q") -> 
     They are its CP rank's tokens in order, in shares that differ by one token at most. So after the all-to-all the CP
     rank holds its runs again.
     """
-    cp_rank, ulysses_rank = divmod(rank, ulysses)
-    runs = shards.runs(side, owned(cp_rank, shards.blocks_per_rank))
-    count = length(runs)
-    first, end = (count * number // ulysses for number in (ulysses_rank, ulysses_rank + 1))
-    positions = [torch.arange(run.start, run.last + 1, run.step, device="cpu") for run in runs if run.length]
-    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *positions])[first:end].clone()
+    runs = runs_of_sp_rank(shards, side, ulysses, rank)
+    positions = [torch.arange(run.start, run.last + 1, run.step, device="cpu") for run in runs]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *positions])

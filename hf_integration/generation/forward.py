@@ -18,9 +18,9 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding.layout import Run, Runs, owned
+from ds_seqpar.compiler.sharding.layout import Run, Runs
 from ds_seqpar.compiler.sharding.masks import FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, Shards, UnevenShards, length
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, runs_of_sp_rank
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.input_checks import AttentionOptions, describe
@@ -116,7 +116,7 @@ class CachedForward:
         if not self.is_decode:
             even = EvenShards(sp.config.layout, self.tokens, sp.size // sp.config.ulysses)
             shards = even if layout is None else layout.shards
-            runs = self.shards = tuple(_runs_of(shards, sp.config.ulysses, rank) for rank in range(sp.size))
+            runs = self.shards = tuple(runs_of_sp_rank(shards, "q", sp.config.ulysses, rank) for rank in range(sp.size))
             self.layout = layout
         before = kept.rows if len(kept.rows) == len(self.new) else kept.rows * len(self.new)
         self.rows = tuple(row.with_new(runs, count) for row, count in zip(before, self.new, strict=True))
@@ -237,19 +237,6 @@ def _first_seen(window: int | None, chunk: int | None, position: int) -> int:
     if chunk is not None:
         return position - position % chunk
     return 0 if window is None else max(0, position - window + 1)
-
-
-def _runs_of(shards: Shards, ulysses: int, rank: int) -> Runs:
-    """Return the runs of an SP rank's tokens: its share of its CP rank's."""
-    cp_rank, ulysses_rank = divmod(rank, ulysses)
-    runs = shards.runs("q", owned(cp_rank, shards.blocks_per_rank))
-    first, end = (length(runs) * number // ulysses for number in (ulysses_rank, ulysses_rank + 1))
-    share, before = [], 0
-    for start, step, count in runs:
-        a, b = max(first - before, 0), min(end - before, count)
-        share += [Run(start + a * step, step, b - a)] if a < b else []
-        before += count
-    return tuple(share)
 
 
 # ---- before a forward

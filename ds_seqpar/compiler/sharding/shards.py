@@ -154,6 +154,19 @@ def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size
     ]
 
 
+def runs_of_sp_rank(shards: Shards, side: str, ulysses_size: int, sp_rank: int) -> Runs:
+    """Return the runs of an SP rank's tokens: those of its CP rank in order, in shares that differ by one at most."""
+    cp_rank, ulysses_rank = divmod(sp_rank, ulysses_size)
+    counts = tokens_by_ulysses_rank(shards, side, cp_rank, ulysses_size)
+    first, before, share = sum(counts[:ulysses_rank]), 0, list[Run]()
+    end = first + counts[ulysses_rank]
+    for start, step, count in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)):
+        a, b = max(first - before, 0), min(end - before, count)
+        share += [Run(start + a * step, step, b - a)] if a < b else []
+        before += count
+    return tuple(share)
+
+
 def length(runs: Runs) -> int:
     """Return the number of tokens in runs."""
     return sum(run.length for run in runs)
