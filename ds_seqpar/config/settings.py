@@ -154,6 +154,9 @@ class SequenceParallelConfig:
     accelerators a call unlike all before it does, and others are compared at the end of a step, in which hosts then
     wait for one another once. `"deferred"`: on CPUs too a call may send meanwhile, and only waits for no message before
     it. `"always"`: before each call goes on, on any device."""
+    recurrent_layers: Literal["auto", "heads", "states"] = "auto"
+    """How ranks share layers with a state, such as Mamba-2's. `"heads"`: Ulysses ranks exchange heads, and CP ranks
+    pass states on. `"states"`: all ranks pass states on. `"auto"`: what sends fewer bytes."""
     prove: Literal["auto", "always", "never"] = "auto"
     """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
     `"auto"`: unless the repository tests its family."""
