@@ -186,11 +186,12 @@ def attention(
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     head_chunks = 1 if config.head_chunks == "auto" else config.head_chunks
     ranks = _Ranks(config, shards, visible, scores, sinks, {} if compilers is None else compilers)
-    padded = q, *(() if latent else (k, v)), *(() if do is None else (do,))
-    q, *padded = input_checks.of_one_head_dim(*padded)
-    if not latent:
-        k, v, *padded = padded
-    result = ranks.attention(q, k, v, padded[0] if padded else None, head_chunks, dims[1] if latent else 0)
+    gradient = () if do is None else (do,)
+    if latent:
+        q, *rest = input_checks.of_one_head_dim(q, *gradient)
+    else:
+        q, k, v, *rest = input_checks.of_one_head_dim(q, k, v, *gradient)
+    result = ranks.attention(q, k, v, rest[0] if rest else None, head_chunks, dims[1] if latent else 0)
     return result.of_head_dims(*dims, latent)
 
 
@@ -256,7 +257,7 @@ class _Ranks:
             for index, (side, tensor) in enumerate((("q", q), ("kv", k)))
         )
         dvs = [x[2] for x in grads]
-        dk, dv = (dk.squeeze(2), sum(dvs)) if latent else (dk, self.unshard("kv", dvs, v.shape[1]))
+        dk, dv = (dk.squeeze(2), torch.stack(dvs).sum(0)) if latent else (dk, self.unshard("kv", dvs, v.shape[1]))
         dsinks = None if self.sinks is None else torch.stack([x[3] for x in grads]).sum(0)
         return Result(out, dq, dk, dv, dsinks, received)
 

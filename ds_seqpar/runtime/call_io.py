@@ -171,7 +171,7 @@ class ForwardCall(Call):
         q, *kv = (self.inner[field] for field in self.operands)
         if self.expansion is None:
             return Forward(self.kernel, self.scale, q, *kv)
-        return LatentForward(self.kernel, self.scale, q, *kv, self.inner_expansion(*self.expansion, head_chunk))
+        return LatentForward(self.kernel, self.scale, q, kv[0], self.inner_expansion(*self.expansion, head_chunk))
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
         out, lse = result
@@ -239,7 +239,7 @@ class BackwardCall(Call):
         if self.expansion is None:
             return Backward(self.kernel, self.scale, do, q, tuple(kv), out, lse)
         expansion = self.inner_expansion(*self.expansion, head_chunk)
-        self.latent_work = LatentBackward(self.kernel, self.scale, do, q, *kv, out, lse, expansion)
+        self.latent_work = LatentBackward(self.kernel, self.scale, do, q, kv[0], out, lse, expansion)
         return self.latent_work
 
     def leave(self, head_chunk: int, result: Tensors) -> None:

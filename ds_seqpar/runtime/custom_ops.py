@@ -73,7 +73,8 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int], agreement: Tensor | None,
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Compute attention's forward.
 
@@ -94,7 +95,8 @@ def attention_op(
 @attention_op.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int], agreement: Tensor | None,
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     ulysses_size, ulysses_rank, *tokens, in_one_message = sizes
     heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)

@@ -18,8 +18,8 @@ from .. import compat
 from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
-from ..config.settings import check_length
+from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank, tokens_of
+from ..config.settings import SequenceParallelConfig, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints, mismatch_hints
 from .agreement import Compared
@@ -386,6 +386,20 @@ def as_heads(q: object, latent: object, expand: object, lengths_differ: bool) ->
         raise InputError(f"latent attention needs q, latent and expand of one dtype on one device; got {got}")
     check_derivatives(q, latent, expand)
     return padded(q, expand.shape[2] - q.shape[3]), latent.unsqueeze(2)
+
+
+def sends_latent(
+    config: SequenceParallelConfig, q: Tensor, latent: Tensor, expand: Tensor, shards: UnevenShards | None
+) -> bool:
+    """Return whether a call of latent attention sends its latent. True also for what latent attention will refuse."""
+    try:
+        as_heads(q, latent, expand, shards is not None)
+    except SeqParError:
+        return True
+    tokens = q.shape[1] * config.size
+    if isinstance(shards, UnevenShards):
+        tokens = sum(tokens_of(shards, "q", rank) for rank in range(shards.size))
+    return config.sends_latent(tokens, *expand.shape)
 
 
 def unreadable(x: object) -> str:

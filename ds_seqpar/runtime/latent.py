@@ -21,6 +21,12 @@ from .kernels.accumulate import Accumulator, Sum
 from .work import Backward, Forward
 
 
+def expanded(latent: Tensor, matrix: Tensor, k_dim: int) -> list[Tensor]:
+    """Return k (B, n, H, D) and v (B, n, H, Dv) of a latent (B, n, R) by a matrix (H, R, D + Dv)."""
+    kv = torch.einsum("bnr,hre->bnhe", latent, matrix)
+    return [*kv.split([k_dim, kv.shape[-1] - k_dim], dim=-1)]
+
+
 class Expansion(NamedTuple):
     """The matrix of some heads that makes keys and values of a latent."""
 
@@ -95,4 +101,5 @@ class LatentBackward(Backward):
         super().product(q, (k, v), q_slot, launches, [dq, dkv])
         columns = self.expansion.columns(*dkv.finish(self.dtype, self.dtype))
         self.dmatrix += latent.flatten(2).flatten(0, 1).mT @ columns
-        dlatent.add(((columns @ self.expansion.matrix.mT).view(latent.shape),), Rows(0, latent.shape[1]), kv[0].shape[1])
+        gradient = (columns @ self.expansion.matrix.mT).view(latent.shape)
+        dlatent.add((gradient,), Rows(0, latent.shape[1]), kv[0].shape[1])

@@ -30,7 +30,8 @@ SIDE = dict.fromkeys(("k", "v", "latent", "dk", "dv", "dlatent"), "kv")  # of th
 PER_ROW = ("delta", "lse")  # fields with one element per row and head, in accum_dtype
 # field -> the name under which its received elements are counted
 COUNTERS = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
-            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv", "latent": "qkv", "dlatent": "dqkv"}  # fmt: skip
+            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv",
+            "latent": "qkv", "dlatent": "dqkv"}  # fmt: skip
 
 
 class UlyssesGroup(NamedTuple):
