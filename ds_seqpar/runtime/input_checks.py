@@ -88,7 +88,7 @@ def admit(
         check_derivatives(q, k, v)
     elif compiling and _can_be_op(runtime, q, k, v, options):
         mask, shards, *rest = options
-        agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest[:-1])
+        agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
     elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
         agree_on_inputs(runtime, q, k, v, options, overlap=True)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
@@ -111,12 +111,13 @@ def admit(
 def _can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
     """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
     distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
-    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
+    dims = (4, 3, 3) if options.latent else (4, 4, 4)
+    tensors = all(isinstance(x, Tensor) and x.dim() == n for x, n in zip((q, k, v), dims, strict=True))
     values = isinstance(options.mask, Mask) and isinstance(options.shards, UnevenShards | None)
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
-    if options.latent or not (tensors and values and scalars and isinstance(options.sinks, Tensor | None)):
+    if not (tensors and values and scalars and isinstance(options.sinks, Tensor | None)):
         return False
-    q_heads, kv_heads = q.shape[2], k.shape[2]  # type: ignore[attr-defined]
+    q_heads, kv_heads = q.shape[2], 1 if options.latent else k.shape[2]  # type: ignore[attr-defined]
     head_chunks = 1 if runtime.config.head_chunks == "auto" else runtime.config.head_chunks
     if kv_heads < 1 or q_heads % kv_heads:
         return False
@@ -137,11 +138,11 @@ def shards_of(handle: int) -> UnevenShards | None:
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
 def agreement_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
-    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None,
+    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None, latent: bool,
 ) -> Tensor:  # fmt: skip
     """Call `agree_on_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
     afterwards."""
-    options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks)
+    options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, latent)
     agree_on_inputs(object_of(handle), q, k, v, options)
     return _empty(q)
 
