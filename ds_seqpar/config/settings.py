@@ -154,6 +154,9 @@ class SequenceParallelConfig:
     accelerators a call unlike all before it does, and others are compared at the end of a step, in which hosts then
     wait for one another once. `"deferred"`: on CPUs too a call may send meanwhile, and only waits for no message before
     it. `"always"`: before each call goes on, on any device."""
+    recurrent_layers: Literal["auto", "heads", "states"] = "auto"
+    """How ranks share layers with a state, such as Mamba-2's. `"heads"`: Ulysses ranks exchange heads, and CP ranks
+    pass states on. `"states"`: all ranks pass states on. `"auto"`: what sends fewer bytes."""
     latent_attention: Literal["auto", "expanded", "latent"] = "auto"
     """What latent attention (MLA) sends of a token: `"latent"`, which each rank expands where it computes with it, or
     `"expanded"` keys and values. `"auto"`: the latent, unless it is no smaller, or CP ranks have fewer tokens than it

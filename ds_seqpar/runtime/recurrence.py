@@ -1,0 +1,486 @@
+"""Layers whose tokens depend on a state before them: gated delta rules, Mamba-2, lightning attention, convolutions.
+
+A rank runs the layer's own function on each segment of its tokens, from a state of zero. The function is linear in the
+state before it, so the rank then adds what the true one brings. A run of tokens maps the state S before it to M S + S'
+behind it. Ranks exchange these maps (`compiler.states`), and each folds those of the runs before its own. Segments are
+the rows of a batch, padded on the left with zeros, in which the layers' functions keep a state of zero. So functions
+need to know nothing of documents, and nothing of the runs that a rank's tokens consist of.
+
+Ranks exchange heads first where that is set: then a Ulysses rank works on some heads of all tokens of its CP rank.
+
+The callers' ranks have agreed on the inputs already, as a patched model's do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..compiler.program import instructions as op
+from ..compiler.sharding.segments import Segment, Segments, segments_of
+from ..compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
+from ..compiler.states import bound_states, shape_of_states
+from ..errors import SECTION, ConfigError
+from . import checkpoints
+from .buffers import Tensors, sum_dtype
+from .call_io import Call
+from .kernels.accumulate import Accumulator
+from .runtime import Runtime
+from .walk import Walk
+from .work import Work
+
+Context: TypeAlias = Any  # autograd's ctx
+STATES, HEADS, HALO = "states of a layer", "heads of a layer with a state", "tokens before a convolution"
+COUNTED = "state_heads"  # the name under which elements of exchanged heads are counted
+RATIO = 2  # segments whose lengths differ by at most this factor are rows of one batch
+
+
+class Rows(NamedTuple):
+    """What a layer's function returns for segments (N, L, ...), computed from a state of zero.
+
+    Attributes:
+        out: (N, L, H, V).
+        state: (N, H, K, V), behind the last token, in fp32 (fp64 for fp64).
+        readout: (N, L, H, K): out changes by readout @ S where the state before the first token is S.
+        transition: (N, H, K, K) or (N, H, 1, 1), the M of M S + state. It and `readout` are asked for where a segment
+            continues a document.
+    """
+
+    out: Tensor
+    state: Tensor
+    readout: Tensor | None = None
+    transition: Tensor | None = None
+
+
+class Cell(NamedTuple):
+    """The state of a head, (K, V): a transition is a matrix, or a number where the state only decays."""
+
+    keys: int
+    values: int
+    decays: bool
+
+    @property
+    def transition(self) -> tuple[int, int]:
+        return (1, 1) if self.decays else (self.keys, self.keys)
+
+    @property
+    def numbers(self) -> int:
+        """What is sent of a head."""
+        return self.keys * self.values + math.prod(self.transition)
+
+
+# (tokens (N, L, heads, ...) of some heads, parameters (heads, ...) of these heads, whether segments continue documents)
+Function = Callable[[list[Tensor], list[Tensor], bool], Rows]
+
+
+def recurrence(
+    runtime: Runtime, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell,
+    shards: Shards | None = None, documents: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
+    """Run a layer with a state over the whole sequence, of which each rank gives its local tokens.
+
+    Differentiable, once. Collective over the ranks that share the sequence, in backward too.
+
+    Args:
+        runtime: This rank's.
+        function: The layer's.
+        tokens: (B, s, heads, ...) each; of values first, which have all H heads.
+        parameters: (H, ...) each.
+        cell: What a head's state is.
+        shards: Which tokens each CP rank has; None: as the configured layout says.
+        documents: First positions of documents; () for one.
+
+    Returns:
+        The output (B, s, H, V).
+
+    Raises:
+        ConfigError: The configured layout or the numbers of heads do not fit; on every rank.
+    """
+    shards = shards or runtime.shards(tokens[0].shape[1] * runtime.ulysses.size)
+    if not _exchanges_heads(runtime, tokens, parameters, cell, shards, documents):
+        segments = segments_of(shards, documents, runtime.ulysses.size)
+        return _recurrence(runtime.one_ring, segments, function, tokens, parameters, cell)
+    size, rank = runtime.ulysses
+    counts = tokens_by_ulysses_rank(shards, "q", runtime.rank, size)
+    tokens = [x if x.shape[2] % size == 0 else x.repeat_interleave(size // x.shape[2], dim=2) for x in tokens]
+    tokens = exchange_heads(runtime, tokens, counts, inward=True)
+    parameters = [x[rank * len(x) // size : (rank + 1) * len(x) // size] for x in parameters]
+    segments = segments_of(shards, documents, None)
+    out = _recurrence(runtime, segments, function, tokens, parameters, cell)
+    return exchange_heads(runtime, [out], counts, inward=False)[0]
+
+
+def causal_conv(
+    runtime: Runtime, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int, shards: Shards | None = None,
+    documents: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
+    """Run a layer's causal convolution over the whole sequence, of which each rank gives its local tokens.
+
+    Args:
+        runtime: This rank's.
+        function: The layer's: (N, L, C) -> (N, L, C), where a token depends on `kernel_size - 1` before it, and the
+            first ones on zeros.
+        x: (B, s, C).
+        kernel_size: The kernel's length.
+        shards: As for `recurrence`.
+        documents: As for `recurrence`.
+
+    Returns:
+        The output (B, s, C).
+    """
+    shards = shards or runtime.shards(x.shape[1] * runtime.ulysses.size)
+    peers, before = runtime.one_ring, kernel_size - 1
+    segments = segments_of(shards, documents, runtime.ulysses.size)
+    mine = segments.of_rank[peers.rank]
+    pieces = _pieces(x, mine)
+    lengths = [piece.shape[1] for piece in pieces]
+    entering = None
+    if segments.continues and before:
+        entering = Entering.apply(*_tails(x, pieces, mine, before), peers, segments, segments.reach(before), HALO)
+        first = [0, *(number + 1 for number, segment in enumerate(mine[:-1]) if segment.leaves is not None)]
+        for number, halo in zip(first if mine else (), entering[:, :, 0].unbind(1), strict=True):
+            if mine[number].enters is not None:
+                pieces[number] = torch.cat([halo, pieces[number]], 1)
+    outs: dict[int, Tensor] = {}
+    for group in _groups([piece.shape[1] for piece in pieces], [False] * len(pieces)):
+        rows = function(_batched([pieces[number] for number in group]))
+        outs.update(zip(group, _unbatched(rows, len(x), [lengths[number] for number in group]), strict=True))
+    out = _joined(outs, len(mine))
+    return out if entering is None else Tied.apply(out, entering)
+
+
+def _tails(x: Tensor, pieces: Sequence[Tensor], segments: Sequence[Segment], count: int) -> tuple[Tensor, Tensor]:
+    """Return the last `count` tokens behind each run as a state (B, runs, 1, count, C), and its map (.., count, count),
+    which moves those before the run where it has fewer tokens."""
+    tails, maps = [], []
+    for segment, piece in zip(segments, pieces, strict=False):
+        if segment.leaves is not None:
+            kept = min(count, segment.length)
+            tails.append(torch.cat([_zeros(piece, count - kept), piece[:, segment.length - kept :]], 1))
+            moved = count - kept if segment.enters is not None else 0
+            maps.append(torch.diag(x.new_ones(moved), kept) if moved else x.new_zeros(count, count))
+    if not tails:
+        return x[:, :, None, None].expand(-1, 0, 1, count, -1), x.new_zeros(len(x), 0, 1, count, count)
+    return torch.stack(tails, 1)[:, :, None], torch.stack(maps).expand(len(x), -1, -1, -1)[:, :, None]
+
+
+def delta_rule(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+    """Return the `Function` of a delta rule.
+
+    The final state of values of zero, from the identity, is the transition, and the outputs are the readout. They come
+    from the same call as the others, as further columns of the values.
+
+    Args:
+        function: (q (N, L, heads, K), k, v (N, L, H, V), g, beta, initial state (N, H, K, V) or None) -> (out, final
+            state).
+    """
+
+    def rows(tokens: list[Tensor], parameters: list[Tensor], continues: bool) -> Rows:
+        v, q, k, g, beta = tokens
+        if not continues:
+            return Rows(*function(q, k, v, g, beta, None))
+        keys, values = k.shape[-1], v.shape[-1]
+        v = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], -1)
+        initial = v.new_zeros(len(v), v.shape[2], keys, values + keys, dtype=sum_dtype(v.dtype))
+        initial[..., values:] = torch.eye(keys, dtype=initial.dtype, device=initial.device)
+        out, state = function(q, k, v, g, beta, initial)
+        (out, readout), (state, transition) = (x.split([values, keys], -1) for x in (out, state))
+        return Rows(out, state, readout, transition)
+
+    return rows
+
+
+def _exchanges_heads(
+    runtime: Runtime, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell, shards: Shards,
+    documents: tuple[int, ...],
+) -> bool:  # fmt: skip
+    """Return whether Ulysses ranks exchange heads: as is set, or with "auto" where a rank then receives fewer bytes."""
+    size, way, heads = runtime.ulysses.size, runtime.config.recurrent_layers, tokens[0].shape[2]
+    if size == 1 or way == "states":
+        return False
+    fits = heads % size == 0 and all(x.shape[2] % size == 0 or size % x.shape[2] == 0 for x in tokens)
+    if way == "heads" and not fits:
+        raise ConfigError(
+            f'{SECTION}.recurrent_layers "heads" needs ulysses that divides the heads of layers with a state; got '
+            f'ulysses {size} and {heads} heads, set recurrent_layers to "states" or "auto"'
+        )
+    if way == "heads" or not fits:
+        return fits
+    item = sum_dtype(tokens[0].dtype).itemsize
+    runs, all_runs = (segments_of(shards, documents, n).reach() for n in (None, size))
+    of_token = sum(x.shape[2:].numel() * x.element_size() for x in (*tokens, tokens[0]))
+    local = sum(tokens_of(shards, "q", rank) for rank in range(shards.size)) / (shards.size * size)
+    states = heads * cell.numbers * item
+    return local * (size - 1) / size * of_token + runs * states / size < all_runs * states
+
+
+# ---- states of runs
+
+
+class Entering(torch.autograd.Function):
+    """The states before this rank's runs, from the states and the maps that runs have (B, runs, ...)."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
+    ) -> Tensor:
+        peers.calls.follow(name, states.shape)
+        replayed = checkpoints.replayed()
+        if replayed is None:
+            replayed = (_fold(peers, segments, reach, states, maps, reverse=False),)
+            checkpoints.save(replayed)
+        ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
+        ctx.save_for_backward(maps, *replayed)
+        return replayed[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple:
+        maps, entering = ctx.saved_tensors
+        ctx.peers.calls.enter(overlap=True)
+        after, d_maps = _fold(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
+        if ctx.needs_input_grad[1]:
+            with _all_digits(after):
+                d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
+        return after, d_maps, None, None, None, None
+
+
+class Tied(torch.autograd.Function):
+    """(x, others) -> x, whose backward reaches the others on each rank: they communicate."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*(other.new_zeros(()).expand(other.shape) for other in others))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple:
+        return grad, *ctx.saved_tensors
+
+
+def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool) -> Tensor:
+    """Return the state before each of this rank's runs, or behind it in the reverse order, as `states`."""
+    shards = segments.shards[reverse]
+    local = [x.flip(1) if reverse else x for x in (states, maps)]
+    flat = [x.reshape(*x.shape[:2], 1, x.shape[2:].numel()) for x in local]
+    shape = shape_of_states(str(states.dtype).removeprefix("torch."), len(states), *(x.shape[-1] for x in flat))
+    bound = bound_states(peers.rank, shards, reach, shape)
+    call = _StatesCall(*flat)
+    Walk(bound, call, peers.comm).run()
+    peers.journal.before_waiting()
+    known: dict[int, Tensors] = {}
+    products = [x.kv[0] for x in bound.program.code if isinstance(x, op.Product)]
+    for source, arrived in zip(products, call.work.collected, strict=True):
+        for number, run in enumerate(shards.runs("kv", (source,))):
+            known[run.start] = tuple(
+                x[:, number].reshape(-1, *like.shape[2:]) for x, like in zip(arrived, local, strict=True)
+            )
+    folded = []
+    with _all_digits(states):
+        for run in shards.runs("q", (peers.rank,)):
+            before = states.new_zeros(len(states), *states.shape[2:])
+            for number in range(max(0, run.start - reach), run.start):
+                state, transition = known[number]
+                before = state + (transition * before if transition.shape[-1] == 1 else transition @ before)
+            folded.append(before)
+    result = torch.stack(folded, 1) if folded else states.new_empty(states.shape)
+    return result.flip(1) if reverse else result
+
+
+@contextlib.contextmanager
+def _all_digits(x: Tensor) -> Iterator[None]:
+    """Context manager in which products keep all digits of x's dtype: transitions are multiplied many times."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class _StatesWork(Work):
+    """The states and the maps of this rank's runs. A product collects those of a rank."""
+
+    def __init__(self, states: Tensor, maps: Tensor) -> None:
+        self.kv, self.collected = (states, maps), list[Tensors]()
+
+    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
+        return self.kv if kind == "kv" else ()
+
+    def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
+        return Accumulator(make)
+
+    def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
+        self.collected.append(kv)
+
+    def finish(self, results: list[Accumulator]) -> Tensors:
+        return ()
+
+    def empty_results(self) -> dict[str, Tensors]:
+        return {}
+
+
+class _StatesCall(Call):
+    def __init__(self, states: Tensor, maps: Tensor) -> None:
+        self.device, self.work = states.device, _StatesWork(states, maps)
+
+    def enter(self, head_chunk: int) -> Work:
+        return self.work
+
+    def leave(self, head_chunk: int, result: Tensors) -> None:
+        pass
+
+    def results(self) -> list[Tensor]:
+        return []
+
+
+# ---- heads
+
+
+def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence[int], inward: bool) -> list[Tensor]:
+    """Exchange heads among Ulysses ranks: (B, s, H, ...) -> (B, T, H / U, ...), or outward the reverse.
+
+    Args:
+        runtime: This rank's.
+        tensors: What is exchanged. Tensors of one dtype go in one message.
+        tokens: Of each Ulysses rank.
+        inward: The direction.
+    """
+    exchanged: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        numbers = [number for number, x in enumerate(tensors) if x.dtype == dtype]
+        flat = [x.flatten(3) if x.dim() > 3 else x[..., None] for x in map(tensors.__getitem__, numbers)]
+        exchanged.update(zip(numbers, ExchangeHeads.apply(runtime, tuple(tokens), inward, *flat), strict=True))
+    shapes = [x.shape[3:] for x in tensors]
+    return [exchanged[number].reshape(*exchanged[number].shape[:3], *shape) for number, shape in enumerate(shapes)]
+
+
+class ExchangeHeads(torch.autograd.Function):
+    """An all-to-all of heads (B, tokens, heads, D) of several tensors, whose backward is the reverse one."""
+
+    @staticmethod
+    def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
+        runtime.calls.follow(HEADS, xs[0].shape)
+        ctx.exchange = runtime, tokens, inward
+        return _exchanged(runtime, tokens, inward, xs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, *grads: Tensor) -> tuple:
+        runtime, tokens, inward = ctx.exchange
+        runtime.calls.enter(overlap=True)
+        return None, None, None, *_exchanged(runtime, tokens, not inward, grads)
+
+
+def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tensors) -> Tensors:
+    size, rank = runtime.ulysses
+    batch, dims = len(xs[0]), [x.shape[3] for x in xs]
+    if inward:
+        parts = [x.reshape(batch, tokens[rank], size, -1).permute(2, 1, 0, 3) for x in xs]
+    else:
+        parts = [x.flatten(2).transpose(0, 1) for x in xs]
+    widths = [x.shape[-1] for x in parts]
+    of_rank = [batch * sum(widths) * count for count in tokens]
+    sizes = [of_rank[rank]] * size, of_rank
+    sent = torch.cat(parts, -1).view(-1)
+    received = sent.new_empty(sum(sizes[inward]))
+    runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
+    runtime.journal.before_waiting()
+    if inward:
+        arrived = received.view(sum(tokens), batch, -1).split(widths, -1)
+        return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
+    arrived = received.view(size, tokens[rank], batch, -1).split(widths, -1)
+    return tuple(
+        x.permute(2, 1, 0, 3).reshape(batch, tokens[rank], -1, dim) for x, dim in zip(arrived, dims, strict=True)
+    )
+
+
+# ---- segments
+
+
+def _recurrence(
+    peers: Runtime, segments: Segments, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor],
+    cell: Cell,
+) -> Tensor:  # fmt: skip
+    """Run a layer on this rank's segments, all heads of which are here."""
+    mine, batch = segments.of_rank[peers.rank], len(tokens[0])
+    pieces = [_pieces(x, mine) for x in tokens]
+    lengths = [piece.shape[1] for piece in pieces[0]]
+    continues = [segment.enters is not None for segment in mine] or [False]
+    outs: dict[int, Tensor] = {}
+    readouts: dict[int, Tensor] = {}
+    states: dict[int, Tensor] = {}
+    maps: dict[int, Tensor] = {}
+    for group in _groups(lengths, continues):
+        batched = [_batched([of_token[number] for number in group]) for of_token in pieces]
+        rows, wanted = function(batched, list(parameters), continues[group[0]]), [lengths[number] for number in group]
+        outs.update(zip(group, _unbatched(rows.out, batch, wanted), strict=True))
+        states.update(zip(group, rows.state.unflatten(0, (batch, -1)).unbind(1), strict=True))
+        if continues[group[0]] and rows.readout is not None and rows.transition is not None:
+            readouts.update(zip(group, _unbatched(rows.readout, batch, wanted), strict=True))
+            maps.update(zip(group, rows.transition.unflatten(0, (batch, -1)).unbind(1), strict=True))
+    if not segments.continues:
+        return _joined(outs, len(mine))
+    dtype, leaving = sum_dtype(tokens[0].dtype), [n for n, segment in enumerate(mine) if segment.leaves is not None]
+    nothing = states[0].new_zeros(*states[0].shape[:2], *cell.transition)
+    of_runs = torch.stack([states[number] for number in leaving or [0]], 1)[:, : len(leaving)].to(dtype)
+    of_maps = torch.stack([maps.get(number, nothing) for number in leaving or [0]], 1)[:, : len(leaving)].to(dtype)
+    entering = Entering.apply(of_runs, of_maps, peers, segments, segments.reach(), STATES)
+    for run, number in enumerate([0, *(number + 1 for number in leaving[:-1])] if mine else []):
+        if number in readouts:
+            with _all_digits(entering):
+                change = torch.einsum("blhk,bhkv->blhv", readouts[number].to(dtype), entering[:, run])
+            outs[number] = outs[number] + change.to(outs[number].dtype)
+    return Tied.apply(_joined(outs, len(mine)), entering)
+
+
+def _pieces(x: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+    """Return the tokens of each segment; on a rank that has none one zero, so that its graph is that of the others."""
+    if not segments:
+        return [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)]
+    return [x] if len(segments) == 1 else list(x.split([segment.length for segment in segments], 1))
+
+
+def _groups(lengths: Sequence[int], continues: Sequence[bool]) -> list[list[int]]:
+    """Return the numbers of segments that are computed together."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: (continues[number], lengths[number])):
+        first = groups[-1][0] if groups else number
+        if groups and continues[number] == continues[first] and lengths[number] <= RATIO * lengths[first]:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def _batched(pieces: Sequence[Tensor]) -> Tensor:
+    """Return pieces (B, length, ...) as rows (B * pieces, the longest length, ...), with zeros on the left."""
+    if len(pieces) == 1:
+        return pieces[0]
+    longest = max(piece.shape[1] for piece in pieces)
+    rows = [x for piece in pieces for x in (_zeros(piece, longest - piece.shape[1]), piece)]
+    return torch.cat(rows, 1).unflatten(1, (len(pieces), longest)).flatten(0, 1)
+
+
+def _unbatched(rows: Tensor, batch: int, lengths: Sequence[int]) -> list[Tensor]:
+    """Return the pieces (B, length, ...) of rows that `_batched` made, or of as many of their last tokens."""
+    sizes = [size for length in lengths for size in (rows.shape[1] - length, length)]
+    return list(rows.unflatten(0, (batch, -1)).flatten(1, 2).split(sizes, 1)[1::2])
+
+
+def _joined(pieces: dict[int, Tensor], count: int) -> Tensor:
+    """Return the pieces of so many segments in order; of none where there are none."""
+    if count < 2:
+        return pieces[0] if count else pieces[0][:, :0]
+    return torch.cat([pieces[number] for number in range(count)], 1)
+
+
+def _zeros(like: Tensor, tokens: int) -> Tensor:
+    return like.new_zeros(len(like), tokens, *like.shape[2:])
