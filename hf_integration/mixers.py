@@ -154,11 +154,13 @@ def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, 
     return original(*args, **kwargs) if engine is None else run(engine, original, *args, **kwargs)
 
 
-def _lightning(forward: Callable, engine_of: EngineOf, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _lightning(
+    forward: Callable, engine_of: EngineOf, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Run a module with lightning attention. Its forward computes the product too, for a module that has no more."""
     engine = engine_of(kwargs)
     if engine is None:
-        return forward(module, x, *args, **kwargs)
+        return forward(module, hidden_states, *args, **kwargs)
 
     def function(tokens: list[Tensor], parameters: list[Tensor], continues: bool) -> Rows:
         (qkv, log_decay), (*decays, diagonal) = tokens, parameters
@@ -171,12 +173,13 @@ def _lightning(forward: Callable, engine_of: EngineOf, module: Any, x: Tensor, *
         out = out.unflatten(2, (qkv.shape[2], -1))
         return _decayed(out, state, qkv[..., : module.head_dim], log_decay) if continues else Rows(out, state)
 
-    qkv = module.act_fn(module.qkv_proj(x)).unflatten(2, (module.num_attention_heads, -1))
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(2, (module.num_attention_heads, -1))
     slope, query_decay, key_decay, diagonal = (getattr(module, name) for name in LIGHTNING)
     tokens = [qkv, -slope[:, 0, 0].expand(qkv.shape[:3])]
     cell = Cell(module.head_dim, module.head_dim, decays=True)
     out = engine.recurrence(function, tokens, [slope, query_decay, key_decay, diagonal[0]], cell)
-    return module.out_proj(functional.sigmoid(module.output_gate(x)) * module.norm(out.flatten(2))), None
+    gate = functional.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(out.flatten(2))), None
 
 
 def _same(x: Tensor) -> Tensor:
@@ -215,7 +218,7 @@ def share(module: nn.Module, sp: SequenceParallel) -> None:
         return None if context.mode == "local" else _Shared(sp.runtime, context.layout)
 
     setattr(module, SHARED, True)
-    module.forward = with_engine(module, engine_of)  # type: ignore[method-assign]
+    module.forward = with_engine(module, engine_of)
 
 
 def restore(model: nn.Module) -> None:

@@ -242,7 +242,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def _refuse(found: str, advice: str = OWN_MODEL) -> NoReturn:
     raise ConfigError(
-        f"patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are known; got {found}, {advice}"
+        "patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are "
+        f"known; got {found}, {advice}"
     )
 
 
@@ -354,9 +355,7 @@ def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     for module, name in names.items():
         classes.setdefault(starred(name), set()).add(type(module))
     plain = [starred(names[module]) for module in modules]
-    found = [
-        name if len(classes[name]) == 1 else with_class(name, x) for name, x in zip(plain, modules, strict=True)
-    ]
+    found = [name if len(classes[name]) == 1 else with_class(name, x) for name, x in zip(plain, modules, strict=True)]
     return tuple(dict.fromkeys(found))
 
 
