@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..compiler.program import instructions as op
 from ..compiler.sharding.segments import Segment, Segments, segments_of
@@ -133,18 +134,15 @@ def causal_conv(
     Returns:
         The output (B, s, C).
     """
-    shards, ring, before = (
-        shards or runtime.shards(x.shape[1] * runtime.ulysses.size),
-        runtime.one_ring,
-        kernel_size - 1,
-    )
+    shards = shards or runtime.shards(x.shape[1] * runtime.ulysses.size)
+    peers, before = runtime.one_ring, kernel_size - 1
     segments = segments_of(shards, documents, runtime.ulysses.size)
-    mine = segments.of_rank[ring.rank]
+    mine = segments.of_rank[peers.rank]
     pieces = _pieces(x, mine)
     lengths = [piece.shape[1] for piece in pieces]
     entering = None
     if segments.continues and before:
-        entering = Entering.apply(*_tails(x, pieces, mine, before), ring, segments, segments.reach(before), HALO)
+        entering = Entering.apply(*_tails(x, pieces, mine, before), peers, segments, segments.reach(before), HALO)
         first = [0, *(number + 1 for number, segment in enumerate(mine[:-1]) if segment.leaves is not None)]
         for number, halo in zip(first if mine else (), entering[:, :, 0].unbind(1), strict=True):
             if mine[number].enters is not None:
@@ -230,24 +228,26 @@ class Entering(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, states: Tensor, maps: Tensor, ring: Runtime, segments: Segments, reach: int, name: str
+        ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
     ) -> Tensor:
-        ring.calls.follow(name, states.shape)
+        peers.calls.follow(name, states.shape)
         replayed = checkpoints.replayed()
         if replayed is None:
-            replayed = (_fold(ring, segments, reach, states, maps, reverse=False),)
+            replayed = (_fold(peers, segments, reach, states, maps, reverse=False),)
             checkpoints.save(replayed)
-        ctx.ring, ctx.segments, ctx.reach = ring, segments, reach
+        ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
         ctx.save_for_backward(maps, *replayed)
         return replayed[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple:
         maps, entering = ctx.saved_tensors
-        ctx.ring.calls.enter(overlap=True)
-        after = _fold(ctx.ring, ctx.segments, ctx.reach, grad, maps.mT, reverse=True)
-        with _without_tf32():
-            d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
+        ctx.peers.calls.enter(overlap=True)
+        after, d_maps = _fold(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
+        if ctx.needs_input_grad[1]:
+            with _all_digits(after):
+                d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
         return after, d_maps, None, None, None, None
 
 
@@ -264,16 +264,16 @@ class Tied(torch.autograd.Function):
         return grad, *ctx.saved_tensors
 
 
-def _fold(ring: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool) -> Tensor:
+def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool) -> Tensor:
     """Return the state before each of this rank's runs, or behind it in the reverse order, as `states`."""
     shards = segments.shards[reverse]
     local = [x.flip(1) if reverse else x for x in (states, maps)]
     flat = [x.reshape(*x.shape[:2], 1, x.shape[2:].numel()) for x in local]
     shape = shape_of_states(str(states.dtype).removeprefix("torch."), len(states), *(x.shape[-1] for x in flat))
-    bound = bound_states(ring.rank, shards, reach, shape)
+    bound = bound_states(peers.rank, shards, reach, shape)
     call = _StatesCall(*flat)
-    Walk(bound, call, ring.comm).run()
-    ring.journal.before_waiting()
+    Walk(bound, call, peers.comm).run()
+    peers.journal.before_waiting()
     known: dict[int, Tensors] = {}
     products = [x.kv[0] for x in bound.program.code if isinstance(x, op.Product)]
     for source, arrived in zip(products, call.work.collected, strict=True):
@@ -282,8 +282,8 @@ def _fold(ring: Runtime, segments: Segments, reach: int, states: Tensor, maps: T
                 x[:, number].reshape(-1, *like.shape[2:]) for x, like in zip(arrived, local, strict=True)
             )
     folded = []
-    with _without_tf32():
-        for run in shards.runs("q", (ring.rank,)):
+    with _all_digits(states):
+        for run in shards.runs("q", (peers.rank,)):
             before = states.new_zeros(len(states), *states.shape[2:])
             for number in range(max(0, run.start - reach), run.start):
                 state, transition = known[number]
@@ -294,12 +294,13 @@ def _fold(ring: Runtime, segments: Segments, reach: int, states: Tensor, maps: T
 
 
 @contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Context manager in which fp32 products keep all their digits: transitions are multiplied many times."""
+def _all_digits(x: Tensor) -> Iterator[None]:
+    """Context manager in which products keep all digits of x's dtype: transitions are multiplied many times."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast(x.device.type, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -371,6 +372,7 @@ class ExchangeHeads(torch.autograd.Function):
         return _exchanged(runtime, tokens, inward, xs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple:
         runtime, tokens, inward = ctx.exchange
         runtime.calls.enter(overlap=True)
@@ -380,8 +382,9 @@ class ExchangeHeads(torch.autograd.Function):
 def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tensors) -> Tensors:
     size, rank = runtime.ulysses
     batch, dims = len(xs[0]), [x.shape[3] for x in xs]
+    # no -1 in shapes: there may be no token
     if inward:
-        parts = [x.reshape(batch, tokens[rank], size, -1).permute(2, 1, 0, 3) for x in xs]
+        parts = [x.reshape(batch, tokens[rank], size, x.shape[2] * x.shape[3] // size).permute(2, 1, 0, 3) for x in xs]
     else:
         parts = [x.flatten(2).transpose(0, 1) for x in xs]
     widths = [x.shape[-1] for x in parts]
@@ -392,23 +395,21 @@ def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tens
     runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
     runtime.journal.before_waiting()
     if inward:
-        arrived = received.view(sum(tokens), batch, -1).split(widths, -1)
+        arrived = received.view(sum(tokens), batch, sum(widths)).split(widths, -1)
         return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
-    arrived = received.view(size, tokens[rank], batch, -1).split(widths, -1)
-    return tuple(
-        x.permute(2, 1, 0, 3).reshape(batch, tokens[rank], -1, dim) for x, dim in zip(arrived, dims, strict=True)
-    )
+    arrived = received.view(size, tokens[rank], batch, sum(widths)).split(widths, -1)
+    return tuple(x.permute(2, 1, 0, 3).flatten(2).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
 
 
 # ---- segments
 
 
 def _recurrence(
-    ring: Runtime, segments: Segments, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor],
+    peers: Runtime, segments: Segments, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor],
     cell: Cell,
 ) -> Tensor:  # fmt: skip
     """Run a layer on this rank's segments, all heads of which are here."""
-    mine, batch = segments.of_rank[ring.rank], len(tokens[0])
+    mine, batch = segments.of_rank[peers.rank], len(tokens[0])
     pieces = [_pieces(x, mine) for x in tokens]
     lengths = [piece.shape[1] for piece in pieces[0]]
     continues = [segment.enters is not None for segment in mine] or [False]
@@ -430,10 +431,11 @@ def _recurrence(
     nothing = states[0].new_zeros(*states[0].shape[:2], *cell.transition)
     of_runs = torch.stack([states[number] for number in leaving or [0]], 1)[:, : len(leaving)].to(dtype)
     of_maps = torch.stack([maps.get(number, nothing) for number in leaving or [0]], 1)[:, : len(leaving)].to(dtype)
-    entering = Entering.apply(of_runs, of_maps, ring, segments, segments.reach(), STATES)
+    entering = Entering.apply(of_runs, of_maps, peers, segments, segments.reach(), STATES)
     for run, number in enumerate([0, *(number + 1 for number in leaving[:-1])] if mine else []):
         if number in readouts:
-            change = torch.einsum("blhk,bhkv->blhv", readouts[number].to(dtype), entering[:, run])
+            with _all_digits(entering):
+                change = torch.einsum("blhk,bhkv->blhv", readouts[number].to(dtype), entering[:, run])
             outs[number] = outs[number] + change.to(outs[number].dtype)
     return Tied.apply(_joined(outs, len(mine)), entering)
 
