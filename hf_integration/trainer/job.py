@@ -214,13 +214,13 @@ def model_sizes(model: PreTrainedModel) -> Model:
     )
 
 
-# of layers with a state: a name that only their kind has, if the others do not tell, then the names or numbers of their
-# heads, heads of keys, keys, values, gates of a head, and whether their states only decay
+# of kinds of layers with a state: names of their attributes, or numbers. They are a name that the kind has alone, if the
+# others do not tell, then heads, heads of keys, keys, values, a head's decays, and whether there is only decay
 STATES: tuple[tuple[str | int, ...], ...] = (
-    ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", 2, False),
-    ("num_heads", "n_groups", "ssm_state_size", "head_dim", 1, True),
+    ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", 1, False),
     ("qkv_dim", "num_heads", "num_heads", "head_dim", "head_dim", "head_dim", False),
-    ("block_size", "num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 0, True),
+    ("num_heads", "n_groups", "ssm_state_size", "head_dim", 1, True),
+    ("block_size", "num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 1, True),
 )
 
 
@@ -270,16 +270,16 @@ def _state_sizes(module: Any) -> StateLayers | None:
             "the planner knows attention, delta rules, Mamba-2, lightning attention and short convolutions; got layers "
             f"with {type(module).__name__}"
         )
-    numbers = [getattr(module, x) if isinstance(x, str) else x for x in (names or [0] * 6)]
-    heads, groups, keys, values, gates, decays = numbers[-6:]
+    numbers = [getattr(module, x) if isinstance(x, str) else x for x in (names or [0] * 5 + [True])]
+    heads, groups, keys, values, decays, only_decay = numbers[-6:]
     inputs = sum(x.out_features for x in linears.values() if x is not output)
     return StateLayers(
         count=1,
         heads=heads,
         keys=keys,
         values=values,
-        transition=1 if decays else keys**2,
-        exchanged=2 * (heads * values + groups * keys) + gates * heads,
+        transition=1 if only_decay else keys**2,
+        exchanged=2 * (heads * values + groups * keys) + (decays + (not only_decay)) * heads,
         kept=inputs + sum(x.out_channels for x in convs) + 2 * output.in_features,
         weights=sum(x.in_features * x.out_features for x in linears.values()),
     )
