@@ -187,7 +187,7 @@ class _Tracker:
         backward with the gradients of both."""
         shape = self.shape
         keys, matrix = 2 * shape.batch * tokens * shape.head_dim, 2 * shape.latent * shape.head_dim
-        width = keys * (1 if self.forward else 3) + matrix
+        width = keys * (1 if self.forward else 2) + matrix
         gradient = 0 if self.forward else 2 * matrix * ITEMSIZE[shape.accum_dtype]
         return shape.q_heads * (width * shape.itemsize + gradient)
 
