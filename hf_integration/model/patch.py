@@ -23,7 +23,7 @@ from ds_seqpar.runtime.buffers import sum_dtype
 from ds_seqpar.runtime.input_checks import AttentionOptions
 from ds_seqpar.runtime.process_exit import printed_once
 
-from .. import accelerators, dropout
+from .. import accelerators, dropout, mixers
 from ..context import ForwardContext, current
 from ..families import (
     BASE,
@@ -123,6 +123,8 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
         setattr(module, CHUNK, length if shape == "chunk" else None)
         head_chunks.use_head_chunks(module)
         latent.use_latent(module)
+    for module in modules_of(inner, facts, "mixers").values():
+        mixers.share(module, sp)
     ropes = rope.embeddings(base_of(inner))
     patch = Patch(
         sp=sp,
@@ -241,6 +243,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
             latent.remove_latent(module)
             for name in (SP, MASK, CHUNK):
                 delattr(module, name)
+    mixers.restore(inner)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.vocabularies.pop(head, None)
