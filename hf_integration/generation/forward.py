@@ -313,7 +313,9 @@ def has_cache(inputs: Mapping[str, Any]) -> bool:
 
 def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward has a cache, which training takes none of."""
-    return has_cache(inputs) and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+    return (
+        has_cache(inputs) and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+    )
 
 
 def _compacted(x: Any, order: Tensor, shape: tuple[int, int]) -> Any:
