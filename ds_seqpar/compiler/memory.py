@@ -340,10 +340,11 @@ class _Tracker:
         if self.forward:
             arrived = sum(self.slots[slot] for _, slot in self.enters[instruction.head_chunk])
             self.saved += self.choice.qkv * arrived
-            for name in ("lse", "out") if self.choice.out else ("lse",):  # saved tensors are not counted twice
+            saved = ("lse", "out") if self.choice.out else ("lse",)
+            for name in self.head_chunk_results.keys() & saved:  # saved tensors are not counted twice
                 self.saved, self.head_chunk_results[name] = self.saved + self.head_chunk_results[name], 0
             if "lse" not in self.sent:
-                del self.head_chunk_results["lse"]
+                self.head_chunk_results.pop("lse", None)
         if self.bound.heads.ulysses.size == 1:
             for name in list(self.head_chunk_results):
                 self.put(instruction.head_chunk, name, self.head_chunk_results.pop(name))
