@@ -22,6 +22,7 @@ from .runtime import attention, cached, checkpoints, custom_ops, devices, groups
 from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
+from .runtime.latent import expanded
 from .runtime.mismatch_hints import of_kernels
 from .runtime.process_exit import printed_once
 
@@ -182,10 +183,50 @@ class SequenceParallel(Sharding):
             >>> out = sp.attention(q, k, v)
             >>> whole = sp.gather(out, 1)
         """
+        mask = input_checks.mask_of(causal, mask)
+        return self._attention(q, k, v, AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks))
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        expand: Tensor,
+        causal: bool = True,
+        scale: float | None = None,
+        *,
+        mask: Mask | None = None,
+        shards: UnevenShards | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute `attention` to the keys and values of a latent (MLA): head h has `latent @ expand[h]`, k before v.
+
+        The setting `latent_attention` says whether ranks send the latent or what they have expanded.
+
+        Args:
+            q: Queries (batch, local_seq, heads, head_dim).
+            latent: What keys and values are made of (batch, local_seq, width).
+            expand: The matrices (heads, width, head_dim + v_dim), of all heads on every rank. Their gradient is to be
+                summed over ranks.
+            causal: As for `attention`, and so are the other arguments, the result and what it raises.
+
+        Examples:
+            >>> k, v = torch.einsum("bsr,hre->bshe", latent, expand).split([head_dim, v_dim], dim=-1)
+            >>> sp.attention(q, k, v)  # the same
+            >>> sp.latent_attention(q, latent, expand)
+        """
+        mask = input_checks.mask_of(causal, mask)
+        options = AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks)
+        q, latent, expand = _autocast(q, latent, expand)
+        if input_checks.sends_latent(self.config, q, latent, expand, shards):
+            return self._attention(q, latent, expand, options._replace(latent=True))
+        k, v = expanded(latent, expand, q.shape[-1])
+        return self._attention(q, k, v, options)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Any:
         q, k, v = _autocast(q, k, v)
-        backward, mask = _is_differentiated(q, k, v, sinks), input_checks.mask_of(causal, mask)
-        options = AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
-        call = admit(self.runtime, q, k, v, options)
+        call = admit(self.runtime, q, k, v, options._replace(backward=_is_differentiated(q, k, v, options.sinks)))
         out, lse = _attend(call)
         return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
@@ -193,6 +234,8 @@ class SequenceParallel(Sharding):
         """Compute `attention` for a caller whose ranks have agreed on the inputs already, as a patched model's do.
 
         Args:
+            k: As for `attention`; with `options.latent` the latent, whatever the settings say.
+            v: As for `attention`; with `options.latent` what expands it.
             parts: Of how many head chunks, that the caller goes through, these tensors are one.
 
         Returns:

@@ -29,7 +29,7 @@ from .runtime.comm import EXCHANGE_TAG, Message, Sizes
 from .runtime.kernels import Scores
 from .runtime.runtime import CallSettings, Runtime
 from .runtime.walk import Walk
-from .runtime.work import common_part, moments, takes_common_off
+from .runtime.work import common_part, moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Result:
     out: Tensor  # (B, S, Hq, D), global
     dq: Tensor | None
     dk: Tensor | None
-    dv: Tensor | None
+    dv: Tensor | None  # in latent attention dk is the latent's gradient, and dv that of the matrix
     dsinks: Tensor | None
     received: list[Counter[str]]  # of each SP rank: the elements that arrived, by kind
 
-    def of_head_dims(self, qk: int, v: int) -> Result:
+    def of_head_dims(self, qk: int, v: int, latent: bool) -> Result:
         """Return the result without the zeros that q and k, or v, were padded with."""
-        dims = {"out": v, "dq": qk, "dk": qk, "dv": v}
+        dims = {"out": v, "dq": qk} | ({} if latent else {"dk": qk, "dv": v})
         tensors = {name: getattr(self, name) for name in dims}
         return dataclasses.replace(self, **{name: x[..., : dims[name]] for name, x in tensors.items() if x is not None})
 
@@ -138,6 +138,7 @@ def attention(
     shards: Shards | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    latent: bool = False,
     compilers: dict[Hashable, Compiler] | None = None,
 ) -> Result:
     """Compute attention on config.size virtual ranks.
@@ -153,16 +154,22 @@ def attention(
         shards: The tokens that every CP rank holds, in place of the configured layout.
         softcap: As `SequenceParallel.attention` takes it.
         sinks: As `SequenceParallel.attention` takes them.
+        latent: Whether k is a latent (B, S, R) and v the matrix that expands it. The latent is then sent, whatever the
+            settings say.
         compilers: A dict, empty at first, that keeps what one call compiled for the next one.
 
     Raises:
         SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
     visible = input_checks.mask_of(causal, mask)
-    input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
+    dims = q.shape[3], v.shape[2] - q.shape[3] if latent else v.shape[3]
+    if latent:
+        q, k = input_checks.as_heads(q, k, v, shards is not None)
+    else:
+        input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
-    like = f"{(*q.shape[:3], v.shape[3])} {q.dtype}"
+    like = f"{(*q.shape[:3], dims[1])} {q.dtype}"
     if do is not None and input_checks.describe(do) != like:
         raise InputError(f"the output's gradient must be like the output, {like}; got {input_checks.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
@@ -175,15 +182,17 @@ def attention(
         _check_whole(shards, q, k)
     input_checks.check_softcap(softcap)
     input_checks.check_sinks(sinks, q)
-    scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
+    scores = Scores(dims[0] ** -0.5 if scale is None else float(scale), softcap or 0.0)
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     head_chunks = 1 if config.head_chunks == "auto" else config.head_chunks
-    dims = q.shape[3], v.shape[3]
     ranks = _Ranks(config, shards, visible, scores, sinks, {} if compilers is None else compilers)
-    if dims[0] == dims[1]:
-        return ranks.attention(q, k, v, do, head_chunks)
-    q, k, v, *gradient = input_checks.of_one_head_dim(q, k, v, *(() if do is None else (do,)))
-    return ranks.attention(q, k, v, gradient[0] if gradient else None, head_chunks).of_head_dims(*dims)
+    gradient = () if do is None else (do,)
+    if latent:
+        q, *rest = input_checks.of_one_head_dim(q, *gradient)
+    else:
+        q, k, v, *rest = input_checks.of_one_head_dim(q, k, v, *gradient)
+    result = ranks.attention(q, k, v, rest[0] if rest else None, head_chunks, dims[1] if latent else 0)
+    return result.of_head_dims(*dims, latent)
 
 
 def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
@@ -217,13 +226,15 @@ class _Ranks:
         self.common: Tensor | None = None  # the common part that all ranks subtract from their keys
         self.positions = {side: [positions_held(shards, count, r, side) for r in ranks] for side in ("q", "kv")}
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int) -> Result:
-        local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int, latent: int) -> Result:
+        values = [v] * len(self.runtimes) if latent else self.shard("kv", v)
+        local = list(zip(self.shard("q", q), self.shard("kv", k), values, strict=True))
         saves = SavedForBackward.NOTHING if self.runtimes[0].ulysses.size == 1 else SavedForBackward.QKV_AND_OUT
-        settings = CallSettings(self.mask, self.shards, self.scores, head_chunks, saves)
+        settings = CallSettings(self.mask, self.shards, self.scores, head_chunks, saves, latent=latent)
+        options = self.mask, self.shards, self.scores.softcap, bool(latent)
         for runtime, (local_q, local_k, _) in zip(self.runtimes, local, strict=True):
-            input_checks.check_programs(runtime, local_q, local_k, self.mask, self.shards, self.scores.softcap)
-        if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
+            input_checks.check_programs(runtime, local_q, local_k, *options)
+        if self.runtimes[0].takes_common_off(q.dtype, settings):
             self.common = common_part(torch.stack([moments(local_qkv[1]) for local_qkv in local]), k.shape[2])
         walks = [
             runtime.forward_walk(*local_qkv, self.sinks, settings, self.common)
@@ -241,10 +252,12 @@ class _Ranks:
             )
         ]
         grads = self.walk_all(walks)
-        dq, dk, dv = (
+        dq, dk = (
             self.unshard(side, [x[index] for x in grads], tensor.shape[1])
-            for index, (side, tensor) in enumerate((("q", q), ("kv", k), ("kv", v)))
+            for index, (side, tensor) in enumerate((("q", q), ("kv", k)))
         )
+        dvs = [x[2] for x in grads]
+        dk, dv = (dk.squeeze(2), torch.stack(dvs).sum(0)) if latent else (dk, self.unshard("kv", dvs, v.shape[1]))
         dsinks = None if self.sinks is None else torch.stack([x[3] for x in grads]).sum(0)
         return Result(out, dq, dk, dv, dsinks, received)
 
@@ -266,6 +279,8 @@ class _Ranks:
         out, lses, inner = result[0], result[1 : 1 + head_chunks], result[1 + head_chunks :]
         operands, outs = (inner[: len(inner) - head_chunks], inner[len(inner) - head_chunks :]) if inner else ([], [])
         tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), local, strict=True))}
+        if settings.latent:
+            tensors["v"] = local[2]
         saved = Saved(lses, operands, outs)
         return runtime.backward_walk(tensors, local[1].shape[2], self.sinks, saved, settings, self.common)
 

@@ -13,7 +13,7 @@ from .compile import BoundProgram, Compiler, Recipe
 from .program import instructions as op
 from .program.instructions import is_local, methods_of
 from .program.shape import ITEMSIZE, Shape, token_bytes
-from .program.ulysses import PER_ROW, SIDE, SavedForBackward
+from .program.ulysses import PER_ROW, SIDE, SavedForBackward, of_head
 from .schedules.actions import ACCUMULATORS, Unit
 from .sharding.heads import free_head_chunk_counts, largest_share
 from .sharding.masks import Mask
@@ -291,7 +291,8 @@ class _Tracker:
         heads, shape = self.bound.heads, self.shape
         tokens = tokens_by_ulysses_rank(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field)
-        width = ITEMSIZE[shape.accum_dtype] if field in PER_ROW else shape.head_dim * shape.itemsize
+        elements, dtype = of_head(field, shape)
+        width = elements * ITEMSIZE[dtype]
         return shape.batch * tokens[heads.ulysses.rank] * (of_head_chunk.stop - of_head_chunk.start) * width
 
     def pack_heads(self, instruction: op.PackHeads) -> None:

@@ -157,6 +157,10 @@ class SequenceParallelConfig:
     recurrent_layers: Literal["auto", "heads", "states"] = "auto"
     """How ranks share layers with a state, such as Mamba-2's. `"heads"`: Ulysses ranks exchange heads, and CP ranks
     pass states on. `"states"`: all ranks pass states on. `"auto"`: what sends fewer bytes."""
+    latent_attention: Literal["auto", "expanded", "latent"] = "auto"
+    """What latent attention (MLA) sends of a token: `"latent"`, which each rank expands where it computes with it, or
+    `"expanded"` keys and values. `"auto"`: the latent, unless it is no smaller, or CP ranks have fewer tokens than it
+    has numbers, or there are several `head_chunks`."""
     prove: Literal["auto", "always", "never"] = "auto"
     """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
     `"auto"`: unless the repository tests its family."""
@@ -261,6 +265,11 @@ class SequenceParallelConfig:
         resolved._check_choices(chosen)
         if self.layout == "auto":
             resolved = dataclasses.replace(resolved, layout=chosen.default_layout)
+        if self.latent_attention == "latent" and self.head_chunks not in (1, "auto"):
+            raise ConfigError(
+                f'{SECTION}.latent_attention "latent" needs head_chunks 1, since a latent is of all heads; got '
+                f'{self.head_chunks}, set one of them to "auto"'
+            )
         resolved.topology(world_size)  # which raises for a wrong rank_order
         return resolved
 
@@ -370,6 +379,23 @@ class SequenceParallelConfig:
         if self.ulysses == 1 or not chosen:  # without other Ulysses ranks nothing is exchanged
             return SavedForBackward.NOTHING
         return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
+
+    def sends_latent(self, tokens: int, heads: int, width: int, dims: int) -> bool:
+        """Return whether latent attention sends latents, of a resolved config. Where not, it sends keys and values.
+
+        To expand a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but
+        Ulysses ranks once, each for its own heads.
+
+        Args:
+            tokens: Tokens of the whole sequence.
+            heads: Query heads.
+            width: Numbers of a token's latent.
+            dims: head_dim + v_dim.
+        """
+        if self.size == 1 or self.latent_attention != "auto":
+            return self.size > 1 and self.latent_attention == "latent"
+        cp_size, one_chunk = self.size // self.ulysses, self.head_chunks in (1, "auto")
+        return one_chunk and width * self.ulysses < heads * dims and (cp_size == 1 or tokens >= width * cp_size)
 
     def recipe(self, topology: Topology) -> Recipe:
         """Return the Recipe that programs are made from, of a resolved config."""

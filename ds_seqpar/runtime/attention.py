@@ -50,8 +50,8 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Compute backward from what `save` saved. Returns [dq, dk, dv], and with sinks their gradient."""
     local, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
-    if not settings.saves.qkv:
-        local |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
+    for field in ("v", "k", "q") if not settings.saves.qkv else ("v",) if settings.latent else ():
+        local[field] = inner.pop()
     if not settings.saves.out:
         local["out"] = inner.pop()
     lses, inner = inner[:head_chunks], inner[head_chunks:]
@@ -61,8 +61,9 @@ def backward(
 
 
 def save(
-    ctx: Context, local: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: SavedForBackward, lse: bool
-) -> None:
+    ctx: Context, local: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: SavedForBackward, lse: bool,
+    latent: int,
+) -> None:  # fmt: skip
     """Save for backward: sinks, the keys' common part, each head chunk's lse, the inner tensors that forward returned,
     and where backward needs them the local out and q, k and v.
 
@@ -73,7 +74,8 @@ def save(
     ctx.set_materialize_grads(False)
     common = results[-1] if has_common(local[0].dtype) else None
     out, *inner = results[: len(results) - (common is not None) - lse]
-    saved = (*inner, *(() if saves.out else (out,)), *(() if saves.qkv else local))
+    matrix = local[2:] if latent else ()  # which is in no exchange
+    saved = (*inner, *(() if saves.out else (out,)), *(matrix if saves.qkv else local))
     ctx.out = local[0].shape, local[0].dtype, local[0].device
     ctx.save_for_backward(sinks, common, *saved)
 
@@ -112,7 +114,7 @@ class Attention(torch.autograd.Function):
         else:
             runtime.calls.follow(ATTENTION, q.shape)
         ctx.runtime, ctx.settings, ctx.kv_heads = runtime, settings, k.shape[2]
-        save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse)
+        save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse, settings.latent)
         # the lse stays differentiable: `gradients` finds the inputs through it
         ctx.mark_non_differentiable(*results[2:])
         return results if results[0].dim() == q.dim() else (q.new_zeros(()).expand(q.shape), *results[1:])

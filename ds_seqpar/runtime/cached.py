@@ -57,7 +57,7 @@ def decode(
     bound, kernel = bound_decode(runtime.size, runtime.rank, heads, shape), _kernel(runtime, q, k, scores.softcap)
     local = readable({"q": q, "k": k, "v": v})
     call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
-    call.work = _Decode(kernel, scores.scale, **local)
+    call.work = _Decode(kernel, scores.scale, *local.values())
     call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
     call.work.softcap = scores.softcap
     out, lse = Walk(bound, call, runtime.comm).run()

@@ -15,9 +15,11 @@ from torch import Tensor
 from ..compiler.compile import BoundProgram
 from ..compiler.program.instructions import HeadExchange
 from ..compiler.program.ulysses import SavedForBackward
+from ..compiler.program.ulysses import operands as exchanges_of_operands
 from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_deltas
+from .latent import Expansion, LatentBackward, LatentForward
 from .work import Backward, Forward, Work, of_query_heads, offsets, rowsum
 
 
@@ -36,6 +38,8 @@ class Call(abc.ABC):
         local: The caller's tensors (B, s, H, D), by field.
         common: What is subtracted from all keys (Hkv, D), or None (see `runtime.work`).
         sinks: (Hq,), or None.
+        expansion: Of latent attention the matrix (H, R, D + Dv) and Dv, else None.
+        operands: The fields of q, k and v.
         heads: Which Ulysses rank works on which heads in which head chunk.
         alone: Whether this rank is the only Ulysses rank.
         inner: The tensors of the head chunk that was entered, by field.
@@ -45,10 +49,11 @@ class Call(abc.ABC):
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
-        common: Tensor | None,
+        common: Tensor | None, expansion: tuple[Tensor, int] | None,
     ) -> None:  # fmt: skip
         self.heads, self.local, self.sinks, self.kernel, self.scale = bound.heads, local, sinks, kernel, scores.scale
-        self.common = common
+        self.common, self.expansion = common, expansion
+        self.operands = ("q", "k", "v") if expansion is None else ("q", "latent")
         self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(local.values())).device
         self.inner: dict[str, Tensor] = {}
         self.inner_results: dict[str, Tensor] = {}
@@ -123,6 +128,10 @@ class Call(abc.ABC):
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
 
+    def inner_expansion(self, matrix: Tensor, v_dim: int, head_chunk: int) -> Expansion:
+        """Return the expansion to the heads that this Ulysses rank works on."""
+        return Expansion.of(self.of_inner_heads(matrix, head_chunk), v_dim)
+
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
         """Return the sinks (H,) of the heads that this Ulysses rank works on. Where the keys' common part was
         subtracted they are (B, T, H), one for each row, since each row's scores have changed by a different number."""
@@ -145,9 +154,9 @@ class ForwardCall(Call):
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
-        common: Tensor | None, saves: int, lse: bool,
+        common: Tensor | None, saves: int, lse: bool, expansion: tuple[Tensor, int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, local, sinks, common)
+        super().__init__(bound, kernel, scores, local, sinks, common, expansion)
         self.saves, self.lse = saves, lse
         self.saved = Saved([], [], [])
 
@@ -159,8 +168,10 @@ class ForwardCall(Call):
     def enter(self, head_chunk: int) -> Work:
         self.take_local(head_chunk)
         self.take_common_off(head_chunk)
-        q, k, v = (self.inner[field] for field in ("q", "k", "v"))
-        return Forward(self.kernel, self.scale, q, k, v)
+        q, *kv = (self.inner[field] for field in self.operands)
+        if self.expansion is None:
+            return Forward(self.kernel, self.scale, q, *kv)
+        return LatentForward(self.kernel, self.scale, q, kv[0], self.inner_expansion(*self.expansion, head_chunk))
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
         out, lse = result
@@ -180,7 +191,8 @@ class ForwardCall(Call):
 
 
 class BackwardCall(Call):
-    """The backward of a call. Its results are dq, dk and dv, and with sinks their gradient.
+    """The backward of a call. Its results are dq, dk and dv, or of latent attention dq and the gradients of the latent
+    and of the matrix, and with sinks their gradient.
 
     Args:
         local: do, and where they are needed q, k, v and out, or delta in place of out.
@@ -188,13 +200,15 @@ class BackwardCall(Call):
     """
 
     sinks_deltas: Tensor  # of the head chunk, with sinks
+    latent_work: LatentBackward  # of the head chunk, in latent attention
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
-        common: Tensor | None, saved: Saved,
+        common: Tensor | None, saved: Saved, expansion: tuple[Tensor, int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, local, sinks, common)
+        super().__init__(bound, kernel, scores, local, sinks, common, expansion)
         self.saved = saved
+        self.dmatrix = None if expansion is None else torch.zeros_like(expansion[0])
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
     def part(self, head_chunk: int, field: str) -> Tensor:
@@ -207,7 +221,7 @@ class BackwardCall(Call):
         lses, operands, outs = self.saved
         self.take_local(head_chunk)
         count = len(operands) // len(lses)  # tensors of a head chunk
-        exchanges = (("q", "k", "v"),) if count == 1 else (("q",), ("k", "v"))
+        exchanges = exchanges_of_operands(count == 1, self.expansion is not None)
         for fields, joined in zip(exchanges, operands[head_chunk * count : (head_chunk + 1) * count], strict=False):
             self.arrive(HeadExchange(head_chunk, True, fields), joined)
         if not operands:  # forward saves inner keys without the common part
@@ -216,22 +230,31 @@ class BackwardCall(Call):
             self.inner["out"] = outs[head_chunk]
         elif not self.alone:
             self.inner["out"] = self.inner.pop("delta").squeeze(-1)
-        do, q, k, v, out = (self.inner[field] for field in ("do", "q", "k", "v", "out"))
+        do, out, q, *kv = (self.inner[field] for field in ("do", "out", *self.operands))
         lse = lses[head_chunk]
         if self.sinks is not None and self.dsinks is not None:
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
             self.sinks_deltas = sinks_deltas(delta, lse, self.inner_sinks(self.sinks, head_chunk))
             self.of_inner_heads(self.dsinks, head_chunk).copy_(self.sinks_deltas.sum((0, 1)).neg_())
-        return Backward(self.kernel, self.scale, do, q, k, v, out, lse)
+        if self.expansion is None:
+            return Backward(self.kernel, self.scale, do, q, tuple(kv), out, lse)
+        expansion = self.inner_expansion(*self.expansion, head_chunk)
+        self.latent_work = LatentBackward(self.kernel, self.scale, do, q, kv[0], out, lse, expansion)
+        return self.latent_work
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
-        dq, dk, dv = result
+        dq, *dkv = result
         if self.sinks is not None and self.common is not None:  # a row's sink moves with its q . common
             common = of_query_heads(self.of_inner_heads(self.common, head_chunk, 1), dq.shape[2])
             dq.addcmul_(self.sinks_deltas.unsqueeze(-1), common * self.scale)
         self.inner = {}
-        self.put_inner(head_chunk, dq=dq, dk=dk, dv=dv)
+        self.put_inner(head_chunk, **dict(zip((f"d{field}" for field in self.operands), (dq, *dkv), strict=True)))
+        if self.dmatrix is not None:
+            matrix = self.of_inner_heads(self.dmatrix, head_chunk)
+            matrix.copy_(self.latent_work.dmatrix.unflatten(1, (len(matrix), -1)).transpose(0, 1))
+            del self.latent_work
 
     def results(self) -> list[Tensor]:
-        grads = [self.local_results[field] for field in ("dq", "dk", "dv")]
+        grads = [self.local_results[f"d{field}"] for field in self.operands]
+        grads += [] if self.dmatrix is None else [self.dmatrix]
         return grads if self.dsinks is None else [*grads, self.dsinks]

@@ -48,17 +48,17 @@ def _forward(
     agreement: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Compute `Runtime.forward` as an op, with the settings as numbers."""
-    mask, shards, scores, head_chunks, saves, lse = settings
+    mask, shards, scores, head_chunks, saves, lse, latent = settings
     handles, sizes = (runtime.handle, mask.handle, handle_of_shards(shards)), _sizes(runtime, q, k, shards)
-    return attention_op(q, k, v, sinks, *handles, *scores, head_chunks, int(saves), lse, sizes, agreement)
+    return attention_op(q, k, v, sinks, *handles, *scores, head_chunks, int(saves), latent, lse, sizes, agreement)
 
 
 def _settings(
-    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, lse: bool
+    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int, lse: bool
 ) -> CallSettings:
     """Return the settings that `_forward` gave as numbers."""
     scores = Scores(scale, softcap)
-    return CallSettings(object_of(mask), shards_of(shards), scores, head_chunks, SavedForBackward(saves), lse)
+    return CallSettings(object_of(mask), shards_of(shards), scores, head_chunks, SavedForBackward(saves), lse, latent)
 
 
 def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
@@ -73,7 +73,8 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], agreement: Tensor | None,
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Compute attention's forward.
 
@@ -84,7 +85,7 @@ def attention_op(
     Returns:
         The results of `Runtime.forward`.
     """
-    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, lse)
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse)
     results = object_of(handle).forward(q, k, v, sinks, settings)
     # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
     results[1].untyped_storage().settings = settings
@@ -94,7 +95,8 @@ def attention_op(
 @attention_op.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, lse: bool, sizes: Sequence[int], agreement: Tensor | None,
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     ulysses_size, ulysses_rank, *tokens, in_one_message = sizes
     heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
@@ -102,7 +104,9 @@ def _(
     widths = [[span.stop - span.start for span in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
     results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
     for q_width, kv_width in widths if saves else ():
-        if in_one_message:
+        if latent:
+            results += [q.new_empty(tokens[0], batch, q_width, dim), k.new_empty(tokens[1], batch, *k.shape[2:])]
+        elif in_one_message:
             results.append(q.new_empty(tokens[0], batch, q_width + 2 * kv_width, dim))
         else:
             results += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
@@ -114,13 +118,14 @@ def _(
 
 def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
     q, k, v, sinks, *ctx.numbers, lse, _, _ = inputs
-    ctx.alive, ctx.k_shape = objects_of(*ctx.numbers[:3]), list(k.shape)
-    eager.save(ctx, (q, k, v), sinks, output, SavedForBackward(ctx.numbers[-1]), lse)
+    *_, saves, latent = ctx.numbers
+    ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [*k.shape, *v.shape]
+    eager.save(ctx, (q, k, v), sinks, output, SavedForBackward(saves), lse, latent)
 
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
-    gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.k_shape, *ctx.numbers))
-    return *gradients, *[None] * 10
+    gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.shapes, *ctx.numbers))
+    return *gradients, *[None] * 11
 
 
 attention_op.register_autograd(_gradients, setup_context=_save)
@@ -128,18 +133,18 @@ attention_op.register_autograd(_gradients, setup_context=_save)
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
 def attention_backward_op(
-    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
-    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int,
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
+    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute `attention.backward`."""
-    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, lse=False)
-    return eager.backward(do, sinks, common, saved, k_shape[2], object_of(handle), settings)
+    """Compute `attention.backward`. `shapes` are those of k (4 numbers) and v."""
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse=False)
+    return eager.backward(do, sinks, common, saved, shapes[2], object_of(handle), settings)
 
 
 @attention_backward_op.register_fake
 def _(
-    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
     *settings: object,
 ) -> list[Tensor]:  # fmt: skip
-    grads = [do.new_empty(do.shape), do.new_empty(k_shape), do.new_empty(k_shape)]
+    grads = [do.new_empty(do.shape), do.new_empty(shapes[:4]), do.new_empty(shapes[4:])]
     return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]

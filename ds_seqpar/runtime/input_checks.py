@@ -12,20 +12,21 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter, functional
+from torch.nn import Parameter
 
 from .. import compat
 from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
-from ..config.settings import check_length
+from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank, tokens_of
+from ..config.settings import SequenceParallelConfig, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints, mismatch_hints
 from .agreement import Compared
 from .comm import TorchComm
 from .groups import check_thread
 from .kernels import Scores
+from .latent import padded
 from .runtime import CallSettings, Runtime
 
 
@@ -50,6 +51,7 @@ class AttentionOptions(NamedTuple):
     lse: bool = False  # whether the caller asks for the lse
     softcap: float | None = None
     sinks: Tensor | None = None
+    latent: bool = False  # whether k is the latent (batch, local_seq, R) and v the matrix that expands it
 
 
 class AdmittedCall(NamedTuple):
@@ -73,8 +75,8 @@ def admit(
     Args:
         runtime: The runtime of this rank.
         q: (B, s, Hq, D), this rank's tokens.
-        k: (B, t, Hkv, D), this rank's tokens.
-        v: (B, t, Hkv, Dv), this rank's tokens.
+        k: (B, t, Hkv, D), this rank's tokens; in latent attention the latent (B, t, R).
+        v: (B, t, Hkv, Dv), this rank's tokens; in latent attention the matrix (Hq, R, D + Dv).
         options: The other arguments of the call.
         agreed: Whether the ranks have agreed on the inputs already.
         parts: If above 1, the tensors hold the heads of one of so many head chunks, and the caller calls this for each
@@ -90,14 +92,18 @@ def admit(
     elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
         agree_on_inputs(runtime, q, k, v, options, overlap=True)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-    if q.shape[-1] != v_dim:
-        q, k, v = of_one_head_dim(q, k, v)
-    head_chunks = runtime.head_chunks(q, k.shape[2], options.mask, options.shards) if parts == 1 else 1
+    head_chunks = 1
+    if options.latent:
+        v_dim -= q.shape[-1]
+        q, k = padded(q, v_dim), k.unsqueeze(2)
+    else:
+        q, k, v = of_one_head_dim(q, k, v) if q.shape[-1] != v_dim else (q, k, v)
+        head_chunks = runtime.head_chunks(q, k.shape[2], options.mask, options.shards) if parts == 1 else 1
     checkpointed = replay is not None
     saves = runtime.config.kept(max(head_chunks, parts), checkpointed, replay is not None and replay.checkpoint_saves)
     settings = CallSettings(
         options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
-        options.lse and runtime.ulysses.size > 1,
+        options.lse and runtime.ulysses.size > 1, v_dim if options.latent else 0,
     )  # fmt: skip
     return AdmittedCall(runtime, (q, k, v), options.sinks, settings, v_dim, options.lse, checkpointed, agreement)
 
@@ -105,12 +111,13 @@ def admit(
 def _can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
     """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
     distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
-    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
+    dims = (4, 3, 3) if options.latent else (4, 4, 4)
+    tensors = all(isinstance(x, Tensor) and x.dim() == n for x, n in zip((q, k, v), dims, strict=True))
     values = isinstance(options.mask, Mask) and isinstance(options.shards, UnevenShards | None)
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
     if not (tensors and values and scalars and isinstance(options.sinks, Tensor | None)):
         return False
-    q_heads, kv_heads = q.shape[2], k.shape[2]  # type: ignore[attr-defined]
+    q_heads, kv_heads = q.shape[2], 1 if options.latent else k.shape[2]  # type: ignore[attr-defined]
     head_chunks = 1 if runtime.config.head_chunks == "auto" else runtime.config.head_chunks
     if kv_heads < 1 or q_heads % kv_heads:
         return False
@@ -131,11 +138,11 @@ def shards_of(handle: int) -> UnevenShards | None:
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
 def agreement_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
-    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None,
+    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None, latent: bool,
 ) -> Tensor:  # fmt: skip
     """Call `agree_on_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
     afterwards."""
-    options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks)
+    options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, latent)
     agree_on_inputs(object_of(handle), q, k, v, options)
     return _empty(q)
 
@@ -192,7 +199,7 @@ def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | 
         return None
     properties = tuple((x.layout, x.shape, x.dtype, x.device) for x in tensors)
     # types first: a comparison of keys ends at the first difference, and values of other types may not be comparable
-    key = tuple(type(x) for x in options), properties, options[:-1], _which_run()
+    key = tuple(type(x) for x in options), properties, options._replace(sinks=None), _which_run()
     try:
         hash(key)
     except TypeError:  # an argument is nothing that attention takes
@@ -207,9 +214,10 @@ def _which_run() -> str:
 
 def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:
     """Return what must be the same on all ranks, by name. With uneven shards the lengths may differ."""
-    fields: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    tensors = dict(zip(("q", "latent", "expand") if options.latent else "qkv", (q, k, v), strict=True))
+    fields: dict[str, object] = {name: describe(x) for name, x in tensors.items()}
     if options.shards is not None:
-        fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
+        fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in tensors.items()}
         fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": _which_run()}
     fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
@@ -227,13 +235,17 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     try:
         if not runtime.differentiable:
             check_kept(options)
-        check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
+        if options.latent:
+            _check_settings(options.mask, options.scale)
+            q, k = as_heads(q, k, v, options.shards is not None)
+        else:
+            check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
+            q, k, _ = of_one_head_dim(q, k, v)
         check_softcap(options.softcap)
         check_sinks(options.sinks, q)
         if options.shards is not None:
             check_shards(options.shards, runtime.compiler.recipe.size, runtime.config.layout)
-        q, k, _ = of_one_head_dim(q, k, v)
-        check_shares(runtime, q, k, options.mask, options.shards, options.softcap or 0.0)
+        check_shares(runtime, q, k, options.mask, options.shards, options.softcap or 0.0, options.latent)
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
@@ -353,6 +365,44 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None
         )
 
 
+def as_heads(q: object, latent: object, expand: object, lengths_differ: bool) -> tuple[Tensor, Tensor]:
+    """Return q, padded to head_dim or v_dim, and the latent with its one head. Raise InputError where latent attention
+    cannot take these tensors."""
+    tensors = q, latent, expand
+    if classes := [unreadable(x) for x in tensors if unreadable(x)]:
+        raise InputError(f"latent attention needs dense tensors of this rank's local tokens; got {classes[0]}")
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in tensors]
+    fits = [len(shape) for shape in shapes] == [4, 3, 3] and all(n for s in shapes for n in (s[0], *s[2:]))
+    if fits:
+        (rows, tokens, heads, dim), (latent_rows, latent_tokens, width), matrix = shapes
+        fits = rows == latent_rows and (lengths_differ or tokens == latent_tokens)
+        fits = fits and matrix[:2] == (heads, width) and matrix[2] > dim
+    if not fits or not (isinstance(q, Tensor) and isinstance(latent, Tensor) and isinstance(expand, Tensor)):
+        raise InputError(
+            "latent attention needs q (batch, local_seq, heads, head_dim), latent (batch, local_seq, width) and expand "
+            f"(heads, width, head_dim + v_dim); got {', '.join(map(shape_of, tensors))}"
+        )
+    if len({(x.dtype, x.device) for x in (q, latent, expand)}) > 1:
+        got = ", ".join(f"{x.dtype} on {x.device}" for x in (q, latent, expand))
+        raise InputError(f"latent attention needs q, latent and expand of one dtype on one device; got {got}")
+    check_derivatives(q, latent, expand)
+    return padded(q, expand.shape[2] - q.shape[3]), latent.unsqueeze(2)
+
+
+def sends_latent(
+    config: SequenceParallelConfig, q: Tensor, latent: Tensor, expand: Tensor, shards: UnevenShards | None
+) -> bool:
+    """Return whether a call of latent attention sends its latent. True also for what latent attention will refuse."""
+    try:
+        as_heads(q, latent, expand, shards is not None)
+    except SeqParError:
+        return True
+    tokens = q.shape[1] * config.size
+    if isinstance(shards, UnevenShards):
+        tokens = sum(tokens_of(shards, "q", rank) for rank in range(shards.size))
+    return config.sends_latent(tokens, *expand.shape)
+
+
 def unreadable(x: object) -> str:
     """Return words for the class of a tensor whose elements a kernel cannot read, "" for any other object."""
     if not isinstance(x, Tensor):
@@ -393,12 +443,13 @@ def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
     """Return the tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and only add
     elements to out."""
     largest = max(x.shape[-1] for x in tensors)
-    return [x if x.shape[-1] == largest else functional.pad(x, (0, largest - x.shape[-1])) for x in tensors]
+    return [padded(x, largest) for x in tensors]
 
 
 def check_shares(
-    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
-) -> None:
+    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0,
+    latent: bool = False,
+) -> None:  # fmt: skip
     """Raise ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
     is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
     config = runtime.config
@@ -408,15 +459,16 @@ def check_shares(
         check_documents(mask, q.shape[1] * config.size)
     else:
         _check_tokens(runtime, q, k, shards)
-    check_programs(runtime, q, k, mask, shards, softcap)
+    check_programs(runtime, q, k, mask, shards, softcap, latent)
 
 
 def check_programs(
-    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
-) -> None:
+    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0,
+    latent: bool = False,
+) -> None:  # fmt: skip
     """Raise ConfigError or KernelError where this rank has no program or no kernel for its local q and k."""
     for direction in ("forward", "backward"):
-        runtime.bound(direction, q, k.shape[2], mask, shards, softcap)
+        runtime.bound(direction, q, k.shape[2], mask, shards, softcap, latent=k.shape[3] if latent else 0)
 
 
 def check_documents(mask: Mask, seq: int) -> None:

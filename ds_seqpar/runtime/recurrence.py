@@ -382,8 +382,9 @@ class ExchangeHeads(torch.autograd.Function):
 def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tensors) -> Tensors:
     size, rank = runtime.ulysses
     batch, dims = len(xs[0]), [x.shape[3] for x in xs]
+    # no -1 in shapes: there may be no token
     if inward:
-        parts = [x.reshape(batch, tokens[rank], size, -1).permute(2, 1, 0, 3) for x in xs]
+        parts = [x.reshape(batch, tokens[rank], size, x.shape[2] * x.shape[3] // size).permute(2, 1, 0, 3) for x in xs]
     else:
         parts = [x.flatten(2).transpose(0, 1) for x in xs]
     widths = [x.shape[-1] for x in parts]
@@ -394,12 +395,10 @@ def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tens
     runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
     runtime.journal.before_waiting()
     if inward:
-        arrived = received.view(sum(tokens), batch, -1).split(widths, -1)
+        arrived = received.view(sum(tokens), batch, sum(widths)).split(widths, -1)
         return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
-    arrived = received.view(size, tokens[rank], batch, -1).split(widths, -1)
-    return tuple(
-        x.permute(2, 1, 0, 3).reshape(batch, tokens[rank], -1, dim) for x, dim in zip(arrived, dims, strict=True)
-    )
+    arrived = received.view(size, tokens[rank], batch, sum(widths)).split(widths, -1)
+    return tuple(x.permute(2, 1, 0, 3).flatten(2).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
 
 
 # ---- segments

@@ -43,6 +43,9 @@ class CallSettings(NamedTuple):
     head_chunks: int = 1
     saves: SavedForBackward = SavedForBackward.QKV_AND_OUT
     lse: bool = False  # whether forward sends the lse of local tokens back too; needs other Ulysses ranks
+    # head_dim of v in latent attention, whose latent is in the place of k, and the matrix that expands it in that of v;
+    # else 0
+    latent: int = 0
 
 
 class Runtime:
@@ -112,7 +115,7 @@ class Runtime:
 
     def bound(
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None, softcap: float = 0.0,
-        *options: Any,
+        *options: Any, latent: int = 0,
     ) -> tuple[BoundProgram, Kernel]:  # fmt: skip
         """Return the program for a rank's local tensors, and the kernel that it calls.
 
@@ -124,22 +127,24 @@ class Runtime:
             shards: The shards of all CP ranks; None for those of the configured layout.
             softcap: The bound of scores, 0 for none.
             options: head_chunks, saved and lse of `Compiler.bound_call`.
+            latent: The width of a latent, which is in the place of k and v; 0 for none.
         """
-        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, options, is_deterministic()
+        key = q.shape, kv_heads, latent, q.dtype, q.device, mask, shards, softcap, options, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            local, shards = self.local_shape(q, kv_heads), shards or self.shards(q.shape[1] * self.ulysses.size)
+            local, shards = self.local_shape(q, kv_heads, latent), shards or self.shards(q.shape[1] * self.ulysses.size)
             inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
-            spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, local.head_dim, softcap)
+            kv_heads = inner.q_heads if latent else inner.kv_heads
+            spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, kv_heads, local.head_dim, softcap)
             kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
             program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
             last = self.last_bound[direction] = key, (program, kernel)
         return last[1]
 
-    def local_shape(self, q: Tensor, kv_heads: int) -> Shape:
+    def local_shape(self, q: Tensor, kv_heads: int, latent: int = 0) -> Shape:
         """Return the shape of a rank's local tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
-        return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
+        return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]), latent)
 
     def head_chunks(self, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None) -> int:
         """Return the number of head chunks: the setting, or with "auto" the fewest that save memory.
@@ -205,17 +210,19 @@ class Runtime:
         return results
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
+        if settings.latent:  # keys do not exist before they are computed with
+            return False
         return takes_common_off(dtype, settings.scores.softcap, self.size, settings.mask, settings.shards)
 
     def forward_walk(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
-        mask, shards, scores, head_chunks, saves, lse = settings
-        options = head_chunks, SavedForBackward.QKV_AND_OUT, lse
-        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options)
-        local = readable({"q": q, "k": k, "v": v})
-        call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse)
+        mask, shards, scores, head_chunks, saves, lse, latent = settings
+        options, width = (head_chunks, SavedForBackward.QKV_AND_OUT, lse), k.shape[3] if latent else 0
+        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
+        local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
+        call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse, expansion)
         return Walk(bound, call, self.comm)
 
     def backward_walk(
@@ -223,11 +230,21 @@ class Runtime:
         common: Tensor | None,
     ) -> Walk:  # fmt: skip
         """Return a walk over a rank's local tensors, with the results of `BackwardCall`. For `common` see there."""
-        mask, shards, scores, head_chunks, saves, _ = settings
+        mask, shards, scores, head_chunks, saves, _, latent = settings
         options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
-        bound, kernel = self.bound("backward", local["do"], kv_heads, mask, shards, scores.softcap, *options)
-        call = BackwardCall(bound, kernel, scores, readable(local), sinks, common, saved)
+        do, width = local["do"], local["v"].shape[1] if latent else 0
+        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
+        local, expansion = _operands(local, latent)
+        call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
         return Walk(bound, call, self.comm)
+
+
+def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:
+    """Return a rank's local tensors by field, and the expansion of latent attention."""
+    if not latent:
+        return readable(local), None
+    fields = {"latent" if field == "k" else field: x for field, x in local.items() if field != "v"}
+    return readable(fields), (local["v"], latent)
 
 
 def readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -63,10 +63,14 @@ def _start_thread() -> None:
 def _watch() -> None:
     while True:
         time.sleep(PATIENCE / CHECKS)
-        for wait in list(_now.values()):
-            if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
-                _reported.add(wait.what)
-                print(line_of(wait), file=sys.stderr, flush=True)
+        _report_long()
+
+
+def _report_long() -> None:  # in `_watch` its frame would refer to the last wait, and the wait's group, for ever
+    for wait in list(_now.values()):
+        if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
+            _reported.add(wait.what)
+            print(line_of(wait), file=sys.stderr, flush=True)
 
 
 def line_of(wait: Wait) -> str:

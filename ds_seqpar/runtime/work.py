@@ -75,9 +75,9 @@ class Forward(Work):
     """Forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). The results are out, as q, and lse (B, n, Hq) in
     accum_dtype."""
 
-    def __init__(self, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, kernel: Kernel, scale: float, q: Tensor, *kv: Tensor) -> None:
         super().__init__(kernel, scale, q)
-        self.operands = {"q": (q,), "kv": (k, v)}
+        self.operands = {"q": (q,), "kv": kv}
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
         return _take_rows(self.operands[kind], rows)
@@ -107,10 +107,10 @@ class Backward(Work):
     """
 
     def __init__(
-        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, kv: Tensors, out: Tensor, lse: Tensor
     ) -> None:
         super().__init__(kernel, scale, q)
-        self.q, self.kv, self.do, self.lse = q, (k, v), do, lse
+        self.q, self.kv, self.do, self.lse = q, kv, do, lse
         self.out, self.out_of_slot = out, dict[int, Tensor]()  # out_of_slot: the out of the q in a slot
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
@@ -135,7 +135,7 @@ class Backward(Work):
 
     def finish(self, results: list[Accumulator]) -> Tensors:
         dq, dkv = results
-        return *dq.finish(self.dtype), *dkv.finish(self.dtype, self.dtype)
+        return *dq.finish(self.dtype), *dkv.finish(*[self.dtype] * len(self.kv))
 
     def empty_results(self) -> dict[str, Tensors]:
         return {"dq": (self.q.new_empty(self.q.shape),), "dkv": tuple(x.new_empty(x.shape) for x in self.kv)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,7 +16,9 @@ VERSIONS = ("5.18", "5.23")  # releases of transformers in which the tested fami
 class Facts:
     """What a patch must know of a model. All fields can be written as JSON."""
 
-    attention: tuple[str, ...] = ("layers.*.self_attn",)  # the modules that attend, below `base`, with "*" for numbers
+    # the modules that attend, below `base`, with "*" for numbers, and with their class where other modules differ
+    attention: tuple[str, ...] = ("layers.*.self_attn",)
+    mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, in the same way
     base: str | None = None  # the module that heads call, below the model; None: its base model
     # (kind of layer of config.layer_types, "" for all; "window" or "chunk"; the name of its length in the config)
     masks: tuple[tuple[str, str, str], ...] = ()
@@ -55,10 +57,22 @@ def kind_of_layer(config: PreTrainedConfig, name: str) -> str:
     return types[index] if index < len(types) else ""
 
 
-def modules_of(model: PreTrainedModel, facts: Facts) -> dict[str, Any]:
-    """Return the modules of a model that attend, in the order of its layers, by their names in `base`."""
+def modules_of(model: PreTrainedModel, facts: Facts, kind: Literal["attention", "mixers"] = "attention") -> dict:
+    """Return the modules of a model that attend, or its mixers, in the order of its layers, by their names in `base`.
+
+    Args:
+        model: A model.
+        facts: Its facts.
+        kind: Which of them.
+    """
     base: nn.Module = model.base_model if facts.base is None else model.get_submodule(facts.base)
-    return {name: module for name, module in base.named_modules() if starred(name) in facts.attention}
+    names = {*getattr(facts, kind)}
+    return {name: x for name, x in base.named_modules() if {starred(name), with_class(name, x)} & names}
+
+
+def with_class(name: str, module: nn.Module) -> str:
+    """Return a module's starred name, with its class."""
+    return f"{starred(name)}:{type(module).__name__}"
 
 
 WINDOWS_BY_KIND = (("sliding_attention", "window", "sliding_window"),)

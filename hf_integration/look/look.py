@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,8 +23,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
 
+from .. import mixers
 from ..families import ConfigView, balance_weight, is_causal_lm
-from .facts import Facts, config_heads, kind_of_layer, starred, text_config
+from .facts import Facts, config_heads, kind_of_layer, starred, text_config, with_class
 from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
@@ -61,12 +63,14 @@ def look(model: PreTrainedModel) -> Facts:
     if given := takes(base, "position_ids"):
         first, counts_padding = _default_positions(watch, ids, positions)
     _check_tokens(watch, ids, positions + first if given else None)
-    if not plain.calls:
+    if not plain.calls and not any(plain.mixed.values()):
         _refuse("one without attention that goes through transformers' attention interface")
-    names = [one.name.removeprefix(prefix).removeprefix(".") for one in plain.calls]
     heads = tuple(dict.fromkeys((one.q.shape[1], one.k.shape[1]) for one in plain.calls))
+    if not heads:
+        heads = (min((x, x) for x in plain.mixed.values() if x),)
     return Facts(
-        attention=tuple(dict.fromkeys(map(starred, names))),
+        attention=_names(base, [watch.small.get_submodule(one.name) for one in plain.calls]),
+        mixers=_names(base, [watch.small.get_submodule(name) for name in plain.mixed]),
         base=None if base is small.base_model else prefix,
         masks=_masks(small, plain),
         heads=() if heads == (config_heads(small.config),) else heads,
@@ -105,6 +109,8 @@ class Seen:
     calls: list[Call] = dataclasses.field(default_factory=list)
     # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
+    probes: list[object] = dataclasses.field(default_factory=list)  # what mixers got as the keyword PROBE
+    mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 without
 
     def states(self, base: str) -> Tensor:
         """Return the hidden states that the base model returned."""
@@ -152,14 +158,24 @@ class Watch:
             hooks.append(module.register_forward_hook(self._after))
         for module in views:
             vars(module).update({"config": ConfigView(module.config, LOOK), WATCH: self})
+        mixing = [module for module in self.names if mixers.is_mixer(module)]
+        for module in mixing:
+            vars(module)["forward"] = mixers.with_engine(module, functools.partial(self._engine, self.names[module]))
         try:
             yield
         finally:
+            for module in mixing:
+                del vars(module)["forward"]
             for hook in hooks:
                 hook.remove()
             for module in views:
                 module.config = module.config.original
                 delattr(module, WATCH)
+
+    def _engine(self, name: str, keywords: dict[str, Any]) -> mixers.Engine:
+        self.seen.mixed.setdefault(name, 0)
+        self.seen.probes.append(keywords.get(PROBE))
+        return _Engine(self, name)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._add(module, False, [*args, *kwargs.values()])
@@ -197,6 +213,26 @@ def _attention(
     return (scores.softmax(-1)[..., : key.shape[2]] @ v).transpose(1, 2).contiguous(), None
 
 
+@dataclasses.dataclass
+class _Engine:
+    """Runs a mixer's layers as they are, or over each token alone."""
+
+    watch: Watch
+    name: str
+
+    def recurrence(self, function: Any, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Any) -> Tensor:
+        self.watch.seen.mixed[self.name] = tokens[0].shape[2]
+        return self._run(lambda *tokens: function([*tokens], [*parameters], False).out, tokens)
+
+    def conv(self, function: Any, x: Tensor, kernel_size: int) -> Tensor:
+        return self._run(function, [x])
+
+    def _run(self, function: Any, tokens: Sequence[Tensor]) -> Tensor:
+        if not self.watch.alone:
+            return function(*tokens)
+        return function(*(x.flatten(0, 1)[:, None] for x in tokens)).unflatten(0, tokens[0].shape[:2])[:, :, 0]
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
@@ -206,7 +242,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def _refuse(found: str, advice: str = OWN_MODEL) -> NoReturn:
     raise ConfigError(
-        f"patch_attention needs a model whose tokens meet in causal attention alone; got {found}, {advice}"
+        "patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are "
+        f"known; got {found}, {advice}"
     )
 
 
@@ -215,7 +252,7 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
     base: nn.Module = model.base_model
     called = [model.get_submodule(name) for name, _, is_output in seen.events if not is_output]
     inside = {*base.modules()} - ({model} if model.get_output_embeddings() is not None else set())
-    attending = {model.get_submodule(one.name) for one in seen.calls}
+    attending = {model.get_submodule(name) for name in (*(one.name for one in seen.calls), *seen.mixed)}
     return next((m for m in called if m in inside and attending <= {*m.modules()}), base)
 
 
@@ -306,9 +343,20 @@ def _check_call(one: Call, model: Any) -> None:
 
 def _reaches(watch: Watch, ids: Tensor) -> bool:
     probe: Any = object()
-    return takes(watch.small, PROBE) and all(
-        one.keywords.get(PROBE) is probe for one in watch(ids, sequence_parallel=probe).calls
-    )
+    if not takes(watch.small, PROBE):
+        return False
+    seen = watch(ids, sequence_parallel=probe)
+    return all(x is probe for x in (*(one.keywords.get(PROBE) for one in seen.calls), *seen.probes))
+
+
+def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the starred names of modules below `base`, with their classes where others have these names too."""
+    names, classes = {module: name for name, module in base.named_modules()}, dict[str, set[type]]()
+    for module, name in names.items():
+        classes.setdefault(starred(name), set()).add(type(module))
+    plain = [starred(names[module]) for module in modules]
+    found = [name if len(classes[name]) == 1 else with_class(name, x) for name, x in zip(plain, modules, strict=True)]
+    return tuple(dict.fromkeys(found))
 
 
 def _masks(model: Any, seen: Seen) -> tuple[tuple[str, str, str], ...]:

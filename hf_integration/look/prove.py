@@ -230,7 +230,8 @@ def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which devices compute gradients, in fp32 and not in TF32, with a kernel for any device."""
     precision, runtime, config = torch.get_float32_matmul_precision(), sp.runtime, sp.runtime.config
     torch.set_float32_matmul_precision("highest")
-    runtime.config = dataclasses.replace(config, kernel="chunked")
+    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as a long sequence would
+    runtime.config = dataclasses.replace(config, kernel="chunked", latent_attention=latent)
     runtime.last_bound.clear()
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):

@@ -154,10 +154,18 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     if outer is not None and outer.module in patch.heads and outer.module is not module:
         if outer.mode is None or (outer.mode == "whole" and outer.spec is None):
             context = dataclasses.replace(context, within=True)
-        elif not outer.state.begun and inputs.get("position_ids") is outer.positions:
+        elif not outer.state.begun and _continues(patch, inputs, outer):
             context = dataclasses.replace(outer, module=module, outer=outer, within=True)
     set_current(context)
     return context
+
+
+def _continues(patch: Patch, inputs: Mapping[str, Any], outer: ForwardContext) -> bool:
+    """Return whether a module is called with the shard of the context around it."""
+    given = inputs.get("position_ids")
+    if given is None and not patch.facts.attention and outer.positions is not None and not wrong_inputs(inputs):
+        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads pass on no positions
+    return given is outer.positions
 
 
 def _complete(

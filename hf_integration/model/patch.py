@@ -23,7 +23,7 @@ from ds_seqpar.runtime.buffers import sum_dtype
 from ds_seqpar.runtime.input_checks import AttentionOptions
 from ds_seqpar.runtime.process_exit import printed_once
 
-from .. import accelerators, dropout
+from .. import accelerators, dropout, mixers
 from ..context import ForwardContext, current
 from ..families import (
     BASE,
@@ -49,7 +49,7 @@ from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
-from . import checkpointing, rope, whole_calls
+from . import checkpointing, latent, rope, whole_calls
 from .agreement import Agreement
 from .forward import Patch, hook, patch_of
 from .losses import ExpertBalance, check_loss, has_loss
@@ -122,6 +122,9 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
         setattr(module, MASK, Mask(window=length if shape == "window" else None))
         setattr(module, CHUNK, length if shape == "chunk" else None)
         head_chunks.use_head_chunks(module)
+        latent.use_latent(module)
+    for module in modules_of(inner, facts, "mixers").values():
+        mixers.share(module, sp)
     ropes = rope.embeddings(base_of(inner))
     patch = Patch(
         sp=sp,
@@ -237,8 +240,10 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.original
             head_chunks.remove_head_chunks(module)
+            latent.remove_latent(module)
             for name in (SP, MASK, CHUNK):
                 delattr(module, name)
+    mixers.restore(inner)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.vocabularies.pop(head, None)
@@ -311,7 +316,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D)."""
+    """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D). Key and
+    value of three dims are a latent and what expands it (`latent`)."""
     if sequence_parallel is None and not torch.compiler.is_compiling():
         sequence_parallel = current()  # where a model does not pass keywords on
     if sequence_parallel is None:
@@ -332,8 +338,9 @@ def _attention(
             f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options, chunks = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, CHUNKS, 1)
+    q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
+    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, latent=value.dim() == 3)
+    chunks = getattr(module, CHUNKS, 1)
     sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
     if cached is not None:
         return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
@@ -385,6 +392,11 @@ def _attention_with_layout(
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
     """Return a mask in which chunks of a document see only themselves."""
+    if mask.parents:
+        raise InputError(
+            f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "
+            "document a row of its own, behind copies of its parents"
+        )
     documents = itertools.pairwise((*(mask.documents or (0,)), tokens))
     return dataclasses.replace(mask, documents=tuple(x for a, b in documents for x in range(a, b, chunk)))
 

@@ -1,7 +1,6 @@
 """Ranks run backward of the same calls in the same order, in one thread, or all of them say why not."""
 
 import threading
-import time
 
 import torch
 from torch.autograd import Function
@@ -54,8 +53,8 @@ def test_losses_in_another_order_on_a_rank():
 
 @on_each_of(2)
 def test_a_rank_that_leaves_attention_out_of_its_loss():
-    """The others are told as soon as it comes to its next call, whatever that is."""
-    sp, began = make(size=2), time.monotonic()
+    """The others are told as soon as it comes to its next call, whatever that is: none times out."""
+    sp = make(size=2)
     q, k, v = given_to(sp)
     nexts = {
         "attention inputs": lambda: sp.attention(q, k, v),
@@ -72,7 +71,6 @@ def test_a_rank_that_leaves_attention_out_of_its_loss():
             assert_refused(out.sum().backward, *words)
     (0 * sp.attention(q, k, v).sum() if sp.rank == WRONG else sp.attention(q, k, v).sum()).backward()
     torch.zeros((), requires_grad=True).backward()  # all of them may
-    assert time.monotonic() - began < 30
 
 
 @on_each_of(2)

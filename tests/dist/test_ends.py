@@ -41,7 +41,6 @@ import os, threading, time
 from ds_seqpar.runtime import process_exit
 from ds_seqpar.runtime.process_exit import wait_until_idle
 
-process_exit.IDLE_TIMEOUT = 1.0
 done = []
 def work(seconds):
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
@@ -52,22 +51,21 @@ def work(seconds):
         pass
     done.append(seconds)
 
-for seconds in (0.0, 0.5, 30.0):
+for seconds, process_exit.IDLE_TIMEOUT in ((0.0, 60.0), (0.5, 60.0), (1000.0, 1.0)):
     started = threading.Event()
     threading.Thread(target=work, args=(seconds,), daemon=True).start()
     started.wait()
     began = time.monotonic()
     wait_until_idle()
-    print(len(done), round(time.monotonic() - began, 1))
+    print(len(done), time.monotonic() - began)
 """
 
 
 def test_the_end_waits_for_gloos_threads_but_not_for_ever():
     ran = subprocess.run([sys.executable, "-c", WORKING], capture_output=True, text=True, timeout=100, check=True)
-    (idle, _), (worked, soon), (endless, long) = [map(float, line.split()) for line in ran.stdout.splitlines()]
+    (idle, soon), (worked, later), (endless, _) = [map(float, line.split()) for line in ran.stdout.splitlines()]
     assert (idle, worked, endless) == (1, 2, 2)
-    assert 0.4 < soon < 4
-    assert 0.9 < long < 12
+    assert max(soon, later) < 50
 
 
 BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"

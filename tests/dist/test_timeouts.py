@@ -2,11 +2,13 @@
 says what timed out."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_seqpar import compat
 from ds_seqpar.errors import CommunicationError
 from ds_seqpar.runtime import groups
 from ds_seqpar.runtime.kernels import KERNELS
@@ -63,7 +65,11 @@ def stay_away(name):
         call(sp, dist.get_rank() == AWAY)
     except CommunicationError as error:
         told = str(error), time.monotonic() - began
-    time.sleep(max(0.0, PATIENCE + 0.5 - (time.monotonic() - began)))
+    store = compat.default_store()
+    if dist.get_rank() == AWAY:
+        store.wait(["told"], timedelta(seconds=PATIENCE + 60))  # its groups are there meanwhile
+    else:
+        store.set("told", "")
     return told, timeouts
 
 

@@ -30,6 +30,7 @@ NAMES = ("out", "dq", "dk", "dv", "dsinks")
 LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 HEADS = ((4, 4), (4, 1), (6, 3), (14, 2), (7, 1))  # most of which Ulysses ranks do not divide
 DIMS = ((8, 8), (8, 4), (5, 12))  # of q and k, and of v
+WIDTH = 7  # of a latent
 CAUSAL_MASKS = ("causal", "window", "documents", "windowed documents", "tree")
 MASKS = (*CAUSAL_MASKS, "full", "both sides", "full documents", "full tree", "prefix")
 # tokens: in the configured layout as few as ranks can share, and more; any number of them, dealt by any layout; in
@@ -48,7 +49,7 @@ def drawn(schedule, most, dice):
     tokens = dice.choice(TOKENS[:3] if owns_two else TOKENS)
     layouts = its.layouts if tokens in TOKENS[:2] or owns_two else ("contiguous", "balanced") if one_way else LAYOUTS
     heads = dice.choice([heads for heads in HEADS if heads[0] >= ulysses])
-    dtype = dice.choice([torch.float64, torch.float64, *LIMITS])
+    dtype, latent = dice.choice([torch.float64, torch.float64, *LIMITS]), dice.choice((False, False, True))
     return {
         "schedule": schedule,
         "cp_size": cp_size,
@@ -57,8 +58,9 @@ def drawn(schedule, most, dice):
         "tokens": tokens,
         "layout": dice.choice(layouts),
         "mask": dice.choice(CAUSAL_MASKS if one_way else MASKS),
-        "heads": heads,
-        "head_chunks": dice.randint(1, min(3, max_head_chunks(*heads, ulysses))),
+        "heads": (heads[0], 1) if latent else heads,
+        "latent": latent,  # whether k and v are expanded from one that is sent
+        "head_chunks": 1 if latent else dice.randint(1, min(3, max_head_chunks(*heads, ulysses))),
         "batch": dice.choice((1, 2)),
         "dims": dice.choice(DIMS),
         "dtype": dtype,
@@ -135,10 +137,14 @@ def mask_of(kind, seq, lengths, dice):
     return Mask(causal=causal, window=window, window_right=right, documents=documents)
 
 
-def expected(q, k, v, do, sinks=None, **asked):
+def expected(q, k, v, do, sinks=None, latent=False, **asked):
     """(out, dq, dk, dv, dsinks) in fp64; without sinks the first four."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
-    out = oracle.attention(*leaves[:3], sinks=leaves[3] if len(leaves) > 3 else None, **asked)
+    q, k, v, *others = leaves
+    if latent:
+        kv = torch.einsum("bnr,hre->bnhe", k, v)
+        k, v = kv[..., : q.shape[3]], kv[..., q.shape[3] :]
+    out = oracle.attention(q, k, v, sinks=others[0] if others else None, **asked)
     return out.detach(), *torch.autograd.grad(out, leaves, do.double())
 
 
@@ -147,10 +153,15 @@ def results(found):
 
 
 def inputs_of(case, queries, keys):
-    """(q, k, v, do)."""
+    """(q, k, v, do); k and v may be a latent and its matrix."""
     dice, (dim, v_dim), (q_heads, kv_heads) = torch.Generator().manual_seed(queries), case["dims"], case["heads"]
     shapes = (queries, q_heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim), (queries, q_heads, v_dim)
-    made = [torch.randn(case["batch"], *shape, generator=dice, dtype=torch.float64) for shape in shapes]
+    shapes = [(case["batch"], *shape) for shape in shapes]
+    if case["latent"]:
+        shapes[1:3] = (case["batch"], keys, WIDTH), (q_heads, WIDTH, dim + v_dim)
+    made = [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]
+    if case["latent"]:
+        made[2] /= WIDTH**0.5
     return [x.to(case["dtype"]) for x in made]
 
 
@@ -168,6 +179,7 @@ def check(case, monkeypatch):
     mask = mask_of(case["mask"], queries, lengths, dice)
     inputs = inputs_of(case, queries, keys)
     asked = {"mask": mask, "scale": case["scale"], "softcap": case["softcap"]}
+    asked["latent"] = case["latent"]
     asked["sinks"] = torch.linspace(-3, 3, case["heads"][0], dtype=torch.float64) if case["sinks"] else None
     seen = oracle.seen(mask, range(queries), range(keys))
     early = property(lambda comm: case["early"], lambda *_: None)

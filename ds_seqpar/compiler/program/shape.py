@@ -41,6 +41,7 @@ class Shape:
     head_dim: int
     dtype: str  # of q, k and v, as torch names it
     comm_dtype: str  # of partial outputs and gradients that are sent
+    latent: int = 0  # width of the latent in place of k and v, which then has one head; 0: there is none
 
     @property
     def accum_dtype(self) -> str:
@@ -58,7 +59,7 @@ class Shape:
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
         """Return the tensors of a unit of this kind. `dtype` is that of a result, `comm_dtype` by default."""
         q, row_shape = (self.q_heads, self.head_dim), (self.q_heads, 0)
-        kv = (self.kv_heads, self.head_dim)
+        kv, names = (self.kv_heads, self.latent or self.head_dim), ("latent",) if self.latent else ("k", "v")
         dtype = dtype or self.comm_dtype
         return {
             ("forward", "q"): (Field("q", *q, self.dtype),),
@@ -68,10 +69,10 @@ class Shape:
                 Field("lse", *row_shape, self.accum_dtype),
                 Field("delta", *row_shape, self.accum_dtype),
             ),
-            (direction, "kv"): (Field("k", *kv, self.dtype), Field("v", *kv, self.dtype)),
+            (direction, "kv"): tuple(Field(name, *kv, self.dtype) for name in names),
             ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row_shape, self.accum_dtype)),
             ("backward", "dq"): (Field("dq", *q, dtype),),
-            ("backward", "dkv"): (Field("dk", *kv, dtype), Field("dv", *kv, dtype)),
+            ("backward", "dkv"): tuple(Field(f"d{name}", *kv, dtype) for name in names),
         }[direction, kind]
 
     def bytes_per_token(self, direction: str) -> dict[str, int]:
@@ -123,15 +124,18 @@ def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
-def shape_of(comm_dtype: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
+def shape_of(comm_dtype: str, dtype: str, batch: int, heads: tuple[int, int, int], latent: int = 0) -> Shape:
     """Return the shape of one rank's tensors.
 
     Args:
         comm_dtype: the setting, where "fp32" means fp32 or wider.
         dtype: of q, k and v, as torch names it.
         heads: (query heads, key/value heads, head_dim) of one rank.
+        latent: as in `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"
     q_heads, kv_heads, dim = heads
     comm_dtype = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype]
-    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype)
+    return Shape(
+        batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype, latent=latent
+    )  # fmt: skip

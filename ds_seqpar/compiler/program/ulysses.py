@@ -7,6 +7,8 @@ heads never exist at the same time (Untied Ulysses). These fields are exchanged:
 forward: q, k and v inward; out, and lse if it is asked for, outward.
 backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out; dq,
 dk and dv outward.
+
+In latent attention k and v are one field, the latent. It has one head, which all Ulysses ranks share.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from . import instructions as op
 from .instructions import HeadExchange, Instruction, Program, Slot, renamed
 from .shape import ITEMSIZE, Shape
 
-SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the other fields: "q"
+SIDE = dict.fromkeys(("k", "v", "latent", "dk", "dv", "dlatent"), "kv")  # of the other fields: "q"
 PER_ROW = ("delta", "lse")  # fields with one element per row and head, in accum_dtype
 # field -> the name under which its received elements are counted
 COUNTERS = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
-            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv"}  # fmt: skip
+            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv",
+            "latent": "qkv", "dlatent": "dqkv"}  # fmt: skip
 
 
 class UlyssesGroup(NamedTuple):
@@ -125,25 +128,34 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
         shape: of the inner tensors of any head chunk.
         inner: the CP rank.
     """
-    side, per_row = SIDE.get(exchange.fields[0], "q"), exchange.fields[0] in PER_ROW
-    tokens, width = tokens_by_ulysses_rank(shards, side, inner, heads.ulysses.size), 1 if per_row else shape.head_dim
+    field = exchange.fields[0]
+    tokens = tokens_by_ulysses_rank(shards, SIDE.get(field, "q"), inner, heads.ulysses.size)
+    width, dtype = of_head(field, shape)
     counts = rules.element_counts(heads.shares(exchange), tokens, heads.ulysses.rank, shape.batch * width)
     outgoing, incoming = counts if exchange.inward else counts[::-1]
-    dtype = shape.accum_dtype if per_row else shape.dtype
     return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
 
 
+def of_head(field: str, shape: Shape) -> tuple[int, str]:
+    """Return (elements of one token and head of an exchanged field, their dtype)."""
+    if field in PER_ROW:
+        return 1, shape.accum_dtype
+    return shape.latent if field in ("latent", "dlatent") else shape.head_dim, shape.dtype
+
+
 def exchanges(
-    direction: str, together: bool = True, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
-) -> list[HeadExchange]:
-    """Return the exchanges of a call with one head chunk, in order. For `together` see `call_program`."""
-    inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved)]
-    return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False)]
+    direction: str, together: bool = True, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT,
+    latent: bool = False,
+) -> list[HeadExchange]:  # fmt: skip
+    """Return the exchanges of a call with one head chunk, in order. For the others see `call_program`."""
+    inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved, latent)]
+    return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False, latent)]
 
 
 def call_program(
     inner: Sequence[Program], ulysses_size: int, together: bool,
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
+    latent: bool = False,
 ) -> Program:  # fmt: skip
     """Return the program of a call, one head chunk after the other.
 
@@ -153,9 +165,10 @@ def call_program(
         lse: whether the lse of local tokens is returned to the caller.
         overlap: receive the operands of the next head chunk and send the results of the previous one while a head chunk
             computes. Without it, each exchange is waited for at once.
+        latent: whether a latent is exchanged in place of k and v.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
-    inward, outward = list(_inward(direction, together, saved)), list(_outward(direction, lse))
+    inward, outward = list(_inward(direction, together, saved, latent)), list(_outward(direction, lse, latent))
     if ulysses_size == 1:
         inward, outward = [], []
     arriving: list[op.ExchangeStart] = []
@@ -179,19 +192,26 @@ def call_program(
     return builder.program(inner[0])
 
 
-def _inward(direction: str, together: bool, saved: SavedForBackward) -> Iterator[tuple[str, ...]]:
+def operands(together: bool, latent: bool) -> list[tuple[str, ...]]:
+    """Return the fields of each exchange of the operands."""
+    if latent:  # whose heads are of another width than those of q
+        return [("q",), ("latent",)]
+    return [("q", "k", "v")] if together else [("q",), ("k", "v")]
+
+
+def _inward(direction: str, together: bool, saved: SavedForBackward, latent: bool) -> Iterator[tuple[str, ...]]:
     if direction == "forward" or not saved.qkv:
-        yield from [("q", "k", "v")] if together else [("q",), ("k", "v")]
+        yield from operands(together, latent)
     if direction == "backward":
         yield ("do",)
         if not saved.out:
             yield ("delta",)
 
 
-def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
+def _outward(direction: str, lse: bool, latent: bool) -> Iterator[tuple[str, ...]]:
     # dk and dv first, separate from dq: the sent and the received buffer of an exchange exist at the same time
     if direction == "backward":
-        yield from [("dk", "dv"), ("dq",)]
+        yield from [("dlatent",) if latent else ("dk", "dv"), ("dq",)]
         return
     yield ("out",)
     if lse:

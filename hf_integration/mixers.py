@@ -1,0 +1,235 @@
+"""Mixers of transformers' models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution.
+
+A mixer calls functions of its file by global names. In a patched model it runs the forward of its class with others
+under these names, which give the call to an `Engine` instead: its functions run the file's own on some of the tokens.
+So whatever kernels are installed are used, projections and norms stay as they are, and no file changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.compiler.sharding.shards import Shards
+from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.errors import InputError
+from ds_seqpar.runtime import recurrence
+from ds_seqpar.runtime.recurrence import Cell, Function, Rows
+from ds_seqpar.runtime.runtime import Runtime
+
+from .context import KEYWORD, ForwardContext, current
+from .graph_breaks import between_graphs
+
+SHARED = "sequence_parallel_mixer"  # an attribute of the mixers of a patched model
+
+
+class Engine(Protocol):
+    """What runs the layers of a mixer over sequences."""
+
+    def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
+        """Run a layer with a state, as `ds_seqpar.runtime.recurrence.recurrence` does."""
+
+    def conv(self, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int) -> Any:
+        """Run a causal convolution, as `ds_seqpar.runtime.recurrence.causal_conv` does."""
+
+
+# from the keywords of a call; None: the call is to be as it was
+EngineOf = Callable[[dict[str, Any]], Engine | None]
+
+
+def _conv(
+    engine: Engine, original: Callable, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    def function(rows: Tensor) -> Tensor:
+        return original(rows.mT, weight, bias, activation=activation).mT
+
+    return engine.conv(function, x.mT, weight.shape[-1]).mT
+
+
+def _delta_rule(
+    engine: Engine, original: Callable, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+        settings = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return original(q, k, v, g=g, beta=beta, initial_state=state, **settings)
+
+    cell = Cell(key.shape[-1], value.shape[-1], decays=False)
+    return engine.recurrence(recurrence.delta_rule(function), [value, query, key, g, beta], [], cell), None
+
+
+def _mamba2(
+    engine: Engine, original: Callable, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    def function(tokens: list[Tensor], parameters: list[Tensor], continues: bool) -> Rows:
+        x, dt, keys, readout = tokens
+        rates, *skip = parameters
+        out, state = original(x, dt, rates, keys, readout, chunk_size, D=skip[0] if skip else None, **settings)
+        if not continues:
+            return Rows(out, state.mT)
+        return _decayed(out, state.mT, readout, dt * rates)
+
+    settings = {"return_final_states": True}
+    # not in the function, where the dt of padding is 0
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    cell = Cell(B.shape[-1], x.shape[-1], decays=True)
+    return engine.recurrence(function, [x, dt, B, C], [A] if D is None else [A, D], cell)
+
+
+def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
+    """Return the rows of a state that decays; readout: (N, L, groups, K), log_decay: (N, L, H)."""
+    decay = log_decay.cumsum(1).exp()
+    readout = readout.repeat_interleave(out.shape[2] // readout.shape[2], 2) * decay[..., None]
+    return Rows(out, state, readout, decay[:, -1, :, None, None])
+
+
+def _fused(engine: Engine, original: Callable, *args: Any, **kwargs: Any) -> None:
+    """Return None, with which a Mamba-2 mixer goes on in steps."""
+
+
+# functions of transformers' files, by what runs them in parts
+SEAMS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba2_split_conv1d_scan_combined": _fused,
+}
+# attributes of a module with lightning attention, whose forward calls no function for it
+LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module has a layer that an `Engine` can run, and runs its class's own forward."""
+    return "forward" not in vars(module) and (bool(_seams(module)) or _is_lightning(module))
+
+
+def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
+    """Return the forward of a mixer, as a method, that leaves its layers to an `Engine`."""
+    forward = type(module).forward
+    if _is_lightning(module):
+        return types.MethodType(functools.partial(_lightning, inspect.unwrap(forward), engine_of), module)
+    names = inspect.unwrap(forward).__globals__
+    ours = {name: functools.partial(_called, SEAMS[name], names[name], engine_of) for name in _seams(module)}
+    return types.MethodType(_rebound(forward, ours), module)
+
+
+def _seams(module: nn.Module) -> set[str]:
+    forward = inspect.unwrap(type(module).forward)
+    return {*SEAMS} & {*forward.__code__.co_names} & {*forward.__globals__} if hasattr(forward, "__code__") else set()
+
+
+def _is_lightning(module: nn.Module) -> bool:
+    return {*LIGHTNING} <= {*dict(module.named_buffers(recurse=False))}
+
+
+def _rebound(function: Any, names: dict[str, Any]) -> Any:
+    """Return a copy of a function that has these globals; of a decorated one, the function inside has them."""
+    inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
+    if inside is None:
+        scope = {**scope, **names}
+    else:
+        rebound = types.CellType(_rebound(inside, names))
+        closure = tuple(rebound if cell.cell_contents is inside else cell for cell in closure or ())
+    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copied, function)
+
+
+def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, **kwargs: Any) -> Any:
+    engine = engine_of(kwargs)
+    return original(*args, **kwargs) if engine is None else run(engine, original, *args, **kwargs)
+
+
+def _lightning(
+    forward: Callable, engine_of: EngineOf, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module with lightning attention. Its forward computes the product too, for a module that has no more."""
+    engine = engine_of(kwargs)
+    if engine is None:
+        return forward(module, hidden_states, *args, **kwargs)
+
+    def function(tokens: list[Tensor], parameters: list[Tensor], continues: bool) -> Rows:
+        (qkv, log_decay), (*decays, diagonal) = tokens, parameters
+        alone: Any = types.SimpleNamespace(
+            layer_idx=0, head_dim=module.head_dim, block_size=module.block_size, num_attention_heads=qkv.shape[2],
+            act_fn=_same, qkv_proj=_same, norm=_same, out_proj=_same, output_gate=lambda x: x.new_tensor(math.inf),
+            **dict(zip(LIGHTNING, (*decays, diagonal[None]), strict=True)),
+        )  # fmt: skip
+        out, state = forward(alone, qkv.flatten(2), None, None)
+        out = out.unflatten(2, (qkv.shape[2], -1))
+        return _decayed(out, state, qkv[..., : module.head_dim], log_decay) if continues else Rows(out, state)
+
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(2, (module.num_attention_heads, -1))
+    slope, query_decay, key_decay, diagonal = (getattr(module, name) for name in LIGHTNING)
+    tokens = [qkv, -slope[:, 0, 0].expand(qkv.shape[:3])]
+    cell = Cell(module.head_dim, module.head_dim, decays=True)
+    out = engine.recurrence(function, tokens, [slope, query_decay, key_decay, diagonal[0]], cell)
+    gate = functional.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(out.flatten(2))), None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+# ---- in a patched model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """Runs layers over the sequence that ranks share."""
+
+    runtime: Runtime
+    layout: BatchLayout | None
+
+    @property
+    def tokens(self) -> tuple[Shards | None, tuple[int, ...]]:
+        if self.layout is None:
+            return None, ()
+        if self.layout.mask.parents:
+            raise InputError(
+                f"layers with a state need documents without parents; got a layout with {self.layout.mask}, give each "
+                "document a row of its own, behind copies of its parents"
+            )
+        return self.layout.shards, self.layout.mask.documents
+
+    def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
+        run = between_graphs(recurrence.recurrence)
+        return run(self.runtime, function, tokens, parameters, cell, *self.tokens)
+
+    def conv(self, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int) -> Any:
+        return between_graphs(recurrence.causal_conv)(self.runtime, function, x, kernel_size, *self.tokens)
+
+
+def share(module: nn.Module, sp: SequenceParallel) -> None:
+    """Let a mixer run over the sequences that ranks share, in forwards that are not local."""
+
+    def engine_of(keywords: dict[str, Any]) -> Engine | None:
+        context: ForwardContext | None = keywords.get(KEYWORD) or between_graphs(current)()
+        if context is None:
+            raise InputError("a patched layer was reached past its model's forward; call the model that was patched")
+        return None if context.mode == "local" else _Shared(sp.runtime, context.layout)
+
+    setattr(module, SHARED, True)
+    module.forward = with_engine(module, engine_of)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `share` for all modules of a model."""
+    for module in model.modules():
+        if vars(module).pop(SHARED, False):
+            vars(module).pop("forward", None)

@@ -1,0 +1,72 @@
+"""Latent attention (MLA) of transformers' models: a patched layer hands its latent to attention, still compressed.
+
+These layers make keys and values by their method `expand_kv(kv_nope, k_rot)`. A patched one has a method of its own in
+its place, which returns the latent and the matrix that expands it. The matrix is what the class's method makes of unit
+vectors. So LoRA is in it, ZeRO-3 gathers the layer's weight, and gradients reach it through the layer's own modules.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_seqpar.errors import SECTION, ConfigError
+
+from ..compat import is_plain_lora
+from ..context import current
+from ..graph_breaks import between_graphs
+
+EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
+
+
+def use_latent(module: Any) -> None:
+    """Make the sharded forwards of an attention module send its latent, where it has one and the settings say so."""
+    if hasattr(type(module), EXPAND) and hasattr(module, PROJECTION):
+        setattr(module, EXPAND, types.MethodType(_expand_kv, module))
+
+
+def remove_latent(module: Any) -> None:
+    """Undo `use_latent`."""
+    vars(module).pop(EXPAND, None)
+
+
+def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values; or (latent (B, s, R), matrix (H, R, D + Dv)), of three dims, for attention to expand."""
+    if not torch.compiler.is_compiling():
+        return _latent(module, kv_nope, k_rot)
+    if module.sequence_parallel.config.latent_attention == "latent":
+        return between_graphs(_latent)(module, kv_nope, k_rot)
+    return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
+
+
+def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    expand, context, sp = type(module).expand_kv, current(), module.sequence_parallel
+    if context is None or context.has_all_tokens or context.cached is not None:
+        return expand(module, kv_nope, k_rot)
+    tokens = context.layout.tokens if context.layout is not None else kv_nope.shape[2] * sp.size
+    widths = kv_nope.shape[-1], k_rot.shape[-1]
+    sizes = tokens, module.num_heads, sum(widths), module.qk_head_dim + module.v_head_dim
+    # the proof of a model changes the settings of the runtime
+    if not sp.runtime.config.sends_latent(*sizes) or not _is_linear(module, sp.config.latent_attention == "latent"):
+        return expand(module, kv_nope, k_rot)
+    units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
+    matrix = torch.cat(expand(module, *units.split(widths, dim=-1)), dim=-1)
+    return torch.cat([kv_nope, k_rot], dim=-1).squeeze(1), matrix.squeeze(0)
+
+
+def _is_linear(module: Any, is_needed: bool) -> bool:
+    """Return whether the projection of the latent is what it makes of unit vectors. Raise ConfigError where it is not
+    and must be."""
+    projection = getattr(module, PROJECTION)
+    inner = projection.base_layer if is_plain_lora(projection) else projection
+    linear = type(inner).forward is nn.Linear.forward and inner.bias is None
+    if is_needed and not linear:
+        bias = " with a bias" if getattr(inner, "bias", None) is not None else ""
+        raise ConfigError(
+            f'{SECTION}.latent_attention "latent" needs a {PROJECTION} that is a linear layer without a bias, or one '
+            f'with LoRA without dropout; got {type(projection).__name__}{bias}, set "auto" or "expanded"'
+        )
+    return linear
