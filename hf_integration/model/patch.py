@@ -395,6 +395,11 @@ def _attention_with_layout(
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
     """Return a mask in which chunks of a document see only themselves."""
+    if mask.parents:
+        raise InputError(
+            f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "
+            "document a row of its own, behind copies of its parents"
+        )
     documents = itertools.pairwise((*(mask.documents or (0,)), tokens))
     return dataclasses.replace(mask, documents=tuple(x for a, b in documents for x in range(a, b, chunk)))
 
