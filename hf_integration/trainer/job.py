@@ -204,7 +204,8 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layers=len(layers),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        # in latent attention (MLA) head_dim is that of RoPE
+        head_dim=getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads,
         vocab=config.vocab_size,
         parameters=_elements(model),
         layer_parameters=max(map(_elements, layers)),
