@@ -162,11 +162,12 @@ def attention(
         SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
     visible = input_checks.mask_of(causal, mask)
-    dims = q.shape[3], v.shape[2] - q.shape[3] if latent else v.shape[3]
     if latent:
+        dims = q.shape[3], v.shape[2] - q.shape[3]
         q, k = input_checks.as_heads(q, k, v, shards is not None)
     else:
         input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
+        dims = q.shape[3], v.shape[3]
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
     like = f"{(*q.shape[:3], dims[1])} {q.dtype}"
