@@ -162,12 +162,11 @@ def attention(
         SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
     visible = input_checks.mask_of(causal, mask)
-    lengths_differ = shards is not None
     if latent:
-        one_dim, k = input_checks.as_heads(q, k, v, lengths_differ)
-        dims, q = (q.shape[3], v.shape[2] - q.shape[3]), one_dim
+        dims = q.shape[3], v.shape[2] - q.shape[3]
+        q, k = input_checks.as_heads(q, k, v, shards is not None)
     else:
-        input_checks.check_arguments(q, k, v, visible, scale, lengths_differ)
+        input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
         dims = q.shape[3], v.shape[3]
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
