@@ -74,8 +74,8 @@ class Model:
         if self.states is None:
             return []
         return [
-            f"{self.states.count} of {self.layers} layers have a state or a convolution, of which projections and "
-            "messages are counted, and not what their kernels compute and keep"
+            f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
+            "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
         ]
 
     @property
