@@ -73,8 +73,8 @@ class Model:
     def not_counted(self) -> list[str]:
         """What predictions lack for this model, in sentences for the user."""
         states = [] if self.states is None else [
-            f"{self.states.count} of {self.layers} layers have a state or a convolution, of which projections and "
-            "messages are counted, and not what their kernels compute and keep"
+            f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
+            "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
         ]  # fmt: skip
         latent = [] if self.latent_projections is None else [
             "attention has a latent, which counts as the keys and values that it expands to; where latents are sent, "
