@@ -25,7 +25,7 @@ EXACT, LIMITS = "exact", {torch.float32: 1e-5, torch.float64: 1e-9}
 PATIENCE = 20  # seconds that a rank waits for another
 
 
-def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny, section=None):
+def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny, section=None, calls=CALLS):
     """Compare each of these types, shared by `world` ranks, with the plain model in one process.
 
     Models in fp64 compute all in it, and must agree to 1e-9. Others must agree to 1e-5, or to twice of what the plain
@@ -38,23 +38,23 @@ def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny, sec
         patch: `patch(model, sp)`, which makes a model share sequences.
         build: `build(name)`, which makes a model.
         section: The settings, if not those of `SECTIONS`.
+        calls: What each kind of batch is called with.
 
     Returns:
         {type: {(kind, call): outcome}}. An outcome is "exact", "refused: SENTENCE" (on every rank), "wrong: ...",
         "crash: ...", "hang", or "plain: ERROR" where the plain model fails.
     """
-    types, cases = list(types), [*itertools.product(kinds, CALLS)]
-    section = section or SECTIONS[world]
-    given = types, kinds, patch, build, section
+    types, cases, section = list(types), [*itertools.product(kinds, calls)], section or SECTIONS[world]
+    given, options = (types, kinds, patch, build, section, calls), (world, kinds, patch, build, section, calls)
     ranks = on_ranks(world, _tried, *given, timeout=40 + 8 * len(types), patience=PATIENCE, check=False)
     if any(isinstance(rank, tuple) for rank in ranks):  # ended without a result: nobody knows at which type
         if len(types) == 1:
             return {types[0]: dict.fromkeys(cases, f"hang: {ranks[0][1]}")}
-        return {name: outcomes([name], world, kinds, patch, build, section)[name] for name in types}
+        return {name: outcomes([name], *options)[name] for name in types}
     done = types[: min(map(len, ranks))]
     found = {name: {case: _merged([rank[name][case] for rank in ranks]) for case in cases} for name in done}
     rest = types[len(done) :]
-    return found | (outcomes(rest, world, kinds, patch, build, section) if rest else {})
+    return found | (outcomes(rest, *options) if rest else {})
 
 
 def _merged(outcomes):
@@ -68,18 +68,18 @@ def _merged(outcomes):
     return outcomes[0]
 
 
-def _tried(types, kinds, patch, build, section):
+def _tried(types, kinds, patch, build, section, calls):
     """On a rank: the outcomes of types up to the first that crashed, which may leave messages on their way."""
     sp, found = make(**section), {}
     for name in types:
-        found[name] = dict(_cases(sp, name, kinds, patch, build))
+        found[name] = dict(_cases(sp, name, kinds, patch, build, calls))
         if any(outcome.startswith(("crash", "hang")) for outcome in found[name].values()):
             break
     return found
 
 
-def _cases(sp, name, kinds, patch, build):
-    cases, broken = [*itertools.product(kinds, CALLS)], None
+def _cases(sp, name, kinds, patch, build, calls):
+    cases, broken = [*itertools.product(kinds, calls)], None
     model = build(name)
     shared = copy.deepcopy(model)
     if (error := _error(patch, shared, sp)) is not None:

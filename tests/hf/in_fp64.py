@@ -1,4 +1,4 @@
-"""Models of transformers computed in fp64 throughout, also where their code casts to fp32, to tell rounding from error."""
+"""Models of transformers in fp64 throughout, also where their code casts to fp32: what is then wrong is no rounding."""
 
 import contextlib
 import functools
