@@ -198,7 +198,14 @@ class _Shared:
 
     @property
     def tokens(self) -> tuple[Shards | None, tuple[int, ...]]:
-        return (None, ()) if self.layout is None else (self.layout.shards, self.layout.mask.documents)
+        if self.layout is None:
+            return None, ()
+        if self.layout.mask.parents:
+            raise InputError(
+                f"layers with a state need documents without parents; got a layout with {self.layout.mask}, give each "
+                "document a row of its own, behind copies of its parents"
+            )
+        return self.layout.shards, self.layout.mask.documents
 
     def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
         run = between_graphs(recurrence.recurrence)

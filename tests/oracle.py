@@ -64,8 +64,12 @@ def seen(mask: Mask, queries, keys) -> Tensor:
         found &= kv <= q + mask.window_right
     if mask.window:
         found &= kv > q - mask.window
-    for start in mask.documents:
-        found &= (q >= start) == (kv >= start)  # no document begins between the two
+    if mask.documents:  # of each document which ones it sees: itself, its parent and what that one sees
+        sees = torch.eye(len(mask.documents), dtype=torch.bool)
+        for document, parent in enumerate(mask.parents):
+            sees[document] |= sees[parent] & (parent >= 0)
+        starts = torch.tensor(mask.documents)
+        found &= sees[tuple(torch.searchsorted(starts, x, right=True) - 1 for x in (q, kv))]
     return found
 
 

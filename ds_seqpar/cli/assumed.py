@@ -51,6 +51,7 @@ class Answer(NamedTuple):
             "sequences_a_step": sequences,
             "tokens_a_step": sequences * self.inputs.seq,
             "ranks": self.inputs.world,
+            "not_counted": self.inputs.model.not_counted,
             "machine": machine and {"name": machine.name, "ranks_a_node": machine.per_node, "memory": machine.memory},
         }
 
@@ -82,7 +83,7 @@ class Answer(NamedTuple):
                 f"{limit / GIB:.1f} of {machine.memory / GIB:.1f} GiB for tensors",
                 f"nodes of {machine.per_node}",
             ]
-        return [f"assumed: {'; '.join(assumptions)}"]
+        return [f"assumed: {'; '.join(assumptions)}", *self.inputs.model.not_counted]
 
     def deepspeed_json(self) -> dict[str, Any]:
         """Return the whole DeepSpeed JSON, with the section of the configuration. An "auto" is left for the Trainer to

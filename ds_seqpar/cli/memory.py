@@ -38,7 +38,7 @@ KIB = 2**10
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
 # colors of `FOOTPRINT_ITEMS`, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
-          "#8e5a97")  # fmt: skip
+          "#8e5a97", "#b8a0c8")  # fmt: skip
 LIMIT = "#b00020"  # color of the rank's memory
 
 

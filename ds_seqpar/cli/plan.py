@@ -132,7 +132,7 @@ def table(result: PlanResult, answer: Answer) -> str:
             "",
             *answer.json_lines(),
             "",
-            *_link_lines(best, request.model.layers),
+            *_link_lines(best, request.model.attending),
             "",
             *_part_lines(result),
             "",
@@ -163,7 +163,7 @@ def _mfu_words(request: Request) -> str:
 
 def _row(result: PlanResult, prediction: Prediction) -> list[str]:
     over, mfu = received_over_least(result, prediction), _mfu(result.request, prediction)
-    seconds, layers = prediction.time.seconds_by_item, result.request.model.layers
+    seconds, layers = prediction.time.seconds_by_item, max(1, result.request.model.attending)
     notes = [
         f"{direction} q"
         for direction, side in zip(DIRECTIONS, prediction.travels, strict=True)

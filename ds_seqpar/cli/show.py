@@ -11,23 +11,28 @@ from .. import renamed
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler import decode
+from ..compiler import decode, states
 from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.instructions import HeadExchange
 from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
+from ..compiler.program.ulysses import PER_ROW, SIDE, UNSPLIT, Heads, HeadSplit, SavedForBackward, UlyssesGroup
 from ..compiler.schedules import SCHEDULES, settings
+from ..compiler.schedules.plan import Plan
 from ..compiler.schedules.validate import validate
+from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..compiler.sharding.segments import Segments, segments_of
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.launches import PLAIN_KERNEL
 from ..compiler.tiles.tiles import tiles
 from ..config.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
 from ..planner import limits
+
+HEAD_DIM = 128
 
 LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes to rank 2, kv(3)<0 comes from rank 0)
 """
@@ -37,6 +42,11 @@ GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: ra
 """
 
 DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduces, @ gathers)
+"""
+
+STATES_LEGEND = """(kv(1) says what rank 1 does to a state in its runs of tokens; q(2)*kv(1): rank 2 folds that)
+ranks of the runs, in order of position: {}
+a rank receives at most {:,} bytes, whatever the runs' lengths are
 """
 
 
@@ -63,6 +73,10 @@ def add_parser(commands: Any) -> None:
     )
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--decode", action="store_true", help="a decode step, which is the same with every schedule")
+    show.add_argument(
+        "--states", choices=("delta", "decay"), help="layers with a state: delta rules, or Mamba-2's kind"
+    )
+    show.add_argument("--documents", type=int, nargs="+", metavar="N", help="tokens of each, for --states")
     show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
@@ -83,6 +97,7 @@ def _settings_options() -> dict[str, dict[str, Any]]:
         "overlap": {"action": "store_true", "help": "order products as operands arrive"},
         "rank_order": {"nargs": "+", "help": f"one of {', '.join(RANK_ORDERS)}, or axes"},
         "comm_dtype": {"help": f"one of {', '.join(COMM_DTYPES)}"},
+        "recurrent_layers": {"help": "heads or states, for --states with --ulysses"},
     }
     options |= {name: {"help": f"one of {', '.join(ROTATES)}"} for name in ("rotate_forward", "rotate_backward")}
     for name, (setting, schedule) in settings().items():
@@ -104,18 +119,22 @@ def run(args: argparse.Namespace) -> None:
     config = SequenceParallelConfig(**given)
     _check_limits(args)
     if args.decode:
-        _check_decode(args, given)
+        _check_depends(args, given, "decode", {"size", "comm_dtype"}, set())
+    elif args.states:
+        _check_depends(
+            args, given, "states", {"size", "layout", "ulysses", "recurrent_layers"}, {"documents", "states"}
+        )
+    elif args.documents:
+        raise ConfigError("show takes --documents with --states alone; got no --states, say it too")
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
     first_chunk = Heads.of(args.heads[0], args.heads[1], UlyssesGroup(ulysses_size, 0), head_chunks).head_chunks[0]
-    local = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, 128))
-    heads = *largest_share(*first_chunk.counts, ulysses_size), 128  # of the Ulysses rank with the most work
+    local = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, HEAD_DIM))
+    heads = *largest_share(*first_chunk.counts, ulysses_size), HEAD_DIM  # of the Ulysses rank with the most work
     shape = shape_of(config.comm_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
-    if args.program is not None and args.program not in range(recipe.size):
-        raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
     shards: Shards = EvenShards(config.layout, seq, recipe.size)
     mask = FULL if args.full else CAUSAL
     saved = config.kept(head_chunks, False, False) if ulysses_size > 1 else SavedForBackward.QKV_AND_OUT
@@ -124,8 +143,18 @@ def run(args: argparse.Namespace) -> None:
     legend = LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1)
     if args.decode:
         recipe, shards, mask = decode.recipe(args.size), decode.shards(args.size, args.heads[0]), FULL
-        shape = local = shape_of(config.comm_dtype, "float32", 1, (1, 1, 128))
+        shape = local = shape_of(config.comm_dtype, "float32", 1, (1, 1, HEAD_DIM))
         directions, legend = ("forward",), DECODE_LEGEND
+    elif args.states:
+        segments, state_heads = _segments(args, config, shards)
+        ulysses_size, head_split = 1, UNSPLIT
+        recipe, shards = states.recipe(len(segments.numbers)), segments.shards[0]
+        mask, transition = Mask(window=segments.reach() + 1), HEAD_DIM**2 if args.states == "delta" else 1
+        shape = local = states.shape_of_states("float32", 1, state_heads * HEAD_DIM**2, state_heads * transition)
+        plan = recipe.plan("forward", block_mask_of(mask, shards), shape)
+        directions, legend = ("forward",), STATES_LEGEND.format(*_passed(plan, shards, shape))
+    if args.program is not None and args.program not in range(recipe.size):
+        raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
     for index, direction in enumerate(directions):
         block_mask = block_mask_of(mask, shards)
         plan = recipe.plan(direction, block_mask, shape)
@@ -146,7 +175,8 @@ def run(args: argparse.Namespace) -> None:
         print(plan.table())
         timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (head_chunks * bound)
-        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
+        if not args.states:
+            print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
         print(legend if index == 0 else "")
         if args.program is not None:
             ulysses_group = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first_chunk.counts, ulysses_size))
@@ -172,16 +202,44 @@ def _check_limits(args: argparse.Namespace) -> None:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
 
 
-def _check_decode(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Raise ConfigError for options that a decode step does not depend on."""
-    allowed = {"size": args.size, "comm_dtype": args.comm_dtype, "ulysses": 1, "overlap": False}
-    others = {"full": args.full, "seq": args.seq, "direction": args.direction != "both"}
-    wrong = [name for name, value in given.items() if value != allowed.get(name)]
-    if wrong := [*wrong, *(name for name, value in others.items() if value)]:
+def _check_depends(
+    args: argparse.Namespace, given: dict[str, Any], command: str, settings: set[str], options: set[str]
+) -> None:
+    """Raise ConfigError for options that a plan of decode steps or of states does not depend on."""
+    defaults = {"ulysses": 1, "overlap": False}
+    others = {name: getattr(args, name) for name in ("full", "seq", "documents", "states")}
+    others["direction"] = args.direction != "both"
+    wrong = [name for name, value in given.items() if name not in settings and value != defaults.get(name)]
+    if wrong := [*wrong, *(name for name, value in others.items() if value and name not in options)]:
+        allowed = " and ".join(map(_flag, ["heads", *sorted((settings | options) - {command})]))
+        raise ConfigError(f"show --{command} takes {allowed} alone; got {', '.join(map(_flag, wrong))}, leave it out")
+
+
+def _segments(args: argparse.Namespace, config: SequenceParallelConfig, shards: Shards) -> tuple[Segments, int]:
+    """Return the segments of the ranks that pass states on, and the heads of which each has a state."""
+    (heads, _), size, way = args.heads, config.ulysses, config.recurrent_layers
+    if size > 1 and (way == "auto" or (way == "heads" and heads % size)):
         raise ConfigError(
-            f"show --decode needs --size, --heads and --comm-dtype alone; got {', '.join(map(_flag, wrong))}, on which "
-            "a decode step does not depend, leave it out"
+            f"show --states with ulysses {size} needs --recurrent-layers heads, with heads that ulysses divides, or "
+            f"--recurrent-layers states; got {way} and {heads} heads"
         )
+    if args.documents:
+        shards = shards_of(config.layout, tuple(args.documents), shards.size)
+    exchanges = way == "heads" and size > 1
+    documents = Mask.documents_of(args.documents or ())
+    return segments_of(shards, documents, None if exchanges else size), heads // size if exchanges else heads
+
+
+def _passed(plan: Plan, shards: Shards, shape: Shape) -> tuple[str, int]:
+    """Return (the rank of each run in order of position, the most bytes that a rank receives)."""
+    rank_of = {run.start: rank for rank in range(plan.size) for run in shards.runs("kv", (rank,))}
+    received = [
+        sum(shards.tokens("kv", move.key) for step in steps for move in step.moves if move.dst == rank)
+        for rank, steps in enumerate(plan.ranks)
+    ]
+    return " ".join(str(rank_of[run]) for run in sorted(rank_of)), max(received) * shape.bytes_per_token("forward")[
+        "kv"
+    ]
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:

@@ -80,6 +80,7 @@ class _Tracker:
         self.head_chunk_results: dict[str, int] = {}  # field -> bytes, of the head chunk that was left last
         self.local_results: dict[str, int] = {}  # field -> bytes, of results of local tokens
         self.saved = self.peak = 0  # bytes that forward saves, and the peak so far
+        self.expanded = 0  # bytes of the keys and values that a latent was expanded to
         packed = (instruction.exchange for instruction in bound.program.code if isinstance(instruction, op.PackHeads))
         self.sent = {field for exchange in packed for field in exchange.fields}
 
@@ -101,7 +102,7 @@ class _Tracker:
         held = sum(
             sum(bytes_of.values()) for bytes_of in (self.slots, self.outs, self.head_chunk_results, self.local_results)
         )
-        self.peak = max(self.peak, held + self.saved + loose + extra)
+        self.peak = max(self.peak, held + self.saved + loose + self.expanded + extra)
 
     def make(self, *slots: int, extra: int = 0) -> None:
         for slot in slots:
@@ -173,8 +174,22 @@ class _Tracker:
         ):
             self.outs[instruction.q_slot] = self.rows("q", self.bound.tokens("q", instruction.q))
             self.note()
-        for launch in self.bound.launches(instruction.q, instruction.kv):
+        launches = self.bound.launches(instruction.q, instruction.kv)
+        if self.shape.latent and launches:
+            self.expanded = self.expansion(max(launch.sides[1].end for launch in launches))
+            self.note()
+        for launch in launches:
             self.launch(instruction, launch)
+        self.expanded = 0
+
+    def expansion(self, tokens: int) -> int:
+        """Return the bytes of keys and values of so many tokens of a latent, with the matrix that expands it; in
+        backward with the gradients of both."""
+        shape = self.shape
+        keys, matrix = 2 * shape.batch * tokens * shape.head_dim, 2 * shape.latent * shape.head_dim
+        width = keys * (1 if self.forward else 2) + matrix
+        gradient = 0 if self.forward else 2 * matrix * ITEMSIZE[shape.accum_dtype]
+        return shape.q_heads * (width * shape.itemsize + gradient)
 
     def rows(self, kind: str, tokens: int) -> int:
         """Return the bytes of a result of so many tokens in the inputs' dtype."""
@@ -325,10 +340,11 @@ class _Tracker:
         if self.forward:
             arrived = sum(self.slots[slot] for _, slot in self.enters[instruction.head_chunk])
             self.saved += self.choice.qkv * arrived
-            for name in ("lse", "out") if self.choice.out else ("lse",):  # saved tensors are not counted twice
+            saved = ("lse", "out") if self.choice.out else ("lse",)
+            for name in self.head_chunk_results.keys() & saved:  # saved tensors are not counted twice
                 self.saved, self.head_chunk_results[name] = self.saved + self.head_chunk_results[name], 0
             if "lse" not in self.sent:
-                del self.head_chunk_results["lse"]
+                self.head_chunk_results.pop("lse", None)
         if self.bound.heads.ulysses.size == 1:
             for name in list(self.head_chunk_results):
                 self.put(instruction.head_chunk, name, self.head_chunk_results.pop(name))

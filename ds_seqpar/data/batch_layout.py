@@ -26,7 +26,8 @@ class BatchLayout:
     # how many sequences lie end to end, so that tensors are (1, tokens). None: tensors stay (rows, seq), and every row
     # is sharded in the same way
     rows: int | None = None
-    restarts: tuple[int, ...] = (0,)  # positions at which a model's position_ids begin again at 0, ascending
+    # positions at which a model's position_ids begin again at 0, ascending; not read where documents have parents
+    restarts: tuple[int, ...] = (0,)
 
     @property
     def tokens(self) -> int:
@@ -50,16 +51,31 @@ class BatchLayout:
         return positions_held(self.shards, ulysses, rank)
 
     def position_ids(self, ulysses: int, rank: int, after_padding: bool = False) -> Tensor:
-        """Return the position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU.
+        """Return the position_ids of an SP rank's tokens, int64, on the CPU.
+
+        They count from 0 in each document, and from the end of its parent in one that has a parent.
 
         Args:
             ulysses: The Ulysses size.
             rank: The SP rank.
             after_padding: Whether a row that begins with padding is counted from its first token behind that.
         """
+        starts, origins = self._counted_from(after_padding)
+        positions, edges = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
+        return positions - torch.tensor(origins, device="cpu")[torch.searchsorted(edges, positions, right=True) - 1]
+
+    @property
+    def longest(self) -> int:
+        """One more than the greatest of the position_ids."""
+        starts, origins = self._counted_from()
+        return max(end - origin for end, origin in zip((*starts[1:], self.tokens), origins, strict=True))
+
+    def _counted_from(self, after_padding: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return (positions from which on position_ids count on, for each of them the position that has number 0)."""
+        if self.mask.parents:
+            return self.mask.documents, self.mask.origins
         starts = (self.mask.documents or (0,)) if after_padding else self.restarts
-        positions, restarts = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
-        return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
+        return starts, starts
 
 
 @functools.lru_cache(maxsize=64)

@@ -78,34 +78,38 @@ class Sharding:
         """The number of which a sequence's length must be a multiple for all ranks to have equally many tokens."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
-    def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> BatchLayout | None:
+    def place(
+        self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True, parents: tuple[int, ...] = ()
+    ) -> BatchLayout | None:
         """Return how a sequence is sharded where the configured layout alone does not say it. The same on every rank.
 
         Args:
             seq: tokens of the sequence.
             documents: lengths, in tokens, of the documents laid end to end in the sequence; None: it is one document.
             causal: whether attention is causal.
+            parents: for each document the number of its parent, as `Mask` takes them.
 
         Returns:
             The layout of the sequence. None where the configured layout is enough: without documents, and with a `seq`
             that `multiple` divides.
 
         Raises:
-            InputError: if `seq` is not a positive whole number, or `documents` do not add up to it.
+            InputError: if `seq` is not a positive whole number, `documents` do not add up to it, or `Mask` refuses the
+                parents.
         """
         count = whole_number(seq)
         if count is None or count < 1:
             raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r:.80}")
-        if documents is None and count % self.multiple == 0:
+        if documents is None and not parents and count % self.multiple == 0:
             return None
         starts = Mask.documents_of((count,) if documents is None else documents)
         lengths = (count,) if documents is None else tuple(map(int, documents))
-        mask = Mask(causal=causal, documents=starts)
+        mask = Mask(causal=causal, documents=starts, parents=parents)
         if sum(lengths) != count:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
         from ..compiler.sharding.balance import shards_of  # of lengths that ranks cannot share equally
 
-        shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
+        shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
         return BatchLayout(mask, shards, restarts=starts)
 
     def position_ids(self, seq: int, placement: BatchLayout | None = None) -> Tensor:

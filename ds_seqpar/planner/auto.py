@@ -170,7 +170,7 @@ def line_of(result: PlanResult) -> str:
         line += f", {needed / GIB:.3g} of {machine.usable / GIB:.3g} GiB a rank"
     for runner_up in result.ranked[1:2]:
         line += f"; next is {runner_up.candidate}, {runner_up.seconds / best.seconds:.2f} times as long"
-    return line
+    return "; ".join([line, *request.model.not_counted])
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:

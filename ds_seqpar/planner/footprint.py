@@ -22,6 +22,7 @@ from ..config.settings import HOST_PIECE, most_logits
 from . import limits
 from .attention_memory import attention_figures, is_offloaded, projecting_head_chunks, tokens_on_rank
 from .request import MemoryBudget, Model, TrainingStep
+from .state_memory import state_bytes
 
 FOOTPRINT_ITEMS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
@@ -30,9 +31,10 @@ FOOTPRINT_ITEMS = {
     "buckets": "ZeRO's buffer for gradients that it sends",
     "gathered": "parameters that ZeRO-3 has gathered whole",
     "checkpoints": "inputs of layers; without checkpointing all that layers save",
-    "kept attention": "attention's results, which checkpoints keep",
+    "kept attention": "attention's results and states, which checkpoints keep",
     "layer": "norms, projections, residuals and their gradients, of the layer being computed",
     "attention": "buffers of its attention and its messages",
+    "state": "what a layer with a state projects, and states that arrive",
     "mlp": "its MLP",
     "loss": "logits, their softmax and gradient",
 }
@@ -163,6 +165,7 @@ class _StepMemory:
         self.residual = 0 if self.fp32_copy and not tiled else self.hidden
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and not step.config.recompute_attention
+        self.state = state_bytes(step)
 
     @functools.cached_property
     def attention(self) -> Figures:
@@ -232,17 +235,32 @@ class _StepMemory:
         return self.attention.saved + (self.q + self.kv) * self.attention.inputs
 
     @property
+    def saved_mixer(self) -> int:
+        """Bytes that a layer saves for backward of its attention, its state, or both."""
+        m = self.model
+        attention, states = self.saved_attention * (m.attending > 0), self.state.saved
+        has_both = m.states is not None and m.attending + m.states.count > m.layers
+        return attention + states if has_both else max(attention, states)
+
+    @property
     def saved(self) -> int:
-        """Bytes that a layer saves for its backward, its input included."""
+        """Bytes that a layer saves for its backward, its input included, as a mean of all layers."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
-        return 2 * self.residual + self.before_attention + self.before_mlp + self.saved_attention + mlp
+        mixers = self.mean(self.saved_attention, self.state.saved, mlp)
+        return 2 * self.residual + self.before_attention + self.before_mlp + mixers
+
+    def mean(self, attention: int, states: int = 0, mlp: int = 0) -> int:
+        """Return the bytes of a layer as a mean, from those of layers that attend, have a state, or have an MLP."""
+        m = self.model
+        of_states = m.states.count * states if m.states else 0
+        return (m.attending * attention + of_states + m.with_mlp * mlp) // m.layers
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
         """Return the bytes by item that `count` layers hold for backward. `running`: whether the last of them is being
         computed."""
         if not self.step.checkpointing:
             return {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
-        kept = self.attention.saved * (count - running) if self.keeps else 0
+        kept = self.mean(self.attention.saved, self.state.entering) * (count - running) if self.keeps else 0
         held = {"checkpoints": count * self.hidden + self.rope, "kept_attention": kept}
         return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
 
@@ -254,7 +272,8 @@ class _StepMemory:
         tiles = self.mlp_tiles()
         output = self.hidden if self.head_chunks > 1 else self.q + self.kv  # head chunks add to one output
         layer = self.normed + output + saved * max(0, self.before_attention - self.hidden)
-        kept = self.saved_attention if not self.step.checkpointing else self.attention.saved if self.keeps else 0
+        kept = self.attention.saved * (m.attending > 0) if self.keeps else 0
+        kept = kept if self.step.checkpointing else self.saved_mixer
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
         # the head is prefetched, and copied out of the gathered buffer
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0
@@ -302,8 +321,8 @@ class _StepMemory:
         done = m.parameters - m.embedding - index * m.layer_parameters
         tied = m.embedding * self.size if m.tied else 0  # the head's gradient is kept until the embedding's
         place = f"layer {index}"
-        saved, tiles = self.saved - self.residual, self.mlp_tiles()
-        whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
+        tiles = self.mlp_tiles()
+        whole = self.hidden + self.residual + self.before_attention + self.before_mlp
         weight = m.hidden * m.intermediate
         # in a checkpoint's second run the gradient of a tiled MLP's input takes that input's place
         tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 and not self.step.checkpointing else 0)
@@ -311,7 +330,7 @@ class _StepMemory:
         moments = [
             self.moment(
                 f"backward: {place}, MLP", done=done, gathered=gathered, grads=tied + sums, layer=whole,
-                attention=self.saved_attention, mlp=tile, **held,
+                attention=self.saved_mixer, mlp=tile, **held,
             ),
             self.moment(
                 f"backward: {place}, attention", done=done, gathered=gathered, grads=tied,
@@ -328,6 +347,19 @@ class _StepMemory:
                     attention=attention.forward, **held,
                 )
             )  # fmt: skip
+        if m.states is not None:  # as much again for gradients
+            layer, state = self.hidden + self.before_attention, 2 * self.state.saved + self.state.received
+            moments.append(
+                self.moment(
+                    f"backward: {place}, state",
+                    done=done,
+                    gathered=gathered,
+                    grads=tied,
+                    layer=layer,
+                    state=state,
+                    **held,
+                )
+            )
         return moments
 
     def ends(self) -> list[Moment]:
@@ -356,11 +388,17 @@ class _StepMemory:
             *(moment for index in ends for moment in self.backward(index)),
             *self.ends(),
         ]
+        absent = [
+            kind for kind, count in (("attention", self.model.attending), ("MLP", self.model.with_mlp)) if not count
+        ]
+        moments = [moment for moment in moments if not any(kind in moment.name for kind in absent)]
         host, pinned = dict(self.states.host), list(self.states.pinned)
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []
             host["checkpoints"] = layers * self.hidden
-            host["kept attention"] = layers * sum(kept) or (self.attention.saved if self.head_chunks > 1 else 0)
+            host["kept attention"] = layers * self.mean(sum(kept), self.state.entering * self.keeps) or (
+                self.attention.saved if self.head_chunks > 1 else 0
+            )
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
         host["rounding"] = sum(count * (pinned_bytes(size) - size) for count, size in pinned)
         in_host = _named_moment("in host memory", host, HOST_ITEMS)

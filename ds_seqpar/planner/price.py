@@ -218,7 +218,9 @@ def call_of(step: TrainingStep) -> AttentionCall:
         config=config,
         world=step.world,
         mask=step.mask,
-        shards=shards_of(config.layout, lengths, cp_size) if lengths else EvenShards(config.layout, step.seq, cp_size),
+        shards=shards_of(config.layout, lengths, cp_size, step.mask.parents)
+        if lengths
+        else EvenShards(config.layout, step.seq, cp_size),
         heads=(kv_heads * (m.heads // m.kv_heads), kv_heads, m.head_dim),
         dtype=step.dtype,
         batch=step.batch,

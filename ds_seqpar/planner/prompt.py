@@ -8,6 +8,7 @@ import dataclasses
 from ..compiler.program.shape import ITEMSIZE
 from ..compiler.sharding.layout import multiple
 from ..compiler.sharding.masks import Mask
+from ..errors import ConfigError
 from .machine import Machine
 from .price import call_of, price_of
 from .request import TrainingStep
@@ -26,7 +27,7 @@ def cache_bytes(step: TrainingStep, tokens: int) -> int:
     m, kept = step.model, _of_prompt(step, tokens).seq // step.config.size
     if step.mask.window is not None:
         kept = min(kept, step.mask.window)  # one rank may hold all tokens of a window
-    return m.layers * 2 * m.kv_heads * m.head_dim * ITEMSIZE[step.dtype] * kept
+    return m.attending * 2 * m.kv_heads * m.head_dim * ITEMSIZE[step.dtype] * kept
 
 
 def prompt_seconds(step: TrainingStep, machine: Machine, tokens: int) -> dict[str, float]:
@@ -45,6 +46,11 @@ def prompt_seconds(step: TrainingStep, machine: Machine, tokens: int) -> dict[st
 
 def _of_prompt(step: TrainingStep, tokens: int) -> TrainingStep:
     # padded to a length that ranks can share
+    if step.model.states is not None:
+        raise ConfigError(
+            "--prompt is of models all of whose layers attend; got one with layers that have a state or a convolution, "
+            "leave it out"
+        )
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
     mask = Mask(window=step.mask.window)
     return dataclasses.replace(step, seq=-(-tokens // unit) * unit, batch=1, checkpointing=False, mask=mask)

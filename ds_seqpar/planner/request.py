@@ -18,6 +18,20 @@ from .machine import Machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StateLayers:
+    """The layers of a model that have a state or a causal convolution. All count as the largest of them does."""
+
+    count: int
+    heads: int  # with a state each; 0: the layers have a convolution alone
+    keys: int  # of a head's state
+    values: int
+    transition: int  # numbers of what maps a head's state: keys x keys, or 1
+    exchanged: int  # numbers of a token that Ulysses ranks exchange with their heads, the output's included
+    kept: int  # numbers of a token that projections and the convolution return, and out before and after its gate
+    weights: int  # of a layer's projections
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """The sizes of a model."""
 
@@ -32,10 +46,37 @@ class Model:
     layer_parameters: int  # of one layer
     tied: bool = False  # whether the head and the embedding share their weights
     norms_heads: bool = False  # whether q and k have norms over all heads, so a head chunk cannot project its own
+    states: StateLayers | None = None
+    attention_layers: int | None = None  # layers that attend; None: all of them
+    mlp_layers: int | None = None  # layers with an MLP; None: all of them
 
     @property
     def embedding(self) -> int:
         return self.vocab * self.hidden
+
+    @property
+    def attending(self) -> int:
+        return self.layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def with_mlp(self) -> int:
+        return self.layers if self.mlp_layers is None else self.mlp_layers
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of all layers that a token is multiplied with."""
+        states = self.states.count * self.states.weights if self.states else 0
+        return self.attending * self.projections + self.with_mlp * self.mlp + states
+
+    @property
+    def not_counted(self) -> list[str]:
+        """What predictions lack for this model, in sentences for the user."""
+        if self.states is None:
+            return []
+        return [
+            f"{self.states.count} of {self.layers} layers have a state or a convolution, of which projections and "
+            "messages are counted, and not what their kernels compute and keep"
+        ]
 
     @property
     def projections(self) -> int:
@@ -163,8 +204,8 @@ class Request:
         """Model flops of training on a sequence, as MFU counts them: 6 per token and weight that it is multiplied with,
         12 per visible pair and element of the heads. What checkpoints compute again is not included."""
         m = self.model
-        weights = m.layers * (m.projections + m.mlp) + m.embedding  # of the head; the embedding is read by index
-        return 6 * weights * self.seq + 12 * m.layers * m.heads * m.head_dim * self.pairs
+        weights = m.weights + m.embedding  # of the head; the embedding is read by index
+        return 6 * weights * self.seq + 12 * m.attending * m.heads * m.head_dim * self.pairs
 
     def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> TrainingStep:
         return TrainingStep(

@@ -14,10 +14,12 @@ from .footprint import MASTER, states
 from .machine import Machine
 from .price import Price
 from .request import TrainingStep
+from .state_memory import state_bytes
 
 STEP_ITEMS = {
     "attention forward": "all layers, transfers included",
     "attention backward": "the same, and forward again if checkpoints do not keep it",
+    "states": "messages of layers with a state, forward and backward",
     "matrices": "projections and MLPs, forward, backward, and forward again for checkpointed layers",
     "elementwise": "norms, RoPE, activations, residuals and the loss, as many times",
     "logits": "the head, forward and backward",
@@ -71,11 +73,12 @@ def step_time(
     """
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
-    passes = 2 * (m.projections + m.mlp) * rows
+    passes = 2 * m.weights / layers * rows  # of a layer, as a mean
+    forward, backward = (m.attending / layers * seconds for seconds in (forward, backward))
     # flops that backward repeats: tiles, unless a checkpoint repeats the whole layer, and projections of head chunks
-    tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
+    tiled = 2 * m.mlp * rows * m.with_mlp / layers if step.config.mlp_tiles != 1 and not step.checkpointing else 0
     if projecting_head_chunks(step) > 1 and not (step.checkpointing and not step.config.recompute_attention):
-        tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
+        tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows * m.attending / layers
     attention_again = step.checkpointing and step.config.recompute_attention
     elementwise = rows * elementwise_bytes(step)
     # seconds of a forward pass besides matrix products; backward has twice that
@@ -94,6 +97,7 @@ def step_time(
     seconds_by_item = {
         "attention forward": layers * attention[0],
         "attention backward": layers * attention[1],
+        "states": state_seconds(step, machine),
         "matrices": layers * machine.gemm_seconds(dtype, (3 + step.checkpointing) * passes + tiled),
         "elementwise": (layers * (3 + step.checkpointing) * elementwise + rows * m.vocab * LOGIT_BYTES)
         / machine.elementwise_rate,
@@ -107,6 +111,26 @@ def step_time(
         "drives": drive_seconds(step, machine),
     }  # fmt: skip
     return StepTime(seconds_by_item, step.world // step.config.size * step.batch)
+
+
+def state_seconds(step: TrainingStep, machine: Machine) -> float:
+    """Return the seconds of messages of layers with a state, of which computation hides none."""
+    layers, config = step.model.states, step.config
+    if layers is None or config.size == 1:
+        return 0.0
+    moved, rate = state_bytes(step), min(machine.between.rate, (machine.uplink or math.inf) / machine.per_node)
+
+    def seconds(size: float, ranks: int) -> float:
+        inside = ranks <= machine.per_node
+        return (machine.inside if inside else machine.between).latency + size / (
+            machine.inside.rate if inside else rate
+        )
+
+    passes = 2 + (step.checkpointing and config.recompute_attention)
+    exchanges = 2 * (2 + step.checkpointing) * (moved.exchanged > 0)  # checkpoints exchange heads again
+    halo = passes * seconds(0.0, config.size)  # a convolution's few tokens
+    of_states = passes * seconds(moved.received, config.size) if moved.received else 0.0
+    return layers.count * (halo + of_states + exchanges * seconds(moved.exchanged / 2, config.ulysses))
 
 
 def optimiser_seconds(step: TrainingStep, machine: Machine) -> float:
@@ -133,6 +157,7 @@ def offload_seconds(step: TrainingStep, machine: Machine, hiding: tuple[float, f
     checkpoint = offloaded_again = 0
     if config.offload_checkpoints and step.checkpointing:
         saved = attention_figures(dataclasses.replace(step, mask=Mask())).saved
+        saved = saved * step.model.attending // layers
         checkpoint = rows * step.model.hidden * size + (0 if config.recompute_attention else saved)
         # offloaded when a layer is computed again
         offloaded_again = saved if projecting_head_chunks(step) > 1 else 0
@@ -193,8 +218,11 @@ def elementwise_bytes(step: TrainingStep) -> float:
     norm = cast + 2 * 4 + 4 + 2 * 4 + 2 * size  # squares, their mean, times 1 / root, times weight
     rope = (2 + 1 + 2 + 2 + 3) * size  # times cos; half of it negated, and put together; times sin; added
     residual, activation = 3 * size, (2 + 3) * size  # silu, times
-    rotated = (m.heads + m.kv_heads) * m.head_dim
-    return 2 * m.hidden * (norm + residual) + rotated * rope + m.intermediate * activation
+    rotated = (m.heads + m.kv_heads) * m.head_dim * m.attending / m.layers
+    activated = m.intermediate * m.with_mlp / m.layers
+    if m.states is not None:
+        activated += m.states.kept * m.states.count / m.layers
+    return 2 * m.hidden * (norm + residual) + rotated * rope + activated * activation
 
 
 def hook_seconds(step: TrainingStep, machine: Machine, device: tuple[float, float]) -> tuple[float, float]:

@@ -96,9 +96,9 @@ class LatentBackward(Backward):
         if not launches:
             return
         (dq, dlatent), latent = results, _seen(kv[0], launches)
-        k, v = self.expansion.expand(latent)
-        dkv = Sum(lambda: tuple(x.new_empty(x.shape, dtype=self.dmatrix.dtype) for x in (k, v)))
-        super().product(q, (k, v), q_slot, launches, [dq, dkv])
+        shape = *latent.shape[:2], self.expansion.heads, q[0].shape[3]
+        dkv = Sum(lambda: (self.dmatrix.new_empty(shape), self.dmatrix.new_empty(shape)))
+        super().product(q, self.expansion.expand(latent), q_slot, launches, [dq, dkv])
         columns = self.expansion.columns(*dkv.finish(self.dtype, self.dtype))
         self.dmatrix += latent.flatten(2).flatten(0, 1).mT @ columns
         gradient = (columns @ self.expansion.matrix.mT).view(latent.shape)

@@ -259,6 +259,12 @@ def cached_forward(
     Raises:
         InputError: The cache or the mask does not fit.
     """
+    if facts.mixers:
+        raise InputError(
+            f"{SERVES} that ranks share needs layers that attend; got a model with layers with a state, whose states "
+            "have no parts, say use_cache=False, or let each rank go on alone in "
+            "hf_integration.whole_sequences(model)"
+        )
     inputs = {name: x for name, x in inputs.items() if x is not None and name != "use_cache"}
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     rows, columns = tokens.shape[:2]
@@ -299,10 +305,17 @@ def cached_forward(
     return forward, inputs
 
 
+def has_cache(inputs: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of a forward have a cache, or ask for one."""
+    given = inputs.get("past_key_values"), inputs.get("cache_params")
+    return bool(inputs.get("use_cache")) or any(x is not None for x in given)
+
+
 def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward has a cache, which training takes none of."""
-    cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
-    return cached and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+    return (
+        has_cache(inputs) and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+    )
 
 
 def _compacted(x: Any, order: Tensor, shape: tuple[int, int]) -> Any:

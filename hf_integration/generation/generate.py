@@ -117,6 +117,11 @@ def _agreed(
         config, _ = generation_config_of(model)(given.get("generation_config"), **others)
         if misuse := _misuse(given, config):
             raise ConfigError(f"generate of a model that shares sequences needs {misuse}, leave it out, or {ALONE}")
+        if config.use_cache and base_of(model)._sequence_parallel_patch.facts.mixers:
+            raise ConfigError(
+                "generate of a model with layers with a state needs use_cache=False, which computes all tokens again "
+                f"for each new one; got use_cache=True, say so, or {ALONE}"
+            )
         _share_clock(sp, given, config)
         fields = _compared(given, config)
     except Exception as reason:  # the other ranks wait for this one

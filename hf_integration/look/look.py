@@ -331,7 +331,8 @@ def _check_call(one: Call, model: Any) -> None:
     """Refuse a call of attention with more than our attention computes."""
     numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
     if strange := sorted(numbers - UNDERSTOOD - parameters_of(model)):
-        _refuse(f"{one.name}, whose attention takes {', '.join(strange)}")
+        picked = " of keys that an indexer picks" if any("indices" in name for name in strange) else ""
+        _refuse(f"{one.name}, whose attention takes {', '.join(strange)}{picked}")
     if one.q.shape[2] != one.k.shape[2]:
         _refuse(f"{one.name}, which attends from {one.q.shape[2]} to {one.k.shape[2]} states")
     scale, sinks = (one.keywords.get(name) for name in ("scaling", "s_aux"))

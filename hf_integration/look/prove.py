@@ -169,7 +169,8 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     for batch in batches:
         number = _predicted([batch])
         output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
-        outputs += [_without_padding(x, batch) for x in tensors_in(output) if x.dim() > 1][:1]
+        found = tensors_in(output.logits if has_loss else output)  # a tiled loss makes no logits, but others
+        outputs += [_without_padding(x, batch) for x in found if x.dim() > 1][:1]
         if not has_loss:
             each = outputs[-1] * torch.linspace(0.5, 1, outputs[-1].shape[-1], device=outputs[-1].device)
             losses.append(each.sum() / total)

@@ -279,11 +279,24 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
     name, *inside = vars(model).get(BASE, model.base_model_prefix).split(".")
-    called: Any = base
+    called: Any = _Instead(base_of(model), base)
     for part in reversed(inside):  # where the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
-    vars(twin).update({name: called, "lm_head": head})
+    vars(twin).update({name: called, "lm_head": _Instead(model.lm_head, head)})
     return twin
+
+
+class _Instead:
+    """A function in the place of a module, of which a forward may read other attributes."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.module, self.function = module, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def _loss_tiles(model: Any, x: Tensor) -> int:

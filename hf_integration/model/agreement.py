@@ -29,6 +29,7 @@ from ds_seqpar.runtime.agreement import Fields
 from ds_seqpar.runtime.input_checks import describe, shape_of
 
 from .. import dropout
+from ..generation.forward import has_cache
 from .checkpointing import is_checkpointed, layers_of
 from .weights import compares_weights, fingerprint, trained_weights
 
@@ -276,7 +277,7 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 
 def common_misuse(inputs: Mapping[str, Any]) -> str:
     """Return the sentence for arguments that a forward on shards cannot take; "" where there are none."""
-    if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+    if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
     if media := [name for name, x in inputs.items() if isinstance(x, Tensor) and MEDIA.fullmatch(name)]:
         return f"ranks share sequences of text alone; got {media[0]}, leave pictures, films and sounds out of the batch"

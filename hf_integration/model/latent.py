@@ -38,8 +38,18 @@ def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Ten
     if not torch.compiler.is_compiling():
         return _latent(module, kv_nope, k_rot)
     if module.sequence_parallel.config.latent_attention == "latent":
-        return between_graphs(_latent)(module, kv_nope, k_rot)
+        return _latent_between_graphs(module, kv_nope, k_rot)
     return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
+
+
+@between_graphs
+def _latent_between_graphs(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    if current() is None:
+        raise ConfigError(
+            f'{SECTION}.latent_attention "latent" needs a model that is not compiled as one, since its graphs do not '
+            'know what forward they are in; set "auto", with which they send keys and values'
+        )
+    return _latent(module, kv_nope, k_rot)
 
 
 def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:

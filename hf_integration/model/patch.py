@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.sharding.heads import check_heads
 from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.segments import segments_of
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import assert_ranks_agree
@@ -218,6 +219,8 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
     for numbers in heads_by_layer(inner):
         check_heads(sp.config.ulysses, *numbers, size=sp.size, head_chunks=sp.config.head_chunks)
+    if facts_of(inner).mixers:
+        segments_of(sp.runtime.shards(4 * sp.multiple), (), sp.config.ulysses)
     tiled_modules.check_tiles(inner, sp.config)
 
 
@@ -392,6 +395,11 @@ def _attention_with_layout(
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
     """Return a mask in which chunks of a document see only themselves."""
+    if mask.parents:
+        raise InputError(
+            f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "
+            "document a row of its own, behind copies of its parents"
+        )
     documents = itertools.pairwise((*(mask.documents or (0,)), tokens))
     return dataclasses.replace(mask, documents=tuple(x for a, b in documents for x in range(a, b, chunk)))
 

@@ -5,7 +5,6 @@ A rank has only some positions. So its embedding gets the longest position too, 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,9 +44,7 @@ def tokens_up_to_the_longest(local_tokens: int, size: int, placement: BatchLayou
         size: The number of ranks that share sequences equally.
         placement: The batch's layout, where they do not.
     """
-    if placement is None:
-        return local_tokens * size
-    return max(b - a for a, b in itertools.pairwise((*placement.restarts, placement.tokens)))
+    return local_tokens * size if placement is None else placement.longest
 
 
 @between_graphs

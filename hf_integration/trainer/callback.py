@@ -61,9 +61,9 @@ class FlopCounter:
         )
         self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()
         # forward has two products for each pair, backward four
-        passes = 2 * heads(base)[0]
+        passes = heads(base)[0]
         self.flops_of_pair = [
-            passes * module.head_dim * (6 if lowest < (module.layer_idx, OUTWARD_PART) else 2) for module in modules
+            passes * _dims(module) * (6 if lowest < (module.layer_idx, OUTWARD_PART) else 2) for module in modules
         ]
 
     def of_documents(self, lengths: Sequence[int]) -> float:
@@ -75,6 +75,11 @@ class FlopCounter:
             for flops, window in zip(self.flops_of_pair, self.windows, strict=True)
         )
         return self.flops_of_token * sum(lengths) + pairs
+
+
+def _dims(module: Any) -> int:
+    """Return the sum of the head_dims of keys and of values, which differ in latent attention."""
+    return module.qk_head_dim + module.v_head_dim if hasattr(module, "qk_head_dim") else 2 * module.head_dim
 
 
 # module names of a layer's parts, in the order of its forward; a norm is part 0

@@ -37,7 +37,7 @@ from .collator import PackingCollator, Packs
 
 if TYPE_CHECKING:
     from ds_seqpar.planner.auto import Job
-    from ds_seqpar.planner.request import Model
+    from ds_seqpar.planner.request import Model, StateLayers
 
 
 IDS = "input_ids"
@@ -143,11 +143,20 @@ def numbers_of(place: str) -> Model:
 
 
 def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
-    config = AutoConfig.for_model(**content)
+    config = AutoConfig.for_model(**_with_floats(content))
     for name in WHOLE_NUMBERS:
         if (value := getattr(config, name, None)) is not None and not is_count(value):
             raise ConfigError(f"{place}: {name} must be a whole number from 1; got {shown(value)}")
     return config_sizes(config)
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a config's JSON with the numbers for which transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, dict) and value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    if isinstance(value, dict):
+        return {name: _with_floats(x) for name, x in value.items()}
+    return [_with_floats(x) for x in value] if isinstance(value, list) else value
 
 
 def config_sizes(config: PreTrainedConfig) -> Model:
@@ -181,21 +190,99 @@ def model_sizes(model: PreTrainedModel) -> Model:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if layers is None or head is None:
         raise _unknown(config)
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    hidden = config.hidden_size
+    by_kind = _kinds_of_layers(layers, hidden)
+    states = by_kind.get("states")
+    heads = getattr(config, "num_attention_heads", None) or (states.heads if states else 0)
+    if not heads:
+        raise _unknown(config)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     width = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
     return Model(
         hidden=hidden,
-        intermediate=experts * (width or config.intermediate_size),
+        intermediate=experts * (width or getattr(config, "intermediate_size", None) or 0),
         layers=len(layers),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        # in latent attention (MLA) head_dim is that of RoPE
+        head_dim=getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads,
         vocab=config.vocab_size,
         parameters=_elements(model),
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
         norms_heads=config.model_type in TESTED and TESTED[config.model_type].norms_heads,
+        **by_kind,
+    )
+
+
+# of kinds of layers with a state: names of their attributes, or numbers. They are a name that the kind has alone, if the
+# others do not tell, then heads, heads of keys, keys, values, a head's decays, and whether there is only decay
+STATES: tuple[tuple[str | int, ...], ...] = (
+    ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", 1, False),
+    ("qkv_dim", "num_heads", "num_heads", "head_dim", "head_dim", "head_dim", False),
+    ("num_heads", "n_groups", "ssm_state_size", "head_dim", 1, True),
+    ("block_size", "num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 1, True),
+)
+
+
+def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
+    """Return the fields of a `Model` that say which layers attend, have a state, or have an MLP; {} where all attend
+    and have an MLP.
+
+    Raises ConfigError for a layer with a convolution whose sizes are not known.
+    """
+    states: list[StateLayers] = []
+    with_state = attending = with_mlp = 0
+    for layer in layers:
+        mixers = _mixers(layer)
+        attention = [x for x in layer.modules() if type(x).__name__.endswith("Attention") and x not in mixers]
+        states += mixers.values()
+        with_state, attending = with_state + bool(mixers), attending + bool(attention)
+        others = _elements(layer) - sum(map(_elements, (*mixers, *attention[:1])))
+        with_mlp += others > 8 * hidden  # more than norms have
+    if not states:
+        return {}
+    largest = max(states, key=lambda sizes: (sizes.heads * sizes.keys * sizes.values, sizes.weights))
+    largest = dataclasses.replace(largest, count=with_state)
+    return {"states": largest, "attention_layers": attending, "mlp_layers": with_mlp}
+
+
+def _mixers(module: nn.Module) -> dict[nn.Module, StateLayers]:
+    """Return the outermost modules that have a state or a convolution, with their sizes."""
+    if (sizes := _state_sizes(module)) is not None:
+        return {module: sizes}
+    return {mixer: sizes for child in module.children() for mixer, sizes in _mixers(child).items()}
+
+
+def _state_sizes(module: Any) -> StateLayers | None:
+    from ds_seqpar.planner.request import StateLayers
+
+    names = next((names for names in STATES if all(hasattr(module, x) for x in names if isinstance(x, str))), None)
+    children = [*module.children()]
+    convs = [x for x in children if isinstance(x, nn.Conv1d)]
+    if names is None and not convs:
+        return None
+    # without LoRA's, under the names that they have without it
+    linears = {name.removesuffix(".base_layer"): x for name, x in module.named_modules()
+               if isinstance(x, nn.Linear) and "lora_" not in name}  # fmt: skip
+    output = linears.get("out_proj", linears.get("o_proj"))
+    if output is None or not (names or len(convs) + len(linears) == len(children)):
+        raise ConfigError(
+            "the planner knows attention, delta rules, Mamba-2, lightning attention and short convolutions; got layers "
+            f"with {type(module).__name__}"
+        )
+    numbers = [getattr(module, x) if isinstance(x, str) else x for x in (names or [0] * 5 + [True])]
+    heads, groups, keys, values, decays, only_decay = numbers[-6:]
+    inputs = sum(x.out_features for x in linears.values() if x is not output)
+    return StateLayers(
+        count=1,
+        heads=heads,
+        keys=keys,
+        values=values,
+        transition=1 if only_decay else keys**2,
+        exchanged=2 * (heads * values + groups * keys) + (decays + (not only_decay)) * heads,
+        kept=inputs + sum(x.out_channels for x in convs) + 2 * output.in_features,
+        weights=sum(x.in_features * x.out_features for x in linears.values()),
     )
 
 

@@ -41,7 +41,12 @@ def test_scripts_run(tmp_path):
         outs = on_ranks(4, as_script, tmp_path / name, keep=None)
         assert all(out.isfinite().all() for out in outs)
         tokens[name] = [out.shape[1] for out in outs]
-    assert tokens == {"masks.py": [128] * 4, "batches.py": [515] * 4, "uneven.py": [800, 1000, 600, 1696]}
+    assert tokens == {
+        "masks.py": [128] * 4,
+        "batches.py": [515] * 4,
+        "shared_prompt.py": [512] * 4,
+        "uneven.py": [800, 1000, 600, 1696],
+    }
 
 
 def in_folder(path):

@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.compiler.memory import figures
 from ds_seqpar.compiler.program.shape import shape_of
+from ds_seqpar.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.errors import ConfigError
-from tests import oracle
+from tests import live, oracle
 from tests.dist.ranks import SECONDS, WRONG, lacking, make, refusal
+from tests.grids import each_then_rest
 from tests.launch import on_each_of
 
 HEADS, DIM, V_DIM, WIDTH = 6, 12, 8, 10
@@ -94,6 +97,22 @@ def test_the_latent_of_deepseek_v3_is_a_twentieth_of_its_keys_at_most():
         assert out.shape == (2, 8, 128, 128)
         received.append(sum(sp.comm.received[kind] for kind in ("q", "kv", "out", "dq", "dkv")))
     assert 0 < 20 * received[0] <= received[1]
+
+
+@pytest.mark.parametrize("ulysses", each_then_rest([1], [2, 4]))
+@on_each_of(4)
+def test_memory_is_what_the_program_says(ulysses):
+    """Keys and values of one block at a time exist, with their gradients in backward."""
+    sp, (q, latent, expand, do) = make(size=4, ulysses=ulysses, latent_attention="latent"), tensors(512, 8, 64, 64, 96)
+    seen = live.least(lambda: live.measure(sp.latent_attention, q, latent, expand, do))
+    forward, backward = (
+        sp.runtime.bound(way, q, 1, CAUSAL, None, 0.0, 1, SavedForBackward.QKV_AND_OUT, latent=96)[0]
+        for way in ("forward", "backward")
+    )
+    said = figures(forward, backward, sp.config.kept(1, False, False))
+    assert (said.forward, said.saved) == pytest.approx((seen.forward, seen.kept), rel=0.05)
+    assert seen.backward == pytest.approx(said.backward, rel=0.1)
+    assert seen.left == 0
 
 
 @on_each_of(2)

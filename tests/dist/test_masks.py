@@ -95,6 +95,43 @@ def test_lse_of_shards_of_any_length():
             assert (lse - expected).nan_to_num(neginf=0.0, posinf=float("inf")).abs().sum() < 1e-10, shards
 
 
+# ---- documents with parents
+
+
+def rows(lengths, parents, q, k, v, do):
+    """(out, dq, dk, dv) of the documents, each in a row of its own behind copies of those that it sees."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    pieces, outs = [x.split(lengths, dim=1) for x in leaves], []
+    for document in range(len(lengths)):
+        path = [document]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        row = (torch.cat([of[number] for number in path], 1) for of in pieces)
+        outs.append(oracle.attention(*row)[:, -lengths[document] :])
+    out = torch.cat(outs, 1)
+    return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+
+@on_each_of(4)
+def test_documents_with_parents_are_rows_that_repeat_them():
+    """And position_ids go on from a parent's end."""
+    for lengths, parents, settings in (
+        ((13, 5, 4, 7, 6, 3, 9), (-1, 0, 1, 1, 0, -1, 5), {"layout": "balanced"}),
+        ((16, 4, 4, 4), (-1, 0, 0, 0), {"layout": "zigzag", "ulysses": 2, "rotate_forward": "q"}),
+        ((3, 1, 2, 3, 1), (-1, 0, 1, 2, 0), {"schedule": "mesh", "layout": "contiguous", "ulysses": 1}),
+    ):
+        sp, whole = make(**settings), oracle.tensors(1, sum(lengths), HEADS)
+        placement = sp.place(sum(lengths), lengths, parents=parents)
+        found = attend(sp, *whole, placement=placement, mask=placement.mask)
+        oracle.assert_exact(found, rows(lengths, parents, *whole), lengths, least=1.0)
+        ids = sp.gather(sp.position_ids(0, placement)[None], 1, placement)[0].split(lengths)
+        before = []
+        for number, length in enumerate(lengths):
+            before.append(0 if parents[number] < 0 else before[parents[number]] + lengths[parents[number]])
+            assert torch.equal(ids[number], before[number] + torch.arange(length))
+        assert placement.longest == max(map(sum, zip(before, lengths, strict=True)))
+
+
 # ---- what is refused
 
 
@@ -124,6 +161,10 @@ REFUSED = {
     "windows": (instead(WINDOW, {"mask": Mask(window=6)}), differ("window 5", "window 6")),
     "a mask on one rank": (instead({}, WINDOW), differ("no mask")),
     "documents": (instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 6))}), differ("2 documents")),
+    "parents": (
+        instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 5), parents=(-1, 0))}),
+        differ("2 documents with parents"),
+    ),
     "causal or not": (instead({"mask": FULL}, {"mask": Mask(causal=False, window=5)}), differ("window 5")),
     "documents beyond the sequence": (asked(mask=Mask(documents=(0, 4, 16))), everywhere("at 16")),
     "one rank's documents": (instead({}, {"mask": Mask(documents=(0, 99))}), only_one("at 99")),

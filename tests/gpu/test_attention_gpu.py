@@ -15,7 +15,8 @@ from tests.oracle import assert_exact, dense, tensors
 from tests.unit.plans import SHAPES
 
 TOLERANCE = 2e-2  # of bf16, whose numbers are 2**-8 apart
-MASKS = {"full": FULL, "window": Mask(window=100), "documents": Mask(documents=(0, 50, 290))}
+MASKS = {"full": FULL, "window": Mask(window=100), "documents": Mask(documents=(0, 50, 290)),
+         "tree": Mask(documents=(0, 50, 290), parents=(-1, 0, 0))}  # fmt: skip
 
 
 def inputs(device, seq=480, heads=(4, 2), dim=64):

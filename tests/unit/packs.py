@@ -30,6 +30,37 @@ class Dealt(NamedTuple):
         return Mask(documents=Mask.documents_of(self.lengths))
 
 
+class Tree(NamedTuple):
+    """Documents with parents, and what each rank holds of them."""
+
+    lengths: tuple
+    parents: tuple = ()
+    blocks: tuple = ()
+
+    @property
+    def mask(self):
+        return Mask(documents=Mask.documents_of(self.lengths), parents=self.parents)
+
+    @property
+    def before(self):
+        """Of each document how many tokens it sees before its first one."""
+        found = []
+        for parent in self.parents or (-1,) * len(self.lengths):
+            found.append(0 if parent < 0 else found[parent] + self.lengths[parent])
+        return found
+
+    @property
+    def pairs(self):
+        return sum(n * seen + n * (n + 1) // 2 for n, seen in zip(self.lengths, self.before, strict=True))
+
+    def pairs_of(self, runs):
+        """Causal (query, key) pairs of the queries in some runs."""
+        starts, found = Mask.documents_of(self.lengths), causal_pairs(runs, Mask.documents_of(self.lengths))
+        for (lo, hi), seen in zip(itertools.pairwise((*starts, sum(self.lengths))), self.before, strict=True):
+            found += seen * sum(max(0, min(hi, run.last + 1) - max(lo, run.start)) for run in runs)
+        return found
+
+
 def by_balance(lengths, ranks):
     return Dealt(lengths, balanced(lengths, ranks))
 
@@ -77,6 +108,17 @@ def filled(tokens, draw):
 def cut_anywhere(dice, tokens, documents):
     cuts = [0, *sorted(dice.sample(range(1, tokens), documents - 1)), tokens]
     return tuple(b - a for a, b in itertools.pairwise(cuts))
+
+
+def parents_of(documents, choose):
+    """Parents of so many documents in depth-first order. choose(n): how many of the n documents on the path to the last
+    one, it included, the next one sees."""
+    path, parents = [], []
+    for number in range(documents):
+        del path[choose(len(path)) :]
+        parents.append(path[-1] if path else -1)
+        path.append(number)
+    return tuple(parents)
 
 
 def causal_pairs(runs, documents):

@@ -49,6 +49,7 @@ MASKS = {
     "both sides": Mask(window=9, causal=False, window_right=5),
     "prefix": Mask(prefix=31),
     "documents": Mask(documents=(0, 1, 2, 13, 29, 31, 60)),
+    "tree": Mask(documents=(0, 9, 10, 29, 31, 60), parents=(-1, 0, 1, 0, -1, 4)),
     "full documents": Mask(documents=(0, 5, 29, 41), causal=False),
     "windowed documents": Mask(documents=(0, 5, 29, 41, 70), window=6),
 }

@@ -11,6 +11,7 @@ from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport, launc
 from ds_seqpar.compiler.tiles.tiles import Segments, Tile, tiles
 from tests.grids import examples
 from tests.kernel_suite import seen
+from tests.unit.packs import parents_of
 
 SUPPORTS = [
     PLAIN_KERNEL,
@@ -61,11 +62,12 @@ def test_launches_are_what_the_kernel_supports_and_see_the_same_pairs(support, d
     starts = data.draw(st.sets(st.integers(1, seq)))
     if data.draw(st.booleans()):
         starts = range(0, seq, data.draw(st.integers(1, seq)))
-    mask = Mask(
-        causal=data.draw(st.booleans()),
-        window=data.draw(st.none() | st.integers(1, 130)),
-        documents=(0, *sorted({start for start in starts if 0 < start < seq})),
-    )
+    documents = 0, *sorted({start for start in starts if 0 < start < seq})
+    limits = {"window": data.draw(st.none() | st.integers(1, 130))}
+    if data.draw(st.booleans()):
+        most = data.draw(st.integers(1, 4))
+        limits = {"parents": parents_of(len(documents), lambda path: data.draw(st.integers(0, min(path, most))))}
+    mask = Mask(causal=data.draw(st.booleans()), documents=documents, **limits)
     step = data.draw(st.integers(1, 3))
     q, kv = ((Run(0, size, -(-seq // size)),) for size in (1, step))
     found = tiles(q, kv, mask, support.square)
@@ -76,6 +78,14 @@ def test_launches_are_what_the_kernel_supports_and_see_the_same_pairs(support, d
     for launch in cut:  # rows are in one group; a launch's results are no more than the whole
         assert launch.groups == 1 or launch.q_step >= launch.q1 - launch.q0, launch
         assert launch.groups * (launch.k1 - launch.k0) <= size[1], launch
+
+
+def test_completions_and_their_prompt_are_two_launches_whatever_their_lengths():
+    lengths = [1 + 37 * n % 61 for n in range(16)]
+    mask = Mask(documents=Mask.documents_of([1000, *lengths]), parents=(-1, *(0,) * 16))
+    own, prompt = _own(mask, queries=((0, 1, 1000 + sum(lengths)),))
+    assert (own.segments.rows, own.segments.right) == ((1000 + lengths[0], *lengths[1:]), 0)
+    assert prompt == Tile(1000 + lengths[0], 1000 + sum(lengths), 0, 1000, "full")
 
 
 def test_documents_of_one_length_are_one_launch():

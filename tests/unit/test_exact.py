@@ -24,14 +24,15 @@ from ds_seqpar.runtime.kernels import KERNELS, accumulate
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import pairwise
+from tests.unit.packs import parents_of
 
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 HEADS = ((4, 4), (4, 1), (6, 3), (14, 2), (7, 1))  # most of which Ulysses ranks do not divide
 DIMS = ((8, 8), (8, 4), (5, 12))  # of q and k, and of v
 WIDTH = 7  # of a latent
-CAUSAL_MASKS = ("causal", "window", "documents", "windowed documents")
-MASKS = (*CAUSAL_MASKS, "full", "both sides", "full documents", "prefix")
+CAUSAL_MASKS = ("causal", "window", "documents", "windowed documents", "tree")
+MASKS = (*CAUSAL_MASKS, "full", "both sides", "full documents", "full tree", "prefix")
 # tokens: in the configured layout as few as ranks can share, and more; any number of them, dealt by any layout; in
 # runs that are cut anywhere, none too; and k and v of another length, so that some queries see no key
 TOKENS = ("fewest", "more", "dealt", "cut", "other keys")
@@ -124,6 +125,9 @@ def runs(dice, tokens, size, ordered):
 
 
 def mask_of(kind, seq, lengths, dice):
+    if "tree" in kind:
+        parents = parents_of(len(lengths), lambda path: dice.randint(0, min(path, 4)))
+        return Mask(causal=kind == "tree", documents=Mask.documents_of(lengths), parents=parents)
     documents = Mask.documents_of(lengths) if "documents" in kind else (0,)
     window = dice.randint(1, seq) if "window" in kind or kind == "both sides" else None
     if kind == "prefix":

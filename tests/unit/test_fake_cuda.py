@@ -72,6 +72,7 @@ OTHERS = {
     "full": {"mask": FULL},
     "window": {"mask": Mask(window=11)},
     "documents": {"mask": Mask(documents=(0, 5, 29), window=20), "schedule": "mesh", "mesh": (2, 2, 1)},
+    "tree": {"mask": Mask(documents=(0, 5, 29), parents=(-1, 0, 0)), "layout": "zigzag"},
     "uneven": {"shards": UNEVEN, "schedule": "mesh", "mesh": (1, 2, 2)},
     "odd heads": {"mask": FULL, "dim": 35, "batch": 2},
     "ulysses": {"size": 8, "ulysses": 2, "comm_dtype": "bf16"},

@@ -8,7 +8,11 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson, Offload, Zero
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.footprint import bytes_a_token, fits, footprint, longest
-from ds_seqpar.planner.request import MemoryBudget, Model, TrainingStep
+from ds_seqpar.planner.machine import Machine
+from ds_seqpar.planner.prompt import cache_bytes
+from ds_seqpar.planner.request import MemoryBudget, Model, StateLayers, TrainingStep
+from ds_seqpar.planner.state_memory import state_bytes
+from ds_seqpar.planner.steptime import step_time
 
 # hidden 8, 4 query heads of 2, 2 of k and v
 MODEL = Model(
@@ -225,3 +229,56 @@ def test_zero_settings_are_read_as_deepspeed_writes_them():
         zero_of({"offload_optimizer": {"ratio": "all"}})
     with pytest.raises(ConfigError, match=r"reduce_bucket_size.*many"):
         zero_of({"reduce_bucket_size": "many"})
+
+
+# heads 4, of each a state of 2 x 3 that a matrix of 2 x 2 maps; two of three layers
+STATES = StateLayers(count=2, heads=4, keys=2, values=3, transition=4, exchanged=10, kept=20, weights=64)
+HYBRID = dataclasses.replace(MODEL, states=STATES, attention_layers=1, layers=3)
+
+
+def test_bytes_of_states_by_hand():
+    passed = state_bytes(_step(model=HYBRID, batch=2))
+    rows, runs = 2 * 64 // 4, 7  # a chunk and its mirror image on each rank, the last rank's two are neighbors
+    assert passed.received == (runs - 1) * 2 * 4 * (2 * 3 + 4) * 4
+    assert passed.exchanged == 0
+    assert passed.entering == 2 * 2 * 4 * 2 * 3 * 4
+    assert passed.saved == rows * (20 + 4 * 2) * 4
+    heads = state_bytes(_step({"ulysses": 4, "recurrent_layers": "heads"}, HYBRID, batch=2))
+    assert (heads.received, heads.entering) == (0, 0)
+    assert heads.exchanged == rows * 10 * 4 * 3 // 4
+    assert heads.saved == rows * 20 * 4
+
+
+def test_ranks_share_layers_with_a_state_in_the_way_of_fewer_bytes():
+    for seq, way in ((32, "heads"), (2048, "states")):
+        auto, given = (
+            state_bytes(_step({"ulysses": 4, "recurrent_layers": name}, HYBRID, seq=seq)) for name in ("auto", way)
+        )
+        assert auto == given
+
+
+def test_striped_tokens_have_no_layers_with_a_state():
+    with pytest.raises(ConfigError, match="consecutive tokens"):
+        footprint(_step({"layout": "striped"}, HYBRID))
+
+
+def test_only_layers_that_attend_keep_attention():
+    all_attend, hybrid = (_moments(_step(model=model, checkpointing=True)) for model in (MODEL, HYBRID))
+    kept = [moments["backward: loss"].bytes_by_item["kept attention"] for moments in (all_attend, hybrid)]
+    assert kept[1] == kept[0] // 3 + 2 * state_bytes(_step(model=HYBRID)).entering
+    assert {*hybrid} - {*all_attend} == {"backward: layer 3, state", "backward: layer 1, state"}
+
+
+def test_time_counts_messages_of_states_and_only_layers_that_attend():
+    machine = Machine.load("h100-ib")
+    steps = [_step(model=model, dtype="bfloat16", zero=Zero(stage=3)) for model in (MODEL, HYBRID)]
+    seconds, both = (step_time(step, machine, 1.0, 1.0).seconds_by_item for step in steps)
+    assert (seconds["states"], seconds["attention forward"]) == (0.0, 3.0)
+    assert both["attention forward"] == pytest.approx(1.0)
+    once = state_bytes(steps[1]).received / machine.inside.rate + 2 * machine.inside.latency
+    assert both["states"] == pytest.approx(2 * 2 * once)
+
+
+def test_a_prompt_is_of_layers_that_attend():
+    with pytest.raises(ConfigError, match="all of whose layers attend"):
+        cache_bytes(_step(model=HYBRID), 64)

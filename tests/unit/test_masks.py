@@ -18,6 +18,7 @@ from ds_seqpar.config.settings import LAYOUTS as COMMON
 from ds_seqpar.errors import InputError
 from tests.grids import examples
 from tests.oracle import seen
+from tests.unit.packs import parents_of
 from tests.words import missing
 
 CAUSAL, FULL = Mask(), Mask(causal=False)
@@ -93,6 +94,11 @@ def test_a_mask_is_a_value():
     assert Mask(documents=(0,)) == CAUSAL  # one document is no documents
     assert Mask(documents=Mask.documents_of([3, 6, 2])) == packed
     assert Mask.documents_of([]) == ()
+    tree = Mask(documents=(0, 3, 9), parents=(-1, 0, 0))
+    assert len({packed, tree, Mask(documents=(0, 3, 9), parents=(-1, 0, 1))}) == 3
+    assert pickle.loads(pickle.dumps(tree)) == tree
+    assert Mask(documents=(0, 3, 9), parents=(-1, -1, -1)) == packed
+    assert Mask(documents=(0,), parents=(-1,)) == CAUSAL
     copy = pickle.loads(pickle.dumps(packed))
     assert copy == packed
     assert hash(copy) == hash(packed)
@@ -106,6 +112,7 @@ def test_the_hash_of_a_mask_is_of_numbers_only():
 def test_masks_say_what_they_are():
     documents = tuple(range(64))
     assert str(Mask(window=128, documents=documents)) == "causal, window 128, 64 documents"
+    assert str(Mask(documents=(0, 4), parents=(-1, 0))) == "causal, 2 documents with parents"
     assert str(CAUSAL) == "causal"
     assert str(FULL) == "full"
     assert str(Mask(causal=False, window=4)) == "window 4"
@@ -119,6 +126,7 @@ def test_masks_say_what_they_are():
 
 @pytest.mark.parametrize("number", [numpy.int64, numpy.int32, torch.tensor], ids=lambda kind: kind.__name__)
 def test_numbers_of_arrays_and_tensors_are_whole_numbers(number):
+    assert Mask(documents=(0, 3), parents=(number(-1), number(0))) == Mask(documents=(0, 3), parents=(-1, 0))
     mask = Mask(window=number(4), documents=(0, number(3), number(8)))
     assert mask == Mask(window=4, documents=(0, 3, 8))
     assert hash(mask) == hash(Mask(window=4, documents=(0, 3, 8)))
@@ -150,6 +158,19 @@ def test_numbers_of_arrays_and_tensors_are_whole_numbers(number):
         ({"prefix": 4, "causal": False}, ("prefix 4", "full")),
         ({"window_right": 4}, ("window_right", "causal=False", "got 4")),
         ({"window_right": -1, "causal": False}, ("window_right", "got -1")),
+        ({"parents": [-1, 0], "documents": (0, 4)}, ("parents", "2 documents", "got [-1, 0]")),
+        ({"parents": (-1, 0.0), "documents": (0, 4)}, ("parents", "got (-1, 0.0)")),
+        ({"parents": (-1, 0, 0), "documents": (0, 4)}, ("parents", "2 documents", "got (-1, 0, 0)")),
+        ({"parents": (0,)}, ("depth-first", "parent 0 of document 0")),
+        ({"parents": (-1, 0, 2), "documents": (0, 4, 5)}, ("depth-first", "parent 2 of document 2")),
+        ({"parents": (-1, -1, 0), "documents": (0, 4, 5)}, ("depth-first", "parent 0 of document 2")),
+        ({"parents": (-2, 0), "documents": (0, 4)}, ("depth-first", "parent -2 of document 0")),
+        ({"parents": (-1, 0), "documents": (0, 4), "window": 3}, ("without a window", "causal, window 3")),
+        (
+            {"parents": (-1, 0), "documents": (0, 4), "window_right": 3, "causal": False},
+            ("without a window", "window_right 3"),
+        ),
+        ({"parents": (-1, 0), "documents": (0, 4), "prefix": 3}, ("prefix 3", "2 documents")),
     ],
 )
 def test_a_wrong_mask_is_refused_in_one_sentence(fields, words):
@@ -178,7 +199,17 @@ _any_runs = st.lists(_runs, min_size=1, max_size=4).map(tuple)
 _documents = st.sets(st.integers(1, 70), max_size=24).map(lambda starts: (0, *sorted(starts)))
 _windows = st.none() | st.integers(1, 12) | st.integers(1, 80)
 _near = {"window": _windows, "window_right": st.integers(0, 12), "documents": st.just(()) | _documents}
+
+
+@st.composite
+def _trees(draw):
+    documents, most = draw(_documents), draw(st.integers(1, 4))
+    parents = parents_of(len(documents), lambda path: draw(st.integers(0, min(path, most))))
+    return Mask(causal=draw(st.booleans()), documents=documents, parents=parents)
+
+
 _masks = st.one_of(
+    _trees(),
     st.sampled_from([CAUSAL, FULL]),
     st.builds(Mask, causal=st.booleans(), window=_windows, documents=_documents),
     st.builds(Mask, causal=st.just(False), **_near),
@@ -292,6 +323,13 @@ def test_a_window_of_one_key_is_one_band_whatever_the_documents():
     runs = (Run(0, 1, 24),)
     for documents in ((), (0, 8, 9)):
         assert tiles(runs, runs, Mask(window=1, documents=documents)) == (Tile(0, 24, 0, 24, "band", 1),)
+
+
+def test_completions_of_a_prompt_are_a_triangle_each_and_see_it_in_one_rectangle():
+    runs = (Run(0, 1, 40),)
+    found = tiles(runs, runs, Mask(documents=(0, 16, 24, 32), parents=(-1, 0, 0, 0)))
+    triangles = [Tile(at, at + size, at, at + size, "causal") for at, size in ((0, 16), (16, 8), (24, 8), (32, 8))]
+    assert found == (*triangles, Tile(16, 40, 0, 16, "full"))
 
 
 # ---- who sees whom

@@ -21,6 +21,7 @@ MASKS = [
     FULL,
     *(Mask(window=window) for window in (1, 3, 9, 20, 47)),
     *(Mask(documents=Mask.documents_of(lengths)) for lengths in ([24, 24], [5, 30, 13], [12] * 4, [1] * 48)),
+    Mask(documents=(0, 10, 14, 15, 30, 36), parents=(-1, 0, 1, 0, -1, 4)),
     Mask(window=7, documents=(0, 10, 33)),
     Mask(causal=False, window=4),
     Mask(causal=False, documents=(0, 16, 20)),

@@ -8,6 +8,8 @@ of pairs. Of a document that the window cuts the left half takes the front, so t
 higher ones. The window slides from the fewest keys to the most, and its pairs grow with it, so there is such a place.
 Only where one document has most of the pairs, the last position may still have too few. Then the document there is cut
 as zigzag does: the left half takes both of its ends, and as much of each as gives the pairs.
+
+Documents with parents are one item of the row for each tree, until a tree has too many tokens or pairs for that.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .shards import UnevenShards
 TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of it, and by the pairs of one token
 
 
-def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
+def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
     """Return the runs of packed documents that each CP rank holds, for `UnevenShards(balanced(lengths, ranks))`.
 
     The result is the same on every rank. Ranks differ by one token at most, and their causal pairs by parts in a
@@ -39,22 +41,31 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     Args:
         lengths: Tokens of each document, one after the other from position 0.
         ranks: Number of CP ranks.
+        parents: For each document the number of its parent, as `Mask` takes them. Of trees with several documents no
+            more are cut than of other documents, but where one has most of the tokens or pairs.
 
     Raises:
-        InputError: A length or the number of ranks is not a whole number from 1 on.
+        InputError: A length or the number of ranks is not a whole number from 1 on, or the parents are wrong.
     """
     count, starts = whole_number(ranks), Mask.documents_of(lengths)
     if count is None or count < 1:
         raise InputError(f"tokens are dealt to a whole number of ranks from 1 on; got {ranks!r}")
     lengths = [operator.index(length) for length in lengths]
-    pieces = [_piece(base, 0, length, length, length) for base, length in zip(starts, lengths, strict=True)]
-    return tuple(_runs(rank_pieces) for rank_pieces in _pieces_of_ranks(pieces, count))
+    mask = Mask(documents=starts, parents=parents)
+    trees: list[list[_Piece]] = []
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        base = mask.origins[number] if mask.parents else start
+        end = start - base + length
+        if base == start:  # nothing before it
+            trees.append([])
+        trees[-1].append(_piece(base, start - base, end, end, end))
+    return tuple(_runs(rank_pieces) for rank_pieces in _pieces_of_ranks([_tree(tree) for tree in trees], count))
 
 
 class _Piece(NamedTuple):
     """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; with one interval only, q = r = s."""
 
-    base: int
+    base: int  # for a document with parents, the position at which it would begin if they were right before it
     p: int
     q: int
     r: int
@@ -108,16 +119,52 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
     return _Piece(base, p, q, r, s, beside, q - p + s - r, pairs // 2)
 
 
-def _pieces_of_ranks(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
+class _Tree:
+    """Documents with an ancestor in common, by position: pieces of one interval. Lower ranks take its front."""
+
+    def __init__(self, pieces: list[_Piece], beside: int) -> None:
+        self.pieces, self.beside, self.base, self.p = pieces, beside, pieces[0].base, pieces[0].p
+        self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
+        self.before = [0, *accumulate([piece.pairs for piece in pieces])]
+        self.tokens, self.pairs = self.starts[-1], self.before[-1]
+
+    def of_ends(self, front: int, back: int) -> int:
+        at = bisect_right(self.starts, front, hi=len(self.pieces)) - 1
+        return self.before[at] + self.pieces[at].of_ends(front - self.starts[at], 0)
+
+    def ends(self, tokens: int) -> tuple[int, int]:
+        return tokens, 0
+
+    def cut(self, front: int, back: int) -> tuple[_Item, _Item]:
+        at = bisect_right(self.starts, front) - 1
+        left, right = self.pieces[:at], self.pieces[at:]
+        if front > self.starts[at]:
+            (low, high), right = right[0].cut(front - self.starts[at], 0), right[1:]
+            left, right = [*left, low], [high, *right]
+        return _tree(left, 0 if self.beside < 0 else 1), _tree(right, 0 if self.beside > 0 else -1)
+
+    def intervals(self) -> list[_Piece]:
+        return self.pieces
+
+
+_Item = _Piece | _Tree
+
+
+def _tree(pieces: list[_Piece], beside: int = 0) -> _Item:
+    """Return the pieces of a tree as one item. A document alone is a piece, which may also be cut at both ends."""
+    return _Tree(pieces, beside) if len(pieces) > 1 else pieces[0]._replace(beside=beside)
+
+
+def _pieces_of_ranks(pieces: list[_Item], ranks: int) -> list[list[_Item]]:
     if ranks == 1 or not pieces:
         return [pieces] + [[]] * (ranks - 1)
-    if len(pieces) == 1 and pieces[0].q == pieces[0].s:
+    if len(pieces) == 1 and isinstance(pieces[0], _Piece) and pieces[0].q == pieces[0].s:
         return _zigzag(pieces[0], ranks)
     left, right = _halved(pieces, ranks // 2, ranks)
     return _pieces_of_ranks(left, ranks // 2) + _pieces_of_ranks(right, ranks - ranks // 2)
 
 
-def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
+def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
     """Return each rank's pieces: the outermost tokens go to the first, half of them in front, and so on inwards."""
     taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
     edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
@@ -127,7 +174,7 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
     ]
 
 
-def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece], list[_Piece]]:
+def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], list[_Item]]:
     """Return (pieces of the lower `share` of `ranks` ranks, pieces of the others).
 
     A piece whose document continues on ranks below or above all of these goes to the half next to those ranks where it
@@ -152,10 +199,14 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
                 left, right = row.window(wanted)
                 return lower + left, right + higher
     row = _Row(pieces, tokens)
+    trees = [piece for piece in pieces if isinstance(piece, _Tree)]
+    if trees and not row.reaches(pairs):
+        largest = max(trees, key=lambda tree: tree.tokens)
+        return _halved([*(piece for piece in pieces if piece is not largest), *largest.pieces], share, ranks)
     left, right = row.window(pairs) if row.pairs(row.last) >= pairs else row.ends(pairs)
     if abs(sum([piece.pairs for piece in left]) - pairs) * TOLERANCE > pairs:
         # if one interval is much longer than the other, no two ends have the mean number of keys of both
-        apart = [interval for piece in pieces for interval in piece.intervals()]
+        apart: list[_Item] = [interval for piece in pieces for interval in piece.intervals()]
         if len(apart) > len(pieces):
             return _halved(apart, share, ranks)
     return left, right
@@ -167,7 +218,7 @@ class _Row:
     Of a piece in which a window begins or ends, the window has the tokens that `_Piece.ends` gives.
     """
 
-    def __init__(self, pieces: list[_Piece], width: int) -> None:
+    def __init__(self, pieces: list[_Item], width: int) -> None:
         self.pieces, self.width = pieces, width
         self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
         self.before = [0, *accumulate([piece.pairs for piece in pieces])]
@@ -192,7 +243,7 @@ class _Row:
         total = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
         return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
-    def window(self, pairs: int) -> tuple[list[_Piece], list[_Piece]]:
+    def window(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
         """Return (pieces inside, pieces outside) of the window that has so many pairs, but for those of one token."""
         at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
         at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
@@ -210,7 +261,7 @@ class _Row:
                 outside.append(right)
         return inside, outside
 
-    def ends(self, pairs: int) -> tuple[list[_Piece], list[_Piece]]:
+    def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
         """Return (pieces inside, pieces outside) of the last window, where even that one has too few pairs.
 
         Of its first piece it takes fewer tokens from the front and more from the back.
@@ -219,6 +270,7 @@ class _Row:
         piece = self.pieces[first]
         if tokens == piece.tokens:
             return self.pieces[first:], self.pieces[:first]
+        assert isinstance(piece, _Piece)  # `_halved` takes trees apart before
         wanted = pairs - (self.before[-1] - self.before[first + 1])
         front, back = piece.ends(tokens)
         most = front if piece.q == piece.s else min(front, piece.s - piece.r - back)
@@ -227,7 +279,7 @@ class _Row:
         return [left, *self.pieces[first + 1 :]], [*self.pieces[:first], right]
 
 
-def _runs(pieces: list[_Piece]) -> Runs:
+def _runs(pieces: list[_Item]) -> Runs:
     """Return the tokens of pieces as runs, of which adjoining ones are merged."""
     runs: list[tuple[int, int]] = []  # (start, end)
     for start, end in sorted(
@@ -241,13 +293,13 @@ def _runs(pieces: list[_Piece]) -> Runs:
 
 
 @functools.lru_cache(maxsize=64)
-def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
-    """Return the shards of packed documents of these lengths, in tokens, on so many CP ranks.
+def shards_of(layout: str, lengths: tuple[int, ...], ranks: int, parents: tuple[int, ...] = ()) -> UnevenShards:
+    """Return the shards of packed documents of these lengths, in tokens, on so many CP ranks. parents: as of a `Mask`.
 
     Of all layouts only "balanced" depends on where documents begin.
     """
     if layout == "balanced":
-        return UnevenShards(balanced(lengths, ranks))
+        return UnevenShards(balanced(lengths, ranks, parents))
     held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]
     blocks_per_rank = LAYOUTS[layout].blocks_per_rank
     return UnevenShards(

@@ -1,4 +1,4 @@
-"""Masks: the interval of keys that each query sees, from a causal edge, windows, documents and a prefix."""
+"""Masks: the keys that each query sees, from a causal edge, windows, a prefix, and documents and their parents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import math
 import operator
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ...errors import InputError, whole_number
 from .handles import handle_of
@@ -19,11 +20,27 @@ Triple = tuple[int, int, int]  # start, step, length: the fields of a Run, which
 END = sys.maxsize
 
 
+class Level(NamedTuple):
+    """Blocks of a mask, ascending and disjoint: queries [q0[i], q1[i]) see no keys of the level but [k0[i], k1[i])."""
+
+    k0: tuple[int, ...]
+    k1: tuple[int, ...]
+    q0: tuple[int, ...]
+    q1: tuple[int, ...]
+
+    def between(self, q: tuple[int, int], kv: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the (k0, k1, q0, q1) of blocks, of those from the first to the last of some queries and some keys."""
+        begin = max(bisect_right(self.q1, q[0]), bisect_right(self.k1, kv[0]))
+        end = min(bisect_right(self.q0, q[1]), bisect_right(self.k0, kv[1]))
+        return zip(self.k0[begin:end], self.k1[begin:end], self.q0[begin:end], self.q1[begin:end], strict=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
     """Describe which keys a query sees: a query at global position p sees the keys in [lo(p), hi(p)).
 
-    Both edges are non-decreasing in p, and p lies between them. Limits that are given together all hold.
+    Both edges are non-decreasing in p, and p lies between them. Limits that are given together all hold. Documents with
+    parents are the only exception: there a query also sees the parent of its document, that one's parent, and so on.
 
     Args:
         causal: Whether a query sees no key after p.
@@ -32,6 +49,9 @@ class Mask:
             None means no limit.
         documents: First positions of the sequence's documents, ascending from 0. A query sees only keys of its own
             document. () means one document, and (0,) becomes ().
+        parents: For each document the number of its parent, or -1. A query also sees all keys of its document's parent,
+            and what that one sees. Documents must be in depth-first order: a child comes right after its parent, or
+            after another child of it and all documents below that. Not with a window. () means no parents.
         prefix: Number of keys at the start of the sequence that every query also sees (a prefix-LM). It requires a
             causal mask without window and documents.
 
@@ -44,6 +64,7 @@ class Mask:
     documents: tuple[int, ...] = ()
     prefix: int = 0
     window_right: int | None = None
+    parents: tuple[int, ...] = ()
     handle: int = dataclasses.field(init=False, compare=False, repr=False)
     _hash: int = dataclasses.field(init=False, compare=False, repr=False)
 
@@ -68,13 +89,22 @@ class Mask:
                 f"a prefix needs a causal mask without window and documents; got prefix {prefix} and {conflict}, give "
                 "each document a call of its own"
             )
+        parents = _checked_parents(self.parents, len(documents) or 1)
+        if parents and (window or right is not None):
+            limits = Mask(causal=self.causal, window=window, window_right=right)
+            raise InputError(
+                f"documents with parents need a mask without a window; got {limits}, give each document a "
+                "row of its own, behind copies of its parents"
+            )
         # of numbers only, so that the hash is the same in every process
-        extra = () if not prefix and right is None else (prefix, -1 if right is None else right)
-        digest = hash((self.causal, window or 0, documents, *extra))
-        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "_hash": digest}
+        extra: tuple = () if not prefix and right is None else (prefix, -1 if right is None else right)
+        digest = hash((self.causal, window or 0, documents, *extra, *([parents] if parents else ())))
+        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents}
+        fields |= {"parents": parents, "_hash": digest}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "handle", handle_of(self))
+        _ = self.ancestors  # raises for another order
 
     def __reduce__(self) -> tuple:
         """Rebuild the mask in a copy or another process: a handle is valid in its own process only."""
@@ -88,7 +118,8 @@ class Mask:
         limits = ["causal"] * self.causal + [f"window {self.window}"] * bool(self.window)
         limits += [f"prefix {self.prefix}"] * bool(self.prefix)
         limits += [f"window_right {self.window_right}"] * (self.window_right is not None)
-        return ", ".join(limits + [f"{len(self.documents)} documents"] * bool(self.documents)) or "full"
+        limits += [f"{len(self.documents)} documents{' with parents' * bool(self.parents)}"] * bool(self.documents)
+        return ", ".join(limits) or "full"
 
     @property
     def full(self) -> bool:
@@ -113,7 +144,7 @@ class Mask:
         return not (self.window or self.documents or self.prefix or self.window_right is not None)
 
     def bounds(self, p: int) -> tuple[int, int]:
-        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1. hi is END where there is no limit."""
+        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1, of its own document. hi is END for no limit."""
         lo, hi = 0, END if self.right is None else max(p + 1 + self.right, self.prefix)
         if self.documents:
             document = bisect_right(self.documents, p)
@@ -123,6 +154,42 @@ class Mask:
         if self.window and p - self.window >= lo:
             lo = p - self.window + 1
         return lo, hi
+
+    @functools.cached_property
+    def own(self) -> Level:
+        """The documents, each of which sees itself."""
+        starts = self.documents or (0,)
+        ends = (*starts[1:], END)
+        return Level(starts, ends, starts, ends)
+
+    @functools.cached_property
+    def ancestors(self) -> tuple[Level, ...]:
+        """The documents that others below them see whole: first those without a parent, then their children, ..."""
+        levels: list[list[tuple[int, ...]]] = []
+        path: list[int] = []  # the current document, and before it those that it sees
+        for number, parent in enumerate((*self.parents, -1)):
+            start = self.documents[number] if number < len(self.documents) else END
+            while path and path[-1] != parent:
+                seen = path.pop()
+                if seen + 1 < number:
+                    levels += [[] for _ in range(len(path) + 1 - len(levels))]
+                    end = self.documents[seen + 1]
+                    levels[len(path)].append((self.documents[seen], end, end, start))
+            if not path and parent != -1:
+                raise InputError(
+                    "documents with parents must be in depth-first order, each right after its parent or after all "
+                    f"that is below another child of it; got parent {parent} of document {number}"
+                )
+            path.append(number)
+        return tuple(Level(*zip(*level, strict=True)) for level in levels)
+
+    @functools.cached_property
+    def origins(self) -> tuple[int, ...]:
+        """For each document its first position, less the tokens that it sees before that. () without parents."""
+        origins: list[int] = []
+        for start, parent in zip(self.documents, self.parents, strict=False):
+            origins.append(start if parent < 0 else start - self.documents[parent + 1] + origins[parent])
+        return tuple(origins)
 
     @staticmethod
     def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -157,6 +224,17 @@ def _checked_documents(documents: tuple[int, ...]) -> tuple[int, ...]:
         if after <= before:
             raise InputError(f"first positions of documents must ascend; got {after} after {before}")
     return documents if len(documents) > 1 else ()
+
+
+def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...]:
+    """Return the parents as a mask stores them: () if no document has one."""
+    numbers = [whole_number(parent) for parent in parents] if type(parents) is tuple else [None]
+    if None in numbers or (numbers and len(numbers) != documents):
+        raise InputError(
+            f"parents must be a tuple of numbers of documents, or -1 for none, one for each of the {documents} "
+            f"documents; got {parents!r:.80}"
+        )
+    return tuple(number for number in numbers if number is not None) if {*numbers} - {-1} else ()
 
 
 CAUSAL, FULL = Mask(), Mask(causal=False)
@@ -200,13 +278,23 @@ class _Keys:
             if not run.length:
                 continue
             lo, hi = _reach(run, mask)
-            end = bisect_left(self.starts, hi)
-            if self.plain and run.step == 1:
-                seen |= functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], 0)
-                continue
-            for keys, bit in self.runs[:end]:
-                if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
-                    seen |= bit
+            seen = self._add(seen, run, lo, hi, mask)
+            # of documents that begin later, queries without gaps see every position already
+            keys = 0, lo - 1 if run.step == 1 else END
+            for level in mask.ancestors:
+                for k0, k1, q0, q1 in level.between((run.start, run.last), keys):
+                    if between(run, q0, q1)[1][2] > 0:
+                        seen = self._add(seen, Run(k0, 1, 1), k0, k1, FULL)
+        return seen
+
+    def _add(self, seen: int, run: Run, lo: int, hi: int, mask: Mask) -> int:
+        """Return `seen` and the blocks that a run sees, whose `_reach` is (lo, hi)."""
+        end = bisect_left(self.starts, hi)
+        if self.plain and run.step == 1:
+            return functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], seen)
+        for keys, bit in self.runs[:end]:
+            if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
+                seen |= bit
         return seen
 
 

@@ -10,12 +10,11 @@ tile.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from ..sharding.layout import Runs
-from ..sharding.masks import END, FULL, Mask, Triple, between
+from ..sharding.masks import END, FULL, Level, Mask, Triple, between
 
 # number of elements of a result that are merged at a time; for a large result a 16th of it, if that is more
 MERGED_AT_ONCE = 1 << 18
@@ -182,10 +181,15 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
             elif not mask.documents:
                 _append(pieces, row, run, column, chain, mask)
             else:
-                for rows, subrun, columns, keys in _in_documents(run, chain, mask.documents):
-                    _append(pieces, row + rows, subrun, column + columns, keys, mask)
+                _append_blocks(pieces, row, run, column, chain, mask.own, mask)
             row += run[2]
         if pieces:
+            _cover(pieces, square, cover)
+        for level in mask.ancestors:
+            pieces, row = [], 0
+            for run in queries:
+                _append_blocks(pieces, row, run, column, chain, level, FULL)
+                row += run[2]
             _cover(pieces, square, cover)
     return tuple(cover)
 
@@ -211,27 +215,21 @@ def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
     return chains
 
 
-def _in_documents(
-    q: Triple, chain: list[Triple], documents: tuple[int, ...]
-) -> Iterator[tuple[int, Triple, int, list[Triple]]]:
-    """Yield, for each document with tokens of both the query run and the chain, the parts that lie in it.
-
-    Each item is (rows of the query run before its part, that part, columns of the chain before its part, that part).
-    """
-    start, step, length = chain[-1]
-    last = min(q[0] + q[1] * (q[2] - 1), start + step * (length - 1))
-    begin = bisect_right(documents, max(q[0], chain[0][0])) - 1
-    index = column = 0
-    for document in range(begin, bisect_right(documents, last)):
-        lo = documents[document]
-        hi = documents[document + 1] if document + 1 < len(documents) else END
-        rows, subrun = between(q, lo, hi)
-        while chain[index][0] + chain[index][1] * chain[index][2] <= lo and index + 1 < len(chain):
-            column += chain[index][2]
+def _append_blocks(
+    pieces: list[Piece], row: int, q: Triple, column: int, chain: list[Triple], level: Level, mask: Mask
+) -> None:
+    """Append the pieces in which one query run sees keys of a chain, each in a block of a level and under this mask."""
+    (start, step, length), (key, key_step, count) = q, chain[-1]
+    index = columns = 0
+    ends = (start, start + step * (length - 1)), (chain[0][0], key + key_step * (count - 1))
+    for k0, k1, q0, q1 in level.between(*ends):
+        rows, subrun = between(q, q0, q1)
+        while chain[index][0] + chain[index][1] * chain[index][2] <= k0 and index + 1 < len(chain):
+            columns += chain[index][2]
             index += 1
-        columns, keys = _keys_between(chain, index, lo, hi)
+        before, keys = _keys_between(chain, index, k0, k1)
         if subrun[2] > 0 and keys:
-            yield rows, subrun, column + columns, keys
+            _append(pieces, row + rows, subrun, column + columns + before, keys, mask)
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:

@@ -1,0 +1,64 @@
+"""What a layer with a state sends and keeps on a rank. Does not import torch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from ..compiler.program.shape import ITEMSIZE
+from ..compiler.sharding.balance import shards_of
+from ..compiler.sharding.layout import multiple
+from ..compiler.sharding.segments import segments_of
+from ..compiler.sharding.shards import EvenShards, Shards
+from .attention_memory import tokens_on_rank
+from .request import TrainingStep
+
+
+class StateBytes(NamedTuple):
+    """Bytes of one layer on the rank that needs most."""
+
+    received: int = 0  # states and their maps, in each direction
+    exchanged: int = 0  # tokens of other heads, with those of the output, in forward
+    entering: int = 0  # states before the rank's runs, which checkpoints keep
+    saved: int = 0  # for backward, without what the layer's own function saves
+
+
+def state_bytes(step: TrainingStep) -> StateBytes:
+    """Return the bytes of a layer with a state, for the way in which ranks share it.
+
+    Raises:
+        ConfigError: A rank's tokens are not consecutive.
+    """
+    layers, config = step.model.states, step.config
+    if layers is None:
+        return StateBytes()
+    rows, ulysses, size = tokens_on_rank(step) * step.batch, config.ulysses, ITEMSIZE[step.dtype]
+    sums, numbers = max(4, size), layers.keys * layers.values
+    saved = rows * layers.kept * size
+    if not layers.heads:
+        return StateBytes(saved=saved)
+    lengths = tuple(b - a for a, b in itertools.pairwise((*step.mask.documents, step.seq)))
+    whole = step.batch * layers.heads * sums  # of a number of each head's state
+    of_ways = []
+    for exchanges in (True, False):
+        ranks, share = (None, whole // ulysses) if exchanges else (ulysses, whole)
+        reach, local = _runs(config.layout, lengths, config.size // ulysses, ulysses, ranks)
+        exchanged = rows * layers.exchanged * size * (ulysses - 1) // ulysses if exchanges else 0
+        readout = rows * layers.heads * layers.keys * sums if reach else 0  # through which a state changes the output
+        received = reach * share * (numbers + layers.transition)
+        of_ways.append(StateBytes(received, exchanged, local * share * numbers if reach else 0, saved + readout))
+    heads, states = of_ways
+    if config.recurrent_layers == "states" or layers.heads % ulysses:
+        return states
+    fewer = heads.received + heads.exchanged < states.received
+    return heads if config.recurrent_layers == "heads" or fewer else states
+
+
+@functools.lru_cache(maxsize=256)
+def _runs(layout: str, lengths: tuple[int, ...], cp_size: int, ulysses: int, ranks: int | None) -> tuple[int, int]:
+    """Return (on how many runs before it a run depends, the most runs of a rank)."""
+    documents = tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
+    shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)  # of any length
+    segments = segments_of(shards_of(layout, lengths, cp_size) if lengths else shards, documents, ranks)
+    return segments.reach() if segments.continues else 0, max(map(len, segments.numbers))
