@@ -1,5 +1,5 @@
-"""Models with layers that have a state, and with latent attention: loss, logits and all gradients are those of the plain
-model, in fp64 to 1e-9; of packs, those of each document by itself, since the plain models leak between documents."""
+"""Models with layers that have a state, and with latent attention: loss, logits and all gradients are those of the
+plain model, in fp64 to 1e-9; of packs those of each document by itself, as plain models leak between documents."""
 
 import pytest
 
@@ -15,7 +15,7 @@ STATES = (
 )  # fmt: skip
 LATENTS = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "longcat_flash", "mistral4", "youtu")
 # (ranks, Ulysses ranks, way)
-PASSED = ((2, 1, "states"), (2, 2, "heads"), (4, 2, "heads"), (4, 2, "states"), (4, 4, "heads"))
+PASSED = ((2, 1, "states"), (4, 2, "heads"), (2, 2, "heads"), (4, 2, "states"), (4, 4, "heads"))
 TRAVELLED = ((2, 1, "latent"), (2, 2, "expanded"), (4, 2, "latent"), (4, 2, "expanded"), (4, 4, "latent"))
 FEW = ("left", "packed")
 
@@ -30,7 +30,7 @@ def assert_exact(types, way, kinds=KINDS, calls=CALLS):
     assert {name: wrong for name in types if (wrong := [x for x in found[name].items() if x[1] != EXACT])} == {}
 
 
-@pytest.mark.parametrize("way", PASSED[:3], ids=str)
+@pytest.mark.parametrize("way", PASSED[:2], ids=str)
 def test_a_model_of_each_function_with_a_state(way):
     assert_exact(SEAMS, way, FEW, CALLS[:1])
 
