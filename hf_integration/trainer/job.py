@@ -211,12 +211,13 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
         norms_heads=config.model_type in TESTED and TESTED[config.model_type].norms_heads,
+        latent_projections=next((_elements(x) for x in layers.modules() if hasattr(x, "kv_b_proj")), None),
         **by_kind,
     )
 
 
-# of kinds of layers with a state: names of their attributes, or numbers. They are a name that the kind has alone, if the
-# others do not tell, then heads, heads of keys, keys, values, a head's decays, and whether there is only decay
+# of kinds of layers with a state: names of their attributes, or numbers. They are a name that the kind has alone, if
+# the others do not tell, then heads, heads of keys, keys, values, a head's decays, and whether there is only decay
 STATES: tuple[tuple[str | int, ...], ...] = (
     ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", 1, False),
     ("qkv_dim", "num_heads", "num_heads", "head_dim", "head_dim", "head_dim", False),

@@ -335,6 +335,8 @@ def test_completions_of_a_prompt_are_a_triangle_each_and_see_it_in_one_rectangle
 # ---- who sees whom
 
 
+# the last query alone sees the key, in a parent that begins after the first query's document
+@example([((Run(0, 10, 3),), (Run(12, 1, 1),))], Mask(documents=(0, 8, 15), parents=(-1, -1, 1)))
 @given(st.lists(_both | _equal_steps() | _gathered() | _uneven(), min_size=1, max_size=4), _masks)
 def test_a_block_sees_another_where_any_query_sees_any_key(blocks, mask):
     queries, keys = zip(*blocks, strict=True)
