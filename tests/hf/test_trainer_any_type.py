@@ -20,9 +20,10 @@ GROUPS = TYPES[:5], TYPES[5:], STATES[:2]
 
 
 def projections(model):
-    """The names of all linear layers but routers and the head."""
+    """The names of all linear layers but routers, the head, and what peft refuses of Mamba-2."""
+    refused = {"out_proj"} if model.config.model_type == "nemotron_h" else set()
     names = {name.rpartition(".")[2] for name, x in model.named_modules() if isinstance(x, (nn.Linear, Conv1D))}
-    return sorted(names - {"gate", "router", "lm_head"})
+    return sorted(names - {"gate", "router", "lm_head"} - refused)
 
 
 def runs(folder, names, section, lora=True):
