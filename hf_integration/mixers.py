@@ -110,6 +110,8 @@ SEAMS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
+# functions of Mamba-1, whose layers have a state of their own for each channel
+UNKNOWN = {"mamba_selective_scan", "mamba_inner_fn"}
 # attributes of a module with lightning attention, whose forward calls no function for it
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
@@ -157,7 +159,8 @@ def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
 
 def _seams(module: nn.Module) -> set[str]:
     forward = inspect.unwrap(type(module).forward)
-    return {*SEAMS} & {*forward.__code__.co_names} & {*forward.__globals__} if hasattr(forward, "__code__") else set()
+    names = {*forward.__code__.co_names} & {*forward.__globals__} if hasattr(forward, "__code__") else set()
+    return set() if names & UNKNOWN else names & {*SEAMS}
 
 
 def _is_lightning(module: nn.Module) -> bool:
