@@ -162,11 +162,12 @@ def attention(
         SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
     visible = input_checks.mask_of(causal, mask)
+    lengths_differ = shards is not None
     if latent:
-        dims = q.shape[3], v.shape[2] - q.shape[3]
-        q, k = input_checks.as_heads(q, k, v, shards is not None)
+        one_dim, k = input_checks.as_heads(q, k, v, lengths_differ)
+        dims, q = (q.shape[3], v.shape[2] - q.shape[3]), one_dim
     else:
-        input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
+        input_checks.check_arguments(q, k, v, visible, scale, lengths_differ)
         dims = q.shape[3], v.shape[3]
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
@@ -227,7 +228,9 @@ class _Ranks:
         self.common: Tensor | None = None  # the common part that all ranks subtract from their keys
         self.positions = {side: [positions_held(shards, count, r, side) for r in ranks] for side in ("q", "kv")}
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int, latent: int) -> Result:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int, latent: int = 0
+    ) -> Result:
         values = [v] * len(self.runtimes) if latent else self.shard("kv", v)
         local = list(zip(self.shard("q", q), self.shard("kv", k), values, strict=True))
         saves = SavedForBackward.NOTHING if self.runtimes[0].ulysses.size == 1 else SavedForBackward.QKV_AND_OUT

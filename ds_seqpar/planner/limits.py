@@ -26,7 +26,7 @@ MAX_TOKENS = 2**40  # of a sequence: the search for the longest one ends here
 MAX_HEADS = 2**12
 # sizes of a model's configuration, which transformers makes without memory, in milliseconds a layer or expert
 MODEL = {"num_hidden_layers": 1000, "num_attention_heads": MAX_HEADS}
-MAX_EXPERTS = 10_000  # of all layers together
+MAX_EXPERTS = 30_000  # of all layers together: Qwen3-Next has 24,576
 MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

@@ -49,6 +49,7 @@ class Model:
     states: StateLayers | None = None
     attention_layers: int | None = None  # layers that attend; None: all of them
     mlp_layers: int | None = None  # layers with an MLP; None: all of them
+    latent_projections: int | None = None  # number of weights of an attention's projections, if it has a latent
 
     @property
     def embedding(self) -> int:
@@ -71,17 +72,20 @@ class Model:
     @property
     def not_counted(self) -> list[str]:
         """What predictions lack for this model, in sentences for the user."""
-        if self.states is None:
-            return []
-        return [
-            f"{self.states.count} of {self.layers} layers have a state or a convolution, of which projections and "
-            "messages are counted, and not what their kernels compute and keep"
-        ]
+        states = [] if self.states is None else [
+            f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
+            "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
+        ]  # fmt: skip
+        latent = [] if self.latent_projections is None else [
+            "attention has a latent, which counts as the keys and values that it expands to; where latents are sent, "
+            "less is sent and kept, and keys are expanded more than once"
+        ]  # fmt: skip
+        return states + latent
 
     @property
     def projections(self) -> int:
         """Number of weights of a layer's four attention projections."""
-        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.latent_projections or 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def mlp(self) -> int:

@@ -211,6 +211,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
         norms_heads=config.model_type in TESTED and TESTED[config.model_type].norms_heads,
+        latent_projections=next((_elements(x) for x in layers.modules() if hasattr(x, "kv_b_proj")), None),
         **by_kind,
     )
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.cluster import attention, net, ranks, training
+from benchmarks.cluster import attention, layers, net, ranks, training
 from benchmarks.memory.peers import Bench
 from tests import launch
 from tests.dist.ranks import is_one_sentence
@@ -52,6 +52,22 @@ def test_generation_over_links(step, contenders):
     sent = {row["name"]: max(row["out"]) for row in rows}
     if step != "prefill":  # 512 keys and values of 4 heads, against fewer queries with results of 8
         assert sent["ring"] < 0.8 * sent["ring+rotate_forward=kv"]
+
+
+@needs_network
+@pytest.mark.whole  # three sets of ranks
+@pytest.mark.parametrize(("layer", "contenders"), [
+    ("delta", ["u4+recurrent_layers=heads", "ring+recurrent_layers=states"]),
+    ("decay", ["u2/ring+recurrent_layers=heads", "ring+layout=contiguous+recurrent_layers=states"]),
+    ("latent", ["ring+latent_attention=latent", "ring+latent_attention=expanded"]),
+])  # fmt: skip
+def test_layers_over_links(layer, contenders):
+    """Results are compared with those of one process by the benchmark itself, which ends where they differ."""
+    words = "--nodes 4 --link 200mbit --rounds 1 --seq 1024 --heads 8 --head-dim 16"
+    rows = layers.measure(layers.arguments([*words.split(), "--layer", layer, "--", *contenders]))
+    assert [row.get("cannot") for row in rows] == [None] * len(rows)
+    for row in rows:
+        assert max(row["in"]) == pytest.approx(row["counted"], rel=0.1, abs=5e4), row
 
 
 @pytest.mark.usefixtures("compiled")  # DeepSpeed is among them

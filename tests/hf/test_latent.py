@@ -8,6 +8,8 @@ from torch import nn
 
 import ds_seqpar
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration.trainer.callback import FlopCounter
+from hf_integration.trainer.job import model_sizes
 from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import conformance
@@ -98,6 +100,15 @@ def dropping(model):
 
 def layers_of(model):
     return model.get_base_model().model.layers
+
+
+def test_sizes_and_flops_are_those_of_the_expanded_heads():
+    model = tiny(DENSE)
+    sizes, attention = model_sizes(model), model.model.layers[0].self_attn
+    assert (sizes.heads, sizes.kv_heads, sizes.head_dim) == (8, 8, 16)
+    assert sizes.projections == sum(x.numel() for x in attention.parameters())
+    assert any("latent" in sentence for sentence in sizes.not_counted)
+    assert FlopCounter(model).flops_of_pair == [6 * 8 * (16 + 8)] * LAYERS  # 2 in forward, 4 in backward, for both
 
 
 @pytest.mark.whole

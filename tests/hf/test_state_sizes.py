@@ -15,12 +15,14 @@ from tests.hf.every_type import tiny
 
 # type -> (layers, of them those that attend, that have a state or a convolution, that have an MLP)
 LAYERS = {
+    "bailing_hybrid": (3, 1, 2, 3),
     "bamba": (2, 1, 1, 2),
     "falcon_h1": (2, 2, 2, 2),
     "granitemoehybrid": (2, 1, 1, 2),
     "kimi_linear": (3, 1, 2, 3),
     "lfm2": (2, 1, 1, 2),
     "lfm2_moe": (2, 1, 1, 2),
+    "lfm3": (3, 2, 1, 3),
     "mamba2": (2, 0, 2, 0),
     "minimax": (2, 1, 1, 2),
     "nemotron_h": (4, 1, 1, 2),
@@ -28,6 +30,7 @@ LAYERS = {
     "qwen3_5_moe_text": (2, 1, 1, 2),
     "qwen3_5_text": (2, 1, 1, 2),
     "qwen3_next": (2, 1, 1, 2),
+    "zamba2": (2, 1, 2, 1),
 }
 
 
@@ -58,7 +61,7 @@ def test_sizes_are_those_that_layers_run_with(model_type):
         module.forward = mixers.with_engine(module, lambda keywords: recorder)
     with torch.no_grad():
         model(torch.arange(12)[None])
-    assert len(recorder.recurrences) == (0 if model_type.startswith("lfm2") else states.count)
+    assert len(recorder.recurrences) == (0 if model_type.startswith("lfm") else states.count)
     for (values, *others), cell in recorder.recurrences:
         given = values.shape[2], cell.keys, math.prod(cell.transition)
         assert given == (states.heads, states.keys, states.transition)

@@ -90,7 +90,7 @@ def test_so_they_are_where_rope_turns_the_bias(name):
 
 @pytest.mark.parametrize("name", ["ring of 2", "mesh", "window on one rank", "pack under ulysses"])
 def test_without_it_dq_has_another_error(name, monkeypatch):
-    monkeypatch.setattr(testing, "takes_common_off", lambda *_: False)
+    monkeypatch.setattr(testing.Runtime, "takes_common_off", lambda *_: False)
     out, dq, _, _ = times(*CASES[name], 1_000)
     assert dq > 2 * TIMES
     assert out < TIMES
@@ -117,7 +117,7 @@ def test_half_precision_and_fp64_stay_as_they_are(monkeypatch):
         tensors = [x.to(dtype) for x in given(1_000)]
         config = SequenceParallelConfig(size=2, ulysses=1)
         with monkeypatch.context() as patch:
-            patch.setattr(testing, "takes_common_off", lambda *_: False)
+            patch.setattr(testing.Runtime, "takes_common_off", lambda *_: False)
             plain = attention(config, *tensors)
         found = attention(config, *tensors)
         assert all(torch.equal(getattr(found, name), getattr(plain, name)) for name in ("out", "dq", "dk", "dv"))
