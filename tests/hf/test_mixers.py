@@ -2,11 +2,14 @@
 models with attention alone have, and what is refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import ds_seqpar
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
@@ -123,6 +126,10 @@ def test_what_cannot_be_shared_is_refused():
     mixer.forward = lambda *args, **kwargs: plain(*args, **kwargs)  # a user's own: nobody knows what it calls
     kind, sentence = refusal(patch_attention, model, sp)
     assert (kind, "conv" in sentence) == ("ConfigError", True), sentence
+    hooked = tiny("lfm2")
+    add_hook_to_module(hooked.model.layers[0].conv, ModelHook())
+    kind, sentence = refusal(patch_attention, hooked, sp)
+    assert (kind, "a Lfm2ShortConv with another forward" in sentence) == ("ConfigError", True), sentence
 
 
 @on_each_of(2)
@@ -142,6 +149,17 @@ def test_a_look_finds_mixers():
     assert look(tiny("mamba2")) == Facts(
         attention=(), mixers=("layers.*.mixer",), heads=((8, 8),), keywords=False, shift_labels=True
     )
+
+
+def test_a_look_does_without_installed_kernels(monkeypatch):
+    model, function = tiny("qwen3_next"), modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    @functools.wraps(function)
+    def kernel(*args, **kwargs):
+        raise ValueError("not on CPUs")
+
+    monkeypatch.setattr(modeling_qwen3_next, function.__name__, kernel)
+    assert look(model).mixers == ("layers.*.linear_attn",)
 
 
 def stepped():
