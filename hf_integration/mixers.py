@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.sharding.shards import Shards
 from ds_seqpar.data.batch_layout import BatchLayout
-from ds_seqpar.errors import InputError
+from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime import recurrence
 from ds_seqpar.runtime.recurrence import Cell, Function, Rows
 from ds_seqpar.runtime.runtime import Runtime
@@ -110,6 +110,8 @@ SEAMS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
+# functions of Mamba-1, whose layers have a state of their own for each channel
+UNKNOWN = {"mamba_selective_scan", "mamba_inner_fn"}
 # attributes of a module with lightning attention, whose forward calls no function for it
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
@@ -157,7 +159,8 @@ def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
 
 def _seams(module: nn.Module) -> set[str]:
     forward = inspect.unwrap(type(module).forward)
-    return {*SEAMS} & {*forward.__code__.co_names} & {*forward.__globals__} if hasattr(forward, "__code__") else set()
+    names = {*forward.__code__.co_names} & {*forward.__globals__} if hasattr(forward, "__code__") else set()
+    return set() if names & UNKNOWN else names & {*SEAMS}
 
 
 def _is_lightning(module: nn.Module) -> bool:
@@ -241,6 +244,16 @@ class _Shared:
 
     def conv(self, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int) -> Any:
         return between_graphs(recurrence.causal_conv)(self.runtime, function, x, kernel_size, *self.tokens)
+
+
+def check(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError where what a look found in a small copy is no mixer in the model itself."""
+    for module in modules:
+        if not is_mixer(module) and SHARED not in vars(module):
+            raise ConfigError(
+                "layers with a state need the forward of their class; got a "
+                f"{type(module).__name__} with another forward, patch the model without it"
+            )
 
 
 def share(module: nn.Module, sp: SequenceParallel) -> None:

@@ -212,14 +212,15 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     check_adapters(model)
     inner = unwrapped(model)
     check_model(inner)
-    facts_of(inner)
+    facts = facts_of(inner)
+    mixers.check(modules_of(inner, facts, "mixers").values())
     if sp is None:
         return
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
     for numbers in heads_by_layer(inner):
         check_heads(sp.config.ulysses, *numbers, size=sp.size, head_chunks=sp.config.head_chunks)
-    if facts_of(inner).mixers:
+    if facts.mixers:
         segments_of(sp.runtime.shards(4 * sp.multiple), (), sp.config.ulysses)
     tiled_modules.check_tiles(inner, sp.config)
 

@@ -151,6 +151,8 @@ def enlivened(model):
 def _enliven(name, parameter):
     if parameter.dim() < 2 or "A_log" in name:  # norms, biases, decays
         parameter.add_(torch.randn_like(parameter) * 0.1)
+        if "A_log" in name:  # states that decay by e^-10 a token have gradients that fp32 rounds to 2e-5
+            parameter.clamp_(max=0)
     elif (spread := parameter.std().item()) < 0.15:
         parameter.copy_(parameter * (0.15 / spread) if spread else torch.randn_like(parameter) * 0.15)
 

@@ -2,11 +2,14 @@
 models with attention alone have, and what is refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import ds_seqpar
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
@@ -20,15 +23,6 @@ from tests.launch import on_each_of, on_engine_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 STATES = ("qwen3_next", "nemotron_h", "minimax", "lfm2")  # a delta rule, Mamba-2, lightning attention, a convolution
-
-
-def model_of(name):
-    """A tiny model in which no state decays so fast that fp32 cannot tell."""
-    model = tiny(name)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("A_log"):
-            parameter.data.clamp_(max=0)
-    return model
 
 
 def checkpointed(model, reentrant):
@@ -71,7 +65,7 @@ def gaps(model, shared, sp, kind="packed", call="sharded"):
 @on_each_of(2)
 def test_settings_apply_to_layers_with_a_state():
     for case, (prepare, section) in CASES.items():
-        model, shared, sp = prepare(model_of("qwen3_next")), prepare(model_of("qwen3_next")), make(**section)
+        model, shared, sp = prepare(tiny("qwen3_next")), prepare(tiny("qwen3_next")), make(**section)
         patch_attention(shared, sp)
         assert max(gaps(model, shared, sp)) < 1e-5, case
 
@@ -80,7 +74,7 @@ def test_settings_apply_to_layers_with_a_state():
 def test_copies_local_forwards_and_unpatched_models_are_as_they_were():
     sp = make()
     for name in STATES:
-        model, shared = model_of(name), model_of(name)
+        model, shared = tiny(name), tiny(name)
         attributes = {name: sorted(vars(module)) for name, module in shared.named_modules()}
         patch_attention(shared, sp)
         copied = copy.deepcopy(shared)
@@ -99,7 +93,7 @@ def test_copies_local_forwards_and_unpatched_models_are_as_they_were():
 def test_they_generate_without_a_cache_and_refuse_one():
     sp = make()
     for name in ("olmo_hybrid", "mamba2"):
-        model = model_of(name).eval()
+        model = tiny(name).eval()
         shared = copy.deepcopy(model)
         patch_attention(shared, sp)
         ids, mask = torch.arange(3, 29).view(2, 13), torch.ones(2, 13, dtype=torch.int64)
@@ -120,23 +114,27 @@ def test_they_generate_without_a_cache_and_refuse_one():
 
 @on_each_of(2)
 def test_what_cannot_be_shared_is_refused():
-    kind, sentence = refusal(patch_attention, model_of("lfm2"), make(layout="striped"))
+    kind, sentence = refusal(patch_attention, tiny("lfm2"), make(layout="striped"))
     assert (kind, "hold consecutive tokens" in sentence) == ("ConfigError", True)
     sp = make()
     for name, module in (("mamba", "a module MambaMixer"), ("zaya", "a convolution"), ("qwen4_exp_text", "")):
         kind, sentence = refusal(patch_attention, tiny(name), sp)
         assert (kind, module in sentence) == ("ConfigError", True), sentence
-    model = model_of("lfm2")
+    model = tiny("lfm2")
     mixer = model.model.layers[0].conv
     plain = mixer.forward
     mixer.forward = lambda *args, **kwargs: plain(*args, **kwargs)  # a user's own: nobody knows what it calls
     kind, sentence = refusal(patch_attention, model, sp)
     assert (kind, "conv" in sentence) == ("ConfigError", True), sentence
+    hooked = tiny("lfm2")
+    add_hook_to_module(hooked.model.layers[0].conv, ModelHook())
+    kind, sentence = refusal(patch_attention, hooked, sp)
+    assert (kind, "a Lfm2ShortConv with another forward" in sentence) == ("ConfigError", True), sentence
 
 
 @on_each_of(2)
 def test_compiled_layers_train_alike():
-    model, shared, sp = model_of("qwen3_next"), model_of("qwen3_next"), make()
+    model, shared, sp = tiny("qwen3_next"), tiny("qwen3_next"), make()
     patch_attention(shared, sp)
     for layer in shared.model.layers:
         layer.compile(backend="eager")
@@ -153,17 +151,28 @@ def test_a_look_finds_mixers():
     )
 
 
+def test_a_look_does_without_installed_kernels(monkeypatch):
+    model, function = tiny("qwen3_next"), modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    @functools.wraps(function)
+    def kernel(*args, **kwargs):
+        raise ValueError("not on CPUs")
+
+    monkeypatch.setattr(modeling_qwen3_next, function.__name__, kernel)
+    assert look(model).mixers == ("layers.*.linear_attn",)
+
+
 def stepped():
     """(loss, norm of gradients) of a step of an engine, and of the plain model."""
     ids = torch.arange(3, 22)[None]
-    engine, *_ = ds_seqpar.initialize(model=model_of("nemotron_h"), config=settings({"size": 2}, "3", 1, 1))
+    engine, *_ = ds_seqpar.initialize(model=tiny("nemotron_h"), config=settings({"size": 2}, "3", 1, 1))
     sp = engine.sequence_parallel
     (batch,) = sp.shard_batches([{"input_ids": ids, "labels": ids}])
     loss = engine(**batch).loss
     engine.backward(loss)
     found = sp.mean_loss([loss])
     engine.step()
-    model = model_of("nemotron_h")
+    model = tiny("nemotron_h")
     plain = model(input_ids=ids, labels=ids).loss
     plain.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
