@@ -30,6 +30,8 @@ from .context import KEYWORD, ForwardContext, current
 from .graph_breaks import between_graphs
 
 SHARED = "sequence_parallel_mixer"  # an attribute of the mixers of a patched model
+PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
+CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
 
 
 class Engine(Protocol):
@@ -114,7 +116,31 @@ LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module has a layer that an `Engine` can run, and runs its class's own forward."""
-    return "forward" not in vars(module) and (bool(_seams(module)) or _is_lightning(module))
+    is_own = "forward" not in vars(module) or hasattr(module, PLAIN)
+    return is_own and (bool(_seams(module)) or _is_lightning(module))
+
+
+def use_torch(model: nn.Module) -> None:
+    """Let a small copy compute without the kernels that are installed, which want devices and dtypes of their own."""
+    for module in model.modules():
+        if is_mixer(module):
+            setattr(module, PLAIN, True)
+            restore(module)
+
+
+def restore(module: nn.Module) -> None:
+    """Restore the forward that a mixer had."""
+    vars(module).pop("forward", None)
+    if hasattr(module, PLAIN):
+        module.forward = with_engine(module, lambda keywords: None)
+
+
+def _in_torch(function: Callable) -> Callable:
+    """Return transformers' own function, in short chunks, inside what may call a kernel instead."""
+    function = inspect.unwrap(function)
+    chunk = inspect.signature(function).parameters.get("chunk_size")
+    has_default = chunk is not None and chunk.default is not chunk.empty
+    return functools.partial(function, chunk_size=CHUNK) if has_default else function
 
 
 def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
@@ -122,8 +148,10 @@ def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
     forward = type(module).forward
     if _is_lightning(module):
         return types.MethodType(functools.partial(_lightning, inspect.unwrap(forward), engine_of), module)
-    names = inspect.unwrap(forward).__globals__
-    ours = {name: functools.partial(_called, SEAMS[name], names[name], engine_of) for name in _seams(module)}
+    found = {name: inspect.unwrap(forward).__globals__[name] for name in _seams(module)}
+    if hasattr(module, PLAIN):
+        found = {name: _in_torch(function) for name, function in found.items()}
+    ours = {name: functools.partial(_called, SEAMS[name], function, engine_of) for name, function in found.items()}
     return types.MethodType(_rebound(forward, ours), module)
 
 
@@ -228,8 +256,8 @@ def share(module: nn.Module, sp: SequenceParallel) -> None:
     module.forward = with_engine(module, engine_of)
 
 
-def restore(model: nn.Module) -> None:
+def unshare(model: nn.Module) -> None:
     """Undo `share` for all modules of a model."""
     for module in model.modules():
         if vars(module).pop(SHARED, False):
-            vars(module).pop("forward", None)
+            restore(module)

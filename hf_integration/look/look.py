@@ -165,7 +165,7 @@ class Watch:
             yield
         finally:
             for module in mixing:
-                del vars(module)["forward"]
+                mixers.restore(module)
             for hook in hooks:
                 hook.remove()
             for module in views:

@@ -20,8 +20,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
 
+from .. import mixers
 from ..compat import copy_hooks, new_model, outside_zero_init
 from ..families import QUANTISERS, is_of_library
+from ..mixers import CHUNK
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
@@ -35,6 +37,12 @@ INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inn
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
 INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index picks: all of them in a short sequence
+CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # tokens that a layer with a state computes at a time
+# a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
+EXPANDED = [
+    re.compile(x)
+    for x in (r"(mamba_)?expand", r"mamba_n_heads|n_mamba_heads|num_heads", r"mamba_d_head|mamba_headdim|head_dim")
+]
 NOISE = re.compile(r".*(drop|jitter|noise).*")
 HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_head_size|dim_head")
 NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
@@ -66,13 +74,14 @@ def small_copy(
         try:
             copied = _made(model, number, count, sizes, seed)
             carry_over(model, copied)
+            mixers.use_torch(copied)
             if missing := _classes(layers) - _classes(layers_of(copied)):
                 raise ValueError(f"a copy with {count} layers has no {missing.pop()[0].__name__} as the model has")
             with torch.no_grad():
                 call(copied, tokens_for(copied.config, 1, 8))
             return copied.to(device), (kept,) if kept else ()
         except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            reason = reason or f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
     raise ConfigError(
         f"a model that is not among the tested families needs a small copy, to look at; got {type(model).__name__}, of "
         f"whose config none could be made that runs ({reason}), call sp.attention from a model of your own "
@@ -189,7 +198,7 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
     sized = any(type(x) is int and HEAD_SIZE.fullmatch(name) for name, x in values.items())
     # a head has width / heads where nothing says it
     narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
-    limits = ((TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW))
+    limits = ((TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW), (CHUNKS, CHUNK))
     for name, value in list(values.items()):
         if type(value) is float and NOISE.fullmatch(name):
             value = 0.0
@@ -199,6 +208,8 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
             value = value // number * layers if value >= number > 2 else min(value, layers)
         elif type(value) is int and sizes and name in windows:
             value = min(value, WINDOW + windows.index(name))
+        elif type(value) is int and sizes and name == "attention_hidden_size":  # of the model's input beside its states
+            value = value // width * narrow
         elif type(value) is int and sizes and name == "pad_token_id":
             value = value if value < VOCABULARY else 0
         elif type(value) is int and sizes:
@@ -206,6 +217,9 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
         else:
             continue
         setattr(config, name, value)
+    expand, inner_heads, head_dim = ([name for name in values if x.fullmatch(name)] for x in EXPANDED)
+    if sizes and expand and inner_heads and head_dim:  # a Mamba-2 layer's heads are `expand` times as wide as the model
+        setattr(config, head_dim[0], values[expand[0]] * values["hidden_size"] // values[inner_heads[0]])
 
 
 def carry_over(model: nn.Module, small: nn.Module) -> None:

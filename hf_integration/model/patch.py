@@ -246,7 +246,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
             latent.remove_latent(module)
             for name in (SP, MASK, CHUNK):
                 delattr(module, name)
-    mixers.restore(inner)
+    mixers.unshare(inner)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.vocabularies.pop(head, None)

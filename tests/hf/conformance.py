@@ -13,6 +13,7 @@ from hf_integration import patch_attention
 from tests.dist.ranks import make
 from tests.hf.every_type import tiny
 from tests.hf.families import PACKS, batch_of, collated, real
+from tests.hf.in_fp64 import fp64, throughout
 from tests.hf.llama import array
 from tests.launch import on_ranks
 
@@ -20,12 +21,15 @@ KINDS = ("plain", "right", "left", "packed")
 NAMES = {"plain": "odd"}  # of kinds, to what makes batches
 CALLS = ("whole", "sharded")
 SECTIONS = {2: {"size": 2, "ulysses": 1}, 4: {"size": 4, "ulysses": 2}}
-EXACT, LIMIT = "exact", 1e-5
+EXACT, LIMITS = "exact", {torch.float32: 1e-5, torch.float64: 1e-9}
 PATIENCE = 20  # seconds that a rank waits for another
 
 
-def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny):
+def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny, section=None, calls=CALLS):
     """Compare each of these types, shared by `world` ranks, with the plain model in one process.
+
+    Models in fp64 compute all in it, and must agree to 1e-9. Others must agree to 1e-5, or to twice of what the plain
+    model itself differs from one in fp64.
 
     Args:
         types: Names of models.
@@ -33,22 +37,24 @@ def outcomes(types, world=2, kinds=KINDS, patch=patch_attention, build=tiny):
         kinds: Of batches.
         patch: `patch(model, sp)`, which makes a model share sequences.
         build: `build(name)`, which makes a model.
+        section: The settings, if not those of `SECTIONS`.
+        calls: What each kind of batch is called with.
 
     Returns:
         {type: {(kind, call): outcome}}. An outcome is "exact", "refused: SENTENCE" (on every rank), "wrong: ...",
         "crash: ...", "hang", or "plain: ERROR" where the plain model fails.
     """
-    types, cases = list(types), [*itertools.product(kinds, CALLS)]
-    given = types, kinds, patch, build, SECTIONS[world]
+    types, cases, section = list(types), [*itertools.product(kinds, calls)], section or SECTIONS[world]
+    given, options = (types, kinds, patch, build, section, calls), (world, kinds, patch, build, section, calls)
     ranks = on_ranks(world, _tried, *given, timeout=40 + 8 * len(types), patience=PATIENCE, check=False)
     if any(isinstance(rank, tuple) for rank in ranks):  # ended without a result: nobody knows at which type
         if len(types) == 1:
             return {types[0]: dict.fromkeys(cases, f"hang: {ranks[0][1]}")}
-        return {name: outcomes([name], world, kinds, patch, build)[name] for name in types}
+        return {name: outcomes([name], *options)[name] for name in types}
     done = types[: min(map(len, ranks))]
     found = {name: {case: _merged([rank[name][case] for rank in ranks]) for case in cases} for name in done}
     rest = types[len(done) :]
-    return found | (outcomes(rest, world, kinds, patch, build) if rest else {})
+    return found | (outcomes(rest, *options) if rest else {})
 
 
 def _merged(outcomes):
@@ -62,18 +68,18 @@ def _merged(outcomes):
     return outcomes[0]
 
 
-def _tried(types, kinds, patch, build, section):
+def _tried(types, kinds, patch, build, section, calls):
     """On a rank: the outcomes of types up to the first that crashed, which may leave messages on their way."""
     sp, found = make(**section), {}
     for name in types:
-        found[name] = dict(_cases(sp, name, kinds, patch, build))
+        found[name] = dict(_cases(sp, name, kinds, patch, build, calls))
         if any(outcome.startswith(("crash", "hang")) for outcome in found[name].values()):
             break
     return found
 
 
-def _cases(sp, name, kinds, patch, build):
-    cases, broken = [*itertools.product(kinds, CALLS)], None
+def _cases(sp, name, kinds, patch, build, calls):
+    cases, broken = [*itertools.product(kinds, calls)], None
     model = build(name)
     shared = copy.deepcopy(model)
     if (error := _error(patch, shared, sp)) is not None:
@@ -92,7 +98,7 @@ def _cases(sp, name, kinds, patch, build):
         else:
             error, found = _outcome(CALL[call], shared, sp, kind)
             broken = error if error is not None and error.startswith(("crash", "hang")) else None
-            yield (kind, call), error or _compared(found, wanted)
+            yield (kind, call), error or _compared(found, wanted, model, kind)
 
 
 def _error(function, *args):
@@ -114,16 +120,25 @@ def _outcome(function, *args):
         return f"{'hang' if 'imed out' in line else 'crash'}: {type(error).__name__}: {line} ({place})", None
 
 
-def _compared(found, wanted):
+def _compared(found, wanted, model, kind):
     """Return "exact", or what is wrong on this rank."""
-    logits, loss, grads = found
-    errors = {
-        "loss": abs(loss - wanted[1]) / abs(wanted[1]),
-        "logits": np.abs(logits - wanted[0]).max() / np.abs(wanted[0]).max(),
-        "gradients": _gap(grads, wanted[2]),
-    }
-    wrong = {name: error for name, error in errors.items() if not error < LIMIT}
+    limit, errors = LIMITS[model.dtype], _errors(found, wanted)
+    limits = dict.fromkeys(errors, limit)
+    if not all(error < limit for error in errors.values()) and model.dtype == torch.float32:
+        error, truth = _outcome(plain, fp64(copy.deepcopy(model)), kind)
+        if error is None:
+            limits = {name: max(limit, 2 * error) for name, error in _errors(wanted, truth).items()}
+            errors = _errors(found, truth)
+    wrong = {name: error for name, error in errors.items() if not error < limits[name]}
     return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items()) if wrong else EXACT
+
+
+def _errors(found, wanted):
+    return {
+        "loss": abs(found[1] - wanted[1]) / abs(wanted[1]),
+        "logits": np.abs(found[0] - wanted[0]).max() / np.abs(wanted[0]).max(),
+        "gradients": _gap(found[2], wanted[2]),
+    }
 
 
 def _gap(found, wanted):
@@ -135,6 +150,7 @@ def _gap(found, wanted):
     return max(np.abs(found[name] - x).max() / max(np.abs(x).max(), floor) for name, x in wanted.items())
 
 
+@throughout
 def plain(model, kind):
     """Return (logits of real tokens, loss, gradients) of the plain model; of packs, each document by itself."""
     _balance(model, kind)
@@ -154,6 +170,7 @@ def plain(model, kind):
     return array(logits), loss.item(), _gradients(model)
 
 
+@throughout
 def whole(model, sp, kind):
     """The same of a model that shares sequences, called with a whole batch."""
     _balance(model, kind)
@@ -163,6 +180,7 @@ def whole(model, sp, kind):
     return array(_whole(output.logits) * real(batch)), output.loss.item(), _gradients(model, dist.get_world_size())
 
 
+@throughout
 def sharded(model, sp, kind):
     """The same, called with a sharded batch."""
     _balance(model, kind)

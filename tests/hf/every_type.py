@@ -6,7 +6,7 @@ import fnmatch
 import functools
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -18,6 +18,7 @@ UNBUILT = {
     "musicgen": "is made of three other models",
     "musicgen_melody": "is made of three other models",
 }
+BY_CLASS = {"mistral4": Mistral4ForCausalLM}  # what AutoModelForCausalLM does not know
 LARGEST = 64  # of a number that no rule names
 # names of a config's numbers -> the size; the first pattern that fits
 SIZES = {
@@ -25,6 +26,7 @@ SIZES = {
     "*_token_id": lambda value: min(value, 2),
     "max_*position*|n_positions|n_ctx|max_seq_len*|model_max_length|*context_length": 128,
     "sliding_window*|attention_chunk_size|local_attention*|attention_window_size|window_size|keep_window_size": 8,
+    "chunk_size|mamba_chunk_size": 16,  # of Mamba-2
     "num_key_value_heads|*_kv_heads|*key_value_heads": 2,
     "num_*experts_per_tok*|moe_topk|moe_k|top_k*": 2,
     "num_*heads*|n_heads|n_head|*attention_heads": lambda value: 8,
@@ -44,6 +46,7 @@ RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "state_size", "ss
 BALANCE = ("router_aux_loss_coef", "aux_loss_coef")
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 CONV = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 INDEXER = {
@@ -92,16 +95,25 @@ OWN = {
     "gemma4_unified": {"text_config": WIDER},
     "gemma4_unified_text": WIDER,
     "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"linear_num_heads": 8},
     "laguna": {**MIXED, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {**CONV, "full_attn_idxs": [1]},
     "lfm2_moe": CONV,
     "mellum": MIXED,
     "mamba2": {"head_dim": 16},
+    "mistral4": {"head_dim": 16},  # of what rotates and what does not
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_block_size": 8,
         "index_topk_blocks": 2,
     },
+    "nemotron_h": {"mamba_num_heads": 16},
+    "olmo_hybrid": DELTA,
+    "qwen3_5": {"text_config": DELTA},
+    "qwen3_5_moe": {"text_config": DELTA},
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {
@@ -122,7 +134,9 @@ def tiny(model_type, seed=0):
         raise ValueError(f"{model_type} {UNBUILT[model_type]}")
     torch.manual_seed(seed)
     config = copy.deepcopy(config_of(model_type))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    config._attn_implementation = "eager"
+    make = BY_CLASS.get(model_type, AutoModelForCausalLM.from_config)
+    model = make(config).float()
     return enlivened(model).train()
 
 

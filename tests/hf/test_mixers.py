@@ -1,0 +1,176 @@
+"""Models whose layers have a state or a convolution, over shared sequences: with the settings, copies and calls that
+models with attention alone have, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+
+import ds_seqpar
+from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration.look.facts import Facts
+from hf_integration.look.look import look
+from tests.dist.ranks import make, refusal
+from tests.hf import conformance
+from tests.hf.every_type import tiny
+from tests.hf.llama import settings
+from tests.launch import on_each_of, on_engine_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+STATES = ("qwen3_next", "nemotron_h", "minimax", "lfm2")  # a delta rule, Mamba-2, lightning attention, a convolution
+
+
+def model_of(name):
+    """A tiny model in which no state decays so fast that fp32 cannot tell."""
+    model = tiny(name)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("A_log"):
+            parameter.data.clamp_(max=0)
+    return model
+
+
+def checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def with_lora(model):
+    torch.manual_seed(1)
+    names = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+
+
+def frozen(model):
+    """Backward ends behind the first layer."""
+    model.get_input_embeddings().requires_grad_(False)
+    model.base_model.layers[0].requires_grad_(False)
+    return model
+
+
+# how a model is prepared, and settings
+CASES = {
+    "checkpoints": (lambda model: checkpointed(model, False), {}),
+    "reentrant checkpoints": (lambda model: checkpointed(model, True), {"recompute_attention": True}),
+    "offloaded checkpoints": (lambda model: checkpointed(model, False), {"offload_checkpoints": True}),
+    "head chunks": (lambda model: model, {"head_chunks": 2, "overlap": True}),
+    "LoRA": (with_lora, {}),
+    "frozen": (frozen, {"recurrent_layers": "heads", "ulysses": 2}),
+}
+
+
+def gaps(model, shared, sp, kind="packed", call="sharded"):
+    """The greatest errors of (logits, loss, gradients) of a shared model."""
+    logits, loss, gradients = conformance.plain(model, kind)
+    found = conformance.CALL[call](shared, sp, kind)
+    of_logits = abs(found[0] - logits).max() / abs(logits).max()
+    return of_logits, abs(found[1] - loss), conformance._gap(found[2], gradients)
+
+
+@on_each_of(2)
+def test_settings_apply_to_layers_with_a_state():
+    for case, (prepare, section) in CASES.items():
+        model, shared, sp = prepare(model_of("qwen3_next")), prepare(model_of("qwen3_next")), make(**section)
+        patch_attention(shared, sp)
+        assert max(gaps(model, shared, sp)) < 1e-5, case
+
+
+@on_each_of(2)
+def test_copies_local_forwards_and_unpatched_models_are_as_they_were():
+    sp = make()
+    for name in STATES:
+        model, shared = model_of(name), model_of(name)
+        attributes = {name: sorted(vars(module)) for name, module in shared.named_modules()}
+        patch_attention(shared, sp)
+        copied = copy.deepcopy(shared)
+        unpatch_attention(shared)
+        assert {name: sorted(vars(module)) for name, module in shared.named_modules()} == attributes
+        assert max(gaps(model, copied, sp, call="whole")) < 1e-5, name
+        ids = torch.arange(3, 20)[None]
+        with torch.no_grad():
+            logits = model(ids).logits
+            assert torch.equal(shared(ids).logits, logits)
+            with whole_sequences(copied):
+                assert torch.equal(copied(ids).logits, logits)
+
+
+@on_each_of(2)
+def test_they_generate_without_a_cache_and_refuse_one():
+    sp = make()
+    for name in ("olmo_hybrid", "mamba2"):
+        model = model_of(name).eval()
+        shared = copy.deepcopy(model)
+        patch_attention(shared, sp)
+        ids, mask = torch.arange(3, 29).view(2, 13), torch.ones(2, 13, dtype=torch.int64)
+        mask[1, :4] = 0
+        given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(shared.generate(ids, use_cache=False, **given), model.generate(ids, **given))
+        with whole_sequences(shared):
+            assert torch.equal(shared.generate(ids, use_cache=True, **given), model.generate(ids, **given))
+        kind, sentence = refusal(shared.generate, ids, use_cache=True, **given)
+        assert (kind, "use_cache=False" in sentence) == ("ConfigError", True)
+        kind, sentence = refusal(shared, ids, use_cache=True)
+        assert (kind, "use_cache=False" in sentence) == ("InputError", True)
+    kind, sentence = refusal(shared, ids, cache_params=DynamicCache(config=model.config))
+    assert (kind, "use_cache=False" in sentence) == ("InputError", True)
+    kind, sentence = refusal(shared.train(), ids, cache_params=DynamicCache(config=model.config))
+    assert (kind, "no kv cache" in sentence) == ("InputError", True)
+
+
+@on_each_of(2)
+def test_what_cannot_be_shared_is_refused():
+    kind, sentence = refusal(patch_attention, model_of("lfm2"), make(layout="striped"))
+    assert (kind, "hold consecutive tokens" in sentence) == ("ConfigError", True)
+    sp = make()
+    for name, module in (("mamba", "a module MambaMixer"), ("zaya", "a convolution"), ("qwen4_exp_text", "")):
+        kind, sentence = refusal(patch_attention, tiny(name), sp)
+        assert (kind, module in sentence) == ("ConfigError", True), sentence
+    model = model_of("lfm2")
+    mixer = model.model.layers[0].conv
+    plain = mixer.forward
+    mixer.forward = lambda *args, **kwargs: plain(*args, **kwargs)  # a user's own: nobody knows what it calls
+    kind, sentence = refusal(patch_attention, model, sp)
+    assert (kind, "conv" in sentence) == ("ConfigError", True), sentence
+
+
+@on_each_of(2)
+def test_compiled_layers_train_alike():
+    model, shared, sp = model_of("qwen3_next"), model_of("qwen3_next"), make()
+    patch_attention(shared, sp)
+    for layer in shared.model.layers:
+        layer.compile(backend="eager")
+    assert max(gaps(model, shared, sp)) < 1e-5
+
+
+def test_a_look_finds_mixers():
+    assert look(tiny("falcon_h1")).mixers == ("layers.*.mamba",)
+    found = look(tiny("nemotron_h"))
+    assert found.attention == ("layers.*.mixer:NemotronHAttention",)
+    assert found.mixers == ("layers.*.mixer:NemotronHMamba2Mixer",)
+    assert look(tiny("mamba2")) == Facts(
+        attention=(), mixers=("layers.*.mixer",), heads=((8, 8),), keywords=False, shift_labels=True
+    )
+
+
+def stepped():
+    """(loss, norm of gradients) of a step of an engine, and of the plain model."""
+    ids = torch.arange(3, 22)[None]
+    engine, *_ = ds_seqpar.initialize(model=model_of("nemotron_h"), config=settings({"size": 2}, "3", 1, 1))
+    sp = engine.sequence_parallel
+    (batch,) = sp.shard_batches([{"input_ids": ids, "labels": ids}])
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    found = sp.mean_loss([loss])
+    engine.step()
+    model = model_of("nemotron_h")
+    plain = model(input_ids=ids, labels=ids).loss
+    plain.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return (found, float(engine.get_global_grad_norm())), (plain.item(), norm.item())
+
+
+def test_zero_3_gathers_what_a_mixer_reads_of_its_convolution():
+    for found, expected in on_engine_ranks(2, stepped):
+        assert found == pytest.approx(expected, rel=1e-5)
