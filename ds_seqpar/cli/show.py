@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from ..compiler.schedules.plan import Plan
 from ..compiler.schedules.validate import validate
 from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
-from ..compiler.sharding.layout import LAYOUTS, multiple
+from ..compiler.sharding.layout import LAYOUTS, multiple, owned
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.segments import Segments, segments_of
 from ..compiler.sharding.shards import EvenShards, Shards
@@ -44,7 +45,9 @@ GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: ra
 DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduces, @ gathers)
 """
 
-STATES_LEGEND = """(kv(1) says what rank 1 does to a state in its runs of tokens; q(2)*kv(1): rank 2 folds that)
+AT_ONCE = "(kv(1) says what rank 1 does to a state in its runs of tokens; q(2)*kv(1): rank 2 folds that)"
+IN_ORDER = "(kv(2) is the state behind the first run of rank 1; q(4)*kv(2): the first run of rank 2 maps that)"
+STATES_LEGEND = """{}
 ranks of the runs, in order of position: {}
 a rank receives at most {:,} bytes, whatever the runs' lengths are
 """
@@ -148,11 +151,17 @@ def run(args: argparse.Namespace) -> None:
     elif args.states:
         segments, state_heads = _segments(args, config, shards)
         ulysses_size, head_split = 1, UNSPLIT
-        recipe, shards = states.recipe(len(segments.numbers)), segments.shards[0]
-        mask, transition = Mask(window=segments.reach() + 1), HEAD_DIM**2 if args.states == "delta" else 1
-        shape = local = states.shape_of_states("float32", 1, state_heads * HEAD_DIM**2, state_heads * transition)
+        transition, reach = HEAD_DIM**2 if args.states == "delta" else 1, segments.reach()
+        shape = states.shape_of_states("float32", 1, state_heads * HEAD_DIM**2, state_heads * transition)
+        ordered = states.go_in_order(reach, segments.most_runs, shape.run_bytes)
+        shape = local = dataclasses.replace(shape, transition=0) if ordered else shape
+        recipe, mask = states.recipe(len(segments.numbers), ordered), Mask(window=2 if ordered else reach + 1)
+        shards = (segments.blocks if ordered else segments.shards)[0]
         plan = recipe.plan("forward", block_mask_of(mask, shards), shape)
-        directions, legend = ("forward",), STATES_LEGEND.format(*_passed(plan, shards, shape))
+        directions, legend = (
+            ("forward",),
+            STATES_LEGEND.format(IN_ORDER if ordered else AT_ONCE, *_passed(plan, shards, shape)),
+        )
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
     for index, direction in enumerate(directions):
@@ -233,7 +242,7 @@ def _segments(args: argparse.Namespace, config: SequenceParallelConfig, shards: 
 def _passed(plan: Plan, shards: Shards, shape: Shape) -> tuple[str, int]:
     """Return (the rank of each run in order of position, the most bytes that a rank receives)."""
     ranks, unit = range(plan.size), shape.bytes_per_token("forward")["kv"]
-    runs = sorted((run.start, rank) for rank in ranks for run in shards.runs("kv", (rank,)))
+    runs = sorted((x.start, rank) for rank in ranks for x in shards.runs("kv", owned(rank, shards.blocks_per_rank)))
     moves = [move for steps in plan.ranks for step in steps for move in step.moves]
     received = [sum(shards.tokens("kv", move.key) for move in {*moves} if move.dst == rank) for rank in ranks]
     return " ".join(str(rank) for _, rank in runs), max(received) * unit

@@ -11,6 +11,7 @@ from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.layout import multiple
 from ..compiler.sharding.segments import segments_of
 from ..compiler.sharding.shards import EvenShards, Shards
+from ..compiler.states import received_bytes
 from .attention_memory import tokens_on_rank
 from .request import TrainingStep
 
@@ -46,8 +47,8 @@ def state_bytes(step: TrainingStep) -> StateBytes:
         reach, local = _runs(config.layout, lengths, config.size // ulysses, ulysses, ranks)
         exchanged = rows * layers.exchanged * size * (ulysses - 1) // ulysses if exchanges else 0
         readout = rows * layers.heads * layers.keys * sums if reach else 0  # through which a state changes the output
-        received = reach * share * (numbers + layers.transition)
-        of_ways.append(StateBytes(received, exchanged, local * share * numbers if reach else 0, saved + readout))
+        received = received_bytes(reach, local, share * numbers, share * layers.transition)
+        of_ways.append(StateBytes(int(received), exchanged, local * share * numbers if reach else 0, saved + readout))
     heads, states = of_ways
     if config.recurrent_layers == "states" or layers.heads % ulysses:
         return states
@@ -61,4 +62,4 @@ def _runs(layout: str, lengths: tuple[int, ...], cp_size: int, ulysses: int, ran
     documents = tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
     shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)  # of any length
     segments = segments_of(shards_of(layout, lengths, cp_size) if lengths else shards, documents, ranks)
-    return segments.reach() if segments.continues else 0, max(map(len, segments.numbers))
+    return segments.reach() if segments.continues else 0, segments.most_runs

@@ -13,7 +13,9 @@ The callers' ranks have agreed on the inputs already, as a patched model's do.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -22,10 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..compiler.compile import BoundProgram
 from ..compiler.program import instructions as op
+from ..compiler.sharding.layout import owned
 from ..compiler.sharding.segments import Segment, Segments, segments_of
 from ..compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
-from ..compiler.states import bound_states, shape_of_states
+from ..compiler.states import bound_states, go_in_order, received_bytes, shape_of_states
 from ..errors import SECTION, ConfigError
 from . import checkpoints
 from .buffers import Tensors, sum_dtype
@@ -68,11 +72,6 @@ class Cell(NamedTuple):
     @property
     def transition(self) -> tuple[int, int]:
         return (1, 1) if self.decays else (self.keys, self.keys)
-
-    @property
-    def numbers(self) -> int:
-        """What is sent of a head."""
-        return self.keys * self.values + math.prod(self.transition)
 
 
 # (tokens (N, L, heads, ...) of some heads, parameters (heads, ...) of these heads, whether segments continue documents)
@@ -212,12 +211,15 @@ def _exchanges_heads(
         )
     if way == "heads" or not fits:
         return fits
-    item = sum_dtype(tokens[0].dtype).itemsize
-    runs, all_runs = (segments_of(shards, documents, n).reach() for n in (None, size))
+    item = heads * len(tokens[0]) * sum_dtype(tokens[0].dtype).itemsize
+    numbers = item * cell.keys * cell.values, item * math.prod(cell.transition)
+    of_heads, of_states = (
+        received_bytes(x.reach(), x.most_runs, numbers[0] / share, numbers[1] / share)
+        for share, x in ((size, segments_of(shards, documents, None)), (1, segments_of(shards, documents, size)))
+    )
     of_token = sum(x.shape[2:].numel() * x.element_size() for x in (*tokens, tokens[0]))
     local = sum(tokens_of(shards, "q", rank) for rank in range(shards.size)) / (shards.size * size)
-    states = heads * cell.numbers * item
-    return local * (size - 1) / size * of_token + runs * states / size < all_runs * states
+    return len(tokens[0]) * local * (size - 1) / size * of_token + of_heads < of_states
 
 
 # ---- states of runs
@@ -266,31 +268,18 @@ class Tied(torch.autograd.Function):
 
 def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool) -> Tensor:
     """Return the state before each of this rank's runs, or behind it in the reverse order, as `states`."""
-    shards = segments.shards[reverse]
     local = [x.flip(1) if reverse else x for x in (states, maps)]
-    flat = [x.reshape(*x.shape[:2], 1, x.shape[2:].numel()) for x in local]
-    shape = shape_of_states(str(states.dtype).removeprefix("torch."), len(states), *(x.shape[-1] for x in flat))
-    bound = bound_states(peers.rank, shards, reach, shape)
-    call = _StatesCall(*flat)
-    Walk(bound, call, peers.comm).run()
-    peers.journal.before_waiting()
-    known: dict[int, Tensors] = {}
-    products = [x.kv[0] for x in bound.program.code if isinstance(x, op.Product)]
-    for source, arrived in zip(products, call.work.collected, strict=True):
-        for number, run in enumerate(shards.runs("kv", (source,))):
-            known[run.start] = tuple(
-                x[:, number].reshape(-1, *like.shape[2:]) for x, like in zip(arrived, local, strict=True)
-            )
-    folded = []
+    numbers = [x.shape[2:].numel() for x in local]
+    shape = shape_of_states(str(states.dtype).removeprefix("torch."), len(states), *numbers)
+    ordered = go_in_order(reach, segments.most_runs, shape.run_bytes)
+    shards = (segments.blocks if ordered else segments.shards)[reverse]
+    bound = bound_states(peers.rank, shards, reach, dataclasses.replace(shape, transition=0) if ordered else shape)
+    work = (_InOrder if ordered else _AtOnce)(bound, local[0], local[1], reach)
     with _all_digits(states):
-        for run in shards.runs("q", (peers.rank,)):
-            before = states.new_zeros(len(states), *states.shape[2:])
-            for number in range(max(0, run.start - reach), run.start):
-                state, transition = known[number]
-                before = state + (transition * before if transition.shape[-1] == 1 else transition @ before)
-            folded.append(before)
-    result = torch.stack(folded, 1) if folded else states.new_empty(states.shape)
-    return result.flip(1) if reverse else result
+        Walk(bound, _StatesCall(work), peers.comm).run()
+        peers.journal.before_waiting()
+        entering = work.entering()
+    return entering.flip(1) if reverse else entering
 
 
 @contextlib.contextmanager
@@ -305,31 +294,95 @@ def _all_digits(x: Tensor) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
+def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
+    """Return the state behind a run."""
+    return state + (transition * before if transition.shape[-1] == 1 else transition @ before)
+
+
 class _StatesWork(Work):
-    """The states and the maps of this rank's runs. A product collects those of a rank."""
+    """The states (B, runs, ...) and the maps of this rank's runs, in the plan's order, and what arrives of others."""
 
-    def __init__(self, states: Tensor, maps: Tensor) -> None:
-        self.kv, self.collected = (states, maps), list[Tensors]()
+    def __init__(self, bound: BoundProgram, states: Tensor, maps: Tensor, reach: int) -> None:
+        self.bound, self.states, self.maps, self.reach = bound, states, maps, reach
+        self.mine = [
+            run.start for run in bound.shards.runs("q", owned(bound.program.rank, bound.shards.blocks_per_rank))
+        ]
 
-    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
-        return self.kv if kind == "kv" else ()
+    @abc.abstractmethod
+    def entering(self) -> Tensor:
+        """Return the states before this rank's runs, as `states`."""
 
     def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
-        return Accumulator(make)
-
-    def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
-        self.collected.append(kv)
+        return _Nothing(make)
 
     def finish(self, results: list[Accumulator]) -> Tensors:
         return ()
 
     def empty_results(self) -> dict[str, Tensors]:
-        return {}
+        return {"out": ()}
+
+
+class _Nothing(Accumulator):
+    """The accumulator of a product that adds nothing: its work keeps the result."""
+
+    def copy_into(self, targets: Tensors) -> None:
+        pass
+
+
+class _AtOnce(_StatesWork):
+    """Collects the states and the maps of all runs, and folds them at the end."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.collected: list[Tensors] = []
+
+    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
+        return tuple(x.flatten(2).unsqueeze(2) for x in (self.states, self.maps)) if kind == "kv" else ()
+
+    def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
+        self.collected.append(kv)
+
+    def entering(self) -> Tensor:
+        known: dict[int, list[Tensor]] = {}
+        sources = [x.kv for x in self.bound.program.code if isinstance(x, op.Product)]
+        for source, arrived in zip(sources, self.collected, strict=True):
+            for place, run in enumerate(self.bound.shards.runs("kv", source)):
+                known[run.start] = [
+                    x[:, place].reshape(-1, *like.shape[2:])
+                    for x, like in zip(arrived, (self.states, self.maps), strict=True)
+                ]
+        folded = torch.zeros_like(self.states)
+        for place, number in enumerate(self.mine):
+            before = folded[:, place]
+            for state in range(max(0, number - self.reach), number):
+                before = _mapped(known[state][0], known[state][1], before)
+            folded[:, place] = before
+        return folded
+
+
+class _InOrder(_StatesWork):
+    """Maps the state that arrives for each run, before that of the run is sent on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.behind, self.before = self.states.clone(), torch.zeros_like(self.states)
+        self.places = iter([place for place, number in enumerate(self.mine) if number])
+
+    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
+        return (self.behind[:, rows].flatten(2).unsqueeze(2),) if kind == "kv" else ()
+
+    def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
+        place = next(self.places)
+        self.before[:, place] = kv[0][:, 0].view(self.before[:, place].shape)
+        self.behind[:, place] = _mapped(self.states[:, place], self.maps[:, place], self.before[:, place])
+
+    def entering(self) -> Tensor:
+        return self.before
 
 
 class _StatesCall(Call):
-    def __init__(self, states: Tensor, maps: Tensor) -> None:
-        self.device, self.work = states.device, _StatesWork(states, maps)
+    def __init__(self, work: _StatesWork) -> None:
+        self.device, self.work = work.states.device, work
 
     def enter(self, head_chunk: int) -> Work:
         return self.work

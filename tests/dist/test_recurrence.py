@@ -1,8 +1,11 @@
 """Layers with a state over shared sequences equal the same layers over each document alone."""
 
+import itertools
+
 import pytest
 import torch
 
+from ds_seqpar.compiler import states
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
 from tests import oracle
@@ -36,7 +39,8 @@ def test_layers_equal_each_document_alone(ranks):
         for way in ("states", "heads") if ulysses > 1 else ("auto",):
             for layout in ("balanced", "contiguous"):
                 sp = make(ulysses=ulysses, layout=layout, recurrent_layers=way)
-                for kind in KINDS:
+                for kind, at_once in itertools.product(KINDS, (2**24, 0)):
+                    states.AT_ONCE = at_once  # 0: states go from run to run
                     compared(sp, kind, 16)
                     compared(sp, kind, 24, documents=(0, 1, 2, 9, 20))
                 sp.close()

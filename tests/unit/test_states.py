@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.analysis import nccl
+from ds_seqpar.compiler import states
 from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.overlap.simulate import programs_of
 from ds_seqpar.compiler.schedules.validate import validate
@@ -17,7 +18,7 @@ from ds_seqpar.compiler.sharding.layout import Run
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.compiler.sharding.segments import segments_of
 from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.compiler.states import recipe, shape_of_states
+from ds_seqpar.compiler.states import shape_of_states
 from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.errors import ConfigError
 from tests import oracle
@@ -29,6 +30,7 @@ LAYOUTS = ("balanced", "contiguous", "zigzag")
 HEADS = ((1, 1), (2, 1), (4, 2), (6, 6), (12, 4), (33, 3))  # of values, and of keys
 WAYS = ("states", "heads", "auto")
 RANKS = tuple((size, ulysses) for size in (1, 2, 3, 4, 6, 8) for ulysses in (1, 2, 3, 4) if size % ulysses == 0)
+SHAPE = shape_of_states("float64", 2, 12, 16)
 BATCH, CELL = 2, {"delta": 4 * 3 + 4 * 4, "decayed": 4 * 3 + 1}  # numbers of a head's state and of its map
 
 
@@ -56,11 +58,12 @@ def cases(draw):
     # of a convolution: the kernel's length, and nothing
     heads, groups = (draw(st.integers(1, 9)), 1) if kind == "conv" else draw(st.sampled_from(HEADS))
     config = {"size": size, "ulysses": ulysses, "recurrent_layers": draw(st.sampled_from(WAYS))}
-    return kind, seq, (heads, groups), shards, documents, config
+    return kind, seq, (heads, groups), shards, documents, config, draw(st.booleans())
 
 
-def compared(kind, seq, heads, shards, documents, config):
-    """Compare out and all gradients, and return the elements that each rank received."""
+def compared(kind, seq, heads, shards, documents, config, ordered=False):
+    """Compare out and all gradients, and return the elements that each rank received. ordered: whether states go from
+    run to run, however few they are."""
     tokens, parameters = inputs(kind, seq, *heads)
     whole = [x.clone().requires_grad_() for x in (*tokens, *parameters)]
     of_tokens, of_parameters = whole[: len(tokens)], whole[len(tokens) :]
@@ -76,7 +79,10 @@ def compared(kind, seq, heads, shards, documents, config):
         out.backward(do[:, held[rank]])
         return [out.detach(), *(x.grad for x in local)], [x.grad for x in mine]
 
-    results, received = on_virtual_ranks(on_rank, **config)
+    with pytest.MonkeyPatch.context() as patch:
+        if ordered:
+            patch.setattr(states, "AT_ONCE", 0)
+        results, received = on_virtual_ranks(on_rank, **config)
     found = [torch.cat(of_ranks, 1) for of_ranks in zip(*(local for local, _ in results), strict=True)]
     found += [sum(of_ranks) for of_ranks in zip(*(mine for _, mine in results), strict=True)]
     wanted = [x[:, torch.cat(held)] for x in (expected.detach(), *(x.grad for x in of_tokens))]
@@ -94,7 +100,7 @@ def fits(kind, heads, config):
 @examples(120)
 @given(cases())
 def test_layers_equal_each_document_alone(case):
-    kind, _, heads, _, _, config = case
+    kind, _, heads, _, _, config, _ = case
     if config["recurrent_layers"] == "heads" and not fits(kind, heads, config):
         with pytest.raises(ConfigError, match=f'"heads" needs ulysses .* got ulysses {config["ulysses"]} and'):
             compared(*case)
@@ -114,7 +120,8 @@ def test_on_sixteen_ranks(ulysses):
         for way in ways:
             heads = (9, 1) if kind == "conv" else (33, 3) if way == "states" else (16, 8)
             config = {"size": 16, "ulysses": ulysses, "recurrent_layers": way}
-            compared(kind, seq, heads, shards, documents, config)
+            for ordered in (False, True):
+                compared(kind, seq, heads, shards, documents, config, ordered)
 
 
 def test_tokens_apart_are_refused_unless_ranks_exchange_heads():
@@ -128,11 +135,12 @@ def test_tokens_apart_are_refused_unless_ranks_exchange_heads():
                 compared(*case)
 
 
-def planned(segments, reach):
-    """The plans of forward and backward, and their block masks."""
-    for shards in segments.shards:
-        block_mask = block_mask_of(Mask(window=reach + 1), shards)
-        yield recipe(shards.size).plan("forward", block_mask, shape_of_states("float64", BATCH, 12, 16)), block_mask
+def planned(segments, reach, ordered=False):
+    """The plans of forward and backward, and the pairs of blocks that they compute."""
+    for shards in segments.blocks if ordered else segments.shards:
+        block_mask = block_mask_of(Mask(window=2 if ordered else reach + 1), shards)
+        plan = states.recipe(shards.size, ordered).plan("forward", block_mask, SHAPE)
+        yield plan, [(q, kv) for q, kv in block_mask.pairs() if not ordered or q != kv]
 
 
 @given(st.data())
@@ -140,10 +148,13 @@ def test_plans_are_valid_and_end_under_nccls_rules(data):
     size, seq = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 30))
     documents = (0, *sorted(data.draw(st.sets(st.integers(1, seq), max_size=4)) - {seq}))
     segments = segments_of(data.draw(cut(seq, size)), documents, data.draw(st.sampled_from((None, 1, 2, 3))))
-    kernel = data.draw(st.sampled_from((None, 1, 4)))
-    plans = list(planned(segments, segments.reach(kernel)))
-    for plan, block_mask in plans:
-        validate(plan, block_mask.pairs())
+    kernel, ordered = (
+        data.draw(st.sampled_from((None, 1, 4))),
+        segments.most_runs <= states.RUNS and data.draw(st.booleans()),
+    )
+    plans = list(planned(segments, segments.reach(kernel), ordered))
+    for plan, pairs in plans:
+        validate(plan, pairs)
     nccl.check([programs_of(plan) for plan, _ in plans])
 
 
@@ -164,6 +175,14 @@ def test_received_is_what_the_plan_says_and_does_not_grow_with_the_sequence():
                 assert sources == [{*range(rank)}, {*range(rank + 1, size)}]
             runs = sum(len(segments.numbers[source]) for source in itertools.chain(*sources))
             assert counted == {"kv": BATCH * heads * CELL[kind] * runs}
+        ordered = compared(kind, 48, (heads, 2), shards, (0,), config, ordered=True)
+        for rank, counted in enumerate(ordered):  # a state for each run but the first, and in backward but the last
+            runs = 2 * len(segments.numbers[rank]) - sum(
+                n in (0, len(segments.runs) - 1) for n in segments.numbers[rank]
+            )
+            assert counted == {"kv": BATCH * heads * 4 * 3 * runs}
+            plans = [plan.received({"kv": 1})[rank] for plan, _ in planned(segments, segments.reach(), True)]
+            assert sum(plans) == runs
 
 
 def test_exchanged_heads_are_received_as_counted():

@@ -50,13 +50,31 @@ class Segments:
                 most = max(most, number - bisect_right(self.runs, first, key=lambda run: run.start) + 1)
         return most
 
+    @property
+    def most_runs(self) -> int:
+        """The most runs of a rank."""
+        return max(map(len, self.numbers))
+
     @functools.cached_property
     def shards(self) -> tuple[UnevenShards, UnevenShards]:
         """The runs as tokens of a plan, numbered in order of position and in the reverse order."""
+        return UnevenShards(self._as_tokens(False)), UnevenShards(self._as_tokens(True))
+
+    @functools.cached_property
+    def blocks(self) -> tuple[UnevenShards, UnevenShards]:
+        """The same with a block for each run, as many on each rank."""
+        count = max(2, self.most_runs)
+        of_order = [
+            UnevenShards([x[n : n + 1] for x in self._as_tokens(reverse) for n in range(count)], blocks_per_rank=count)
+            for reverse in (False, True)
+        ]
+        return of_order[0], of_order[1]
+
+    def _as_tokens(self, reverse: bool) -> list[Runs]:
         last = len(self.runs) - 1
-        forward = [tuple(Run(number, 1, 1) for number in numbers) for numbers in self.numbers]
-        backward = [tuple(Run(last - number, 1, 1) for number in reversed(numbers)) for numbers in self.numbers]
-        return UnevenShards(forward), UnevenShards(backward)
+        if reverse:
+            return [tuple(Run(last - number, 1, 1) for number in reversed(numbers)) for numbers in self.numbers]
+        return [tuple(Run(number, 1, 1) for number in numbers) for numbers in self.numbers]
 
 
 @functools.lru_cache(maxsize=64)
