@@ -232,14 +232,11 @@ def _segments(args: argparse.Namespace, config: SequenceParallelConfig, shards: 
 
 def _passed(plan: Plan, shards: Shards, shape: Shape) -> tuple[str, int]:
     """Return (the rank of each run in order of position, the most bytes that a rank receives)."""
-    rank_of = {run.start: rank for rank in range(plan.size) for run in shards.runs("kv", (rank,))}
-    received = [
-        sum(shards.tokens("kv", move.key) for step in steps for move in step.moves if move.dst == rank)
-        for rank, steps in enumerate(plan.ranks)
-    ]
-    return " ".join(str(rank_of[run]) for run in sorted(rank_of)), max(received) * shape.bytes_per_token("forward")[
-        "kv"
-    ]
+    ranks, unit = range(plan.size), shape.bytes_per_token("forward")["kv"]
+    runs = sorted((run.start, rank) for rank in ranks for run in shards.runs("kv", (rank,)))
+    moves = [move for steps in plan.ranks for step in steps for move in step.moves]
+    received = [sum(shards.tokens("kv", move.key) for move in {*moves} if move.dst == rank) for rank in ranks]
+    return " ".join(str(rank) for _, rank in runs), max(received) * unit
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:

@@ -30,14 +30,8 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"recompute_attention": True},
     {"offload_checkpoints": True, "recompute_attention": True},
 )
-COMMON = (
-    "comm_dtype",
-    "kernel",
-    "agreement",
-    "prove",
-    "recurrent_layers",
-    *MEMORY_SETTINGS,
-)  # settings that all candidates share
+# settings that all candidates share
+COMMON = ("comm_dtype", "kernel", "agreement", "prove", "recurrent_layers", "latent_attention", *MEMORY_SETTINGS)
 # memory settings that do not change how a call of attention runs, nor what it keeps
 SAME_CALL: dict[str, Any] = {
     "loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, "recompute_attention": False

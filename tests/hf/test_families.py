@@ -213,7 +213,7 @@ def test_windows_are_those_of_the_config():
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("mistral", {"attention_dropout": 0.1}, "attention_dropout"),
         ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout"),
-        ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, r"layers\.0\.linear_attn.*outside of"),
+        ("jamba", {"num_experts": 2, "num_experts_per_tok": 1}, r"layers\.0\.mamba.*outside of"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_machine_without_a_length_is_refused():
 def test_what_is_given_stays():
     given = {"size": 8, "ulysses": 2, "layout": "striped", "comm_dtype": "bf16", "kernel": "reference",
              "seq_len": 4096, "head_chunks": 2, "mlp_tiles": "auto", "loss_tiles": 3,
-             "recompute_attention": True}  # fmt: skip
+             "recompute_attention": True, "recurrent_layers": "states", "latent_attention": "expanded"}  # fmt: skip
     found = _planned(**given).config
     assert {name: getattr(found, name) for name in given} == given
     assert found.schedule != "auto"
