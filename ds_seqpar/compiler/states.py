@@ -76,7 +76,8 @@ def in_order(topology: Topology, block_mask: BlockMask, direction: str, moving_s
         chain.append(after[chain[-1]])
 
     def steps(rank: int) -> Steps:
-        made = []
+        own = [block for block in chain if owner(block, RUNS) == rank]
+        made = [Step(computes=tuple(Compute(rank=rank, q=(block,), kv=(block,)) for block in own))]
         for before, block in itertools.pairwise(chain):
             src, dst = owner(before, RUNS), owner(block, RUNS)
             move = Move(src=src, dst=dst, kind="kv", key=(before,))

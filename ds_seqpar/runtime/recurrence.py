@@ -366,13 +366,15 @@ class _InOrder(_StatesWork):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.behind, self.before = self.states.clone(), torch.zeros_like(self.states)
-        self.places = iter([place for place, number in enumerate(self.mine) if number])
+        # of the runs that products are of; the first products are of each run with itself
+        self.places = iter([*([None] * len(self.mine)), *(x for x, number in enumerate(self.mine) if number)])
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
         return (self.behind[:, rows].flatten(2).unsqueeze(2),) if kind == "kv" else ()
 
     def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
-        place = next(self.places)
+        if (place := next(self.places)) is None:
+            return
         self.before[:, place] = kv[0][:, 0].view(self.before[:, place].shape)
         self.behind[:, place] = _mapped(self.states[:, place], self.maps[:, place], self.before[:, place])
 

@@ -10,6 +10,7 @@ from ds_seqpar.compiler.compile import block_mask_of
 from ds_seqpar.compiler.sharding.balance import shards_of
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.compiler.sharding.segments import segments_of
+from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.runtime import recurrence
 from ds_seqpar.runtime.recurrence import Cell
 from tests.dist.ranks import make
@@ -26,6 +27,15 @@ def test_the_plan_and_the_program_of_a_rank(capsys):
     mask = block_mask_of(Mask(window=segments.reach() + 1), shards)
     assert states.recipe(4).plan("forward", mask, shape).table() in out
     assert listing(states.bound_states(1, shards, segments.reach(), shape)) in out
+
+
+def test_many_bytes_go_from_run_to_run(capsys):
+    out, err, code = run(capsys, "show", "--states", "delta", "--size", 3, "--heads", 128, 128)
+    assert (err, code) == ("", 0)
+    shards = segments_of(EvenShards("balanced", 12, 3), (), 1).blocks[0]
+    shape = states.shape_of_states("float32", 1, 1, 0)
+    assert states.recipe(3, True).plan("forward", block_mask_of(Mask(window=2), shards), shape).table() in out
+    assert f"at most {2 * 4 * 128**3:,} bytes" in out
 
 
 def received(kind, seq, layout, ulysses, way):
