@@ -113,7 +113,7 @@ def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
         runs: How many runs a rank has at most.
         run_bytes: The bytes of a run's state and map.
     """
-    return runs <= RUNS and reach * run_bytes > AT_ONCE
+    return runs <= RUNS and reach > 1 and reach * run_bytes > AT_ONCE
 
 
 def received_bytes(reach: int, runs: int, state: float, transition: float) -> float:
