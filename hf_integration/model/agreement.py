@@ -8,6 +8,7 @@ device are compared there, and the next forward raises what was wrong.
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,9 @@ from ds_seqpar.runtime.agreement import Fields
 from ds_seqpar.runtime.input_checks import describe, shape_of
 
 from .. import dropout
+from ..families import SP, base_of
 from ..generation.forward import has_cache
+from ..mixers import SHARED
 from .checkpointing import is_checkpointed, layers_of
 from .weights import compares_weights, fingerprint, trained_weights
 
@@ -54,8 +57,9 @@ class Agreement:
     # nothing does); None: it was checked, or need not be
     loss_option_of: str | None = ""
 
-    def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
+    def __init__(self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = ()) -> None:
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
+        self.patched = patched  # names of attention modules and mixers in the base model
         self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
         # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for
@@ -67,7 +71,7 @@ class Agreement:
         model: Any = self.model()
         if model is None:
             return self
-        copied = Agreement(self.sp, memo.get(id(model), model))
+        copied = Agreement(self.sp, memo.get(id(model), model), self.patched)
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
@@ -134,7 +138,7 @@ class Agreement:
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
         try:
-            if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs):
+            if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs) or self._replaced(model):
                 raise InputError(sentence)
             tokens = tokens_of(inputs)
             if sources is None and backward and model is not None and dropout.noisy_modules(model):
@@ -180,6 +184,18 @@ class Agreement:
             journal.note(name, value, call=FORWARD, advice=_advice_of_step, like=like)
         batch.post(journal)
         return seed
+
+    def _replaced(self, model: PreTrainedModel | None) -> str:
+        """Return the sentence for a module that took a patched one's place; "" where there is none."""
+        for name in self.patched if model is not None else ():
+            module = functools.reduce(lambda outer, child: getattr(outer, child, None), name.split("."), base_of(model))
+            # others may have wrapped it
+            if module is not None and not any(hasattr(x, SP) or hasattr(x, SHARED) for x in module.modules()):
+                return (
+                    f"a patched model must keep its attention and its layers with a state; got another {name} since, "
+                    "call unpatch_attention(model), then patch it again"
+                )
+        return ""
 
     def _compare_weights(self, model: nn.Module) -> None:
         """Compare weights of some training forwards between ranks, each in the next forward."""

@@ -117,21 +117,23 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
     AttentionInterface.register(NAME, _attention)
     if facts.base is not None:
         setattr(inner, BASE, facts.base)
-    for module, (shape, length) in zip(modules_of(inner, facts).values(), masks(inner, facts), strict=True):
+    attending = modules_of(inner, facts)
+    for module, (shape, length) in zip(attending.values(), masks(inner, facts), strict=True):
         module.config = ConfigView(module.config)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=length if shape == "window" else None))
         setattr(module, CHUNK, length if shape == "chunk" else None)
         head_chunks.use_head_chunks(module)
         latent.use_latent(module)
-    for module in modules_of(inner, facts, "mixers").values():
+    mixing = modules_of(inner, facts, "mixers")
+    for module in mixing.values():
         mixers.share(module, sp)
     ropes = rope.embeddings(base_of(inner))
     patch = Patch(
         sp=sp,
         facts=facts,
         hooks=[*hook(base_of(inner), True), *(handle for module in ropes for handle in rope.hook(module))],
-        agreement=Agreement(sp, inner),
+        agreement=Agreement(sp, inner, (*attending, *mixing)),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,

@@ -132,6 +132,33 @@ def test_what_cannot_be_shared_is_refused():
     assert (kind, "a Lfm2ShortConv with another forward" in sentence) == ("ConfigError", True), sentence
 
 
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@on_each_of(2)
+def test_a_layer_that_took_a_patched_ones_place_is_refused():
+    sp, ids = make(), torch.arange(3, 20)[None]
+    for index, name in ((0, "linear_attn"), (-1, "self_attn")):
+        shared, other = tiny("qwen3_next"), tiny("qwen3_next")
+        patch_attention(shared, sp)
+        loss = shared(ids, labels=ids).loss.item()
+        layer = shared.model.layers[index]
+        setattr(layer, name, Wrapped(getattr(layer, name)))
+        assert shared(ids, labels=ids).loss.item() == loss
+        setattr(layer, name, getattr(other.model.layers[index], name))
+        kind, sentence = refusal(shared, ids, labels=ids)
+        assert (kind, f"{name} since" in sentence) == ("InputError", True), sentence
+        unpatch_attention(shared)
+        patch_attention(shared, sp)
+        assert shared(ids, labels=ids).loss.item() == loss
+
+
 @pytest.mark.whole
 @on_each_of(2)
 def test_compiled_layers_train_alike():
