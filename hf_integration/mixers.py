@@ -175,7 +175,8 @@ def _rebound(function: Any, names: dict[str, Any]) -> Any:
     else:
         rebound = types.CellType(_rebound(inside, names))
         closure = tuple(rebound if cell.cell_contents is inside else cell for cell in closure or ())
-    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    code = function.__code__.replace()  # torch.compile keeps, by code, what it puts into globals
+    copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copied, function)
 

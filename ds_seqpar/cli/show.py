@@ -220,7 +220,7 @@ def _check_depends(
     others["direction"] = args.direction != "both"
     wrong = [name for name, value in given.items() if name not in settings and value != defaults.get(name)]
     if wrong := [*wrong, *(name for name, value in others.items() if value and name not in options)]:
-        allowed = " and ".join(map(_flag, ["heads", *sorted((settings | options) - {command})]))
+        allowed = ", ".join(map(_flag, ["heads", *sorted((settings | options) - {command})]))
         raise ConfigError(f"show --{command} takes {allowed} alone; got {', '.join(map(_flag, wrong))}, leave it out")
 
 

@@ -349,17 +349,8 @@ class _StepMemory:
             )  # fmt: skip
         if m.states is not None:  # as much again for gradients
             layer, state = self.hidden + self.before_attention, 2 * self.state.saved + self.state.received
-            moments.append(
-                self.moment(
-                    f"backward: {place}, state",
-                    done=done,
-                    gathered=gathered,
-                    grads=tied,
-                    layer=layer,
-                    state=state,
-                    **held,
-                )
-            )
+            held = {"layer": layer, "state": state, **held}
+            moments.append(self.moment(f"backward: {place}, state", done=done, gathered=gathered, grads=tied, **held))
         return moments
 
     def ends(self) -> list[Moment]:
@@ -388,9 +379,8 @@ class _StepMemory:
             *(moment for index in ends for moment in self.backward(index)),
             *self.ends(),
         ]
-        absent = [
-            kind for kind, count in (("attention", self.model.attending), ("MLP", self.model.with_mlp)) if not count
-        ]
+        counts = {"attention": self.model.attending, "MLP": self.model.with_mlp}
+        absent = [kind for kind, count in counts.items() if not count]
         moments = [moment for moment in moments if not any(kind in moment.name for kind in absent)]
         host, pinned = dict(self.states.host), list(self.states.pinned)
         if self.config.offload_checkpoints and self.step.checkpointing:
