@@ -23,6 +23,7 @@ from ds_seqpar.compiler.sharding.shards import Shards
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime import recurrence
+from ds_seqpar.runtime.buffers import sum_dtype
 from ds_seqpar.runtime.recurrence import Cell, Function, Rows
 from ds_seqpar.runtime.runtime import Runtime
 
@@ -93,7 +94,7 @@ def _mamba2(
 
 def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
     """Return the rows of a state that decays; readout: (N, L, groups, K), log_decay: (N, L, H)."""
-    decay = log_decay.cumsum(1).exp()
+    decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 grows no more after 256 tokens
     readout = readout.repeat_interleave(out.shape[2] // readout.shape[2], 2) * decay[..., None]
     return Rows(out, state, readout, decay[:, -1, :, None, None])
 

@@ -142,8 +142,7 @@ def causal_conv(
     entering = None
     if segments.continues and before:
         entering = Entering.apply(*_tails(x, pieces, mine, before), peers, segments, segments.reach(before), HALO)
-        first = [0, *(number + 1 for number, segment in enumerate(mine[:-1]) if segment.leaves is not None)]
-        for number, halo in zip(first if mine else (), entering[:, :, 0].unbind(1), strict=True):
+        for number, halo in zip(_first_of_runs(mine), entering[:, :, 0].unbind(1), strict=True):
             if mine[number].enters is not None:
                 pieces[number] = torch.cat([halo, pieces[number]], 1)
     outs: dict[int, Tensor] = {}
@@ -487,12 +486,16 @@ def _recurrence(
     of_runs = torch.stack([states[number] for number in leaving or [0]], 1)[:, : len(leaving)].to(dtype)
     of_maps = torch.stack([maps.get(number, nothing) for number in leaving or [0]], 1)[:, : len(leaving)].to(dtype)
     entering = Entering.apply(of_runs, of_maps, peers, segments, segments.reach(), STATES)
-    for run, number in enumerate([0, *(number + 1 for number in leaving[:-1])] if mine else []):
+    for run, number in enumerate(_first_of_runs(mine)):
         if number in readouts:
             with _all_digits(entering):
                 change = torch.einsum("blhk,bhkv->blhv", readouts[number].to(dtype), entering[:, run])
             outs[number] = outs[number] + change.to(outs[number].dtype)
     return Tied.apply(_joined(outs, len(mine)), entering)
+
+
+def _first_of_runs(segments: Sequence[Segment]) -> list[int]:
+    return [number for number in range(len(segments)) if not number or segments[number - 1].leaves is not None]
 
 
 def _pieces(x: Tensor, segments: Sequence[Segment]) -> list[Tensor]:

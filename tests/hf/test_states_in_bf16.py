@@ -12,6 +12,7 @@ from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.runtime import recurrence
 from ds_seqpar.runtime.recurrence import Cell
 from hf_integration import mixers
+from tests.hf.every_type import tiny
 from tests.recurrent import decayed, delta
 from tests.threads import on_virtual_ranks
 
@@ -97,3 +98,22 @@ def test_shared_layers_round_as_one_device_does(kind, monkeypatch):
         found = [torch.cat(of_ranks, 1)[:, order] for of_ranks in zip(*results, strict=True)]
         for shared, one in zip(errors(found, expected), alone, strict=True):
             assert shared < 2 * one
+
+
+class Kept:
+    """Runs a recurrence as one that continues a document, and keeps its decay."""
+
+    def recurrence(self, function, tokens, parameters, cell):
+        rows = function(tokens, parameters, True)
+        self.decay = rows.transition
+        return rows.out
+
+
+def test_decays_of_bf16_modules_are_summed_in_fp32():
+    module = next(filter(mixers.is_mixer, tiny("minimax").bfloat16().modules()))
+    engine = Kept()
+    module.forward = mixers.with_engine(module, lambda keywords: engine)
+    with torch.no_grad():
+        module(torch.randn(1, SEQ, module.qkv_proj.in_features, dtype=torch.bfloat16))
+    expected = (-SEQ * module.slope_rate.double()).exp()
+    torch.testing.assert_close(engine.decay[0].double(), expected, rtol=1e-5, atol=0)
