@@ -102,7 +102,7 @@ IN_ORDER = _InOrder(
     received=received_in_order,
     moving_sides=("kv",),
 )
-AT_ONCE = 2**24  # bytes of states and maps that a rank takes at once; more go in order
+AT_ONCE = 2**21  # bytes of states and maps that a rank takes at once; more go in order
 
 
 def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:

@@ -20,10 +20,12 @@ from tests.unit.commands import run
 
 
 def test_the_plan_and_the_program_of_a_rank(capsys):
-    out, err, code = run(capsys, "show", "--states", "delta", "--size", 4, "--program", 1, "--documents", 9, 25, 6)
+    out, err, code = run(
+        capsys, "show", "--states", "delta", "--size", 4, "--heads", 1, 1, "--program", 1, "--documents", 9, 25, 6
+    )
     assert (err, code) == ("", 0)
     segments = segments_of(shards_of("balanced", (9, 25, 6), 4), (0, 9, 34), 1)
-    shards, shape = segments.shards[0], states.shape_of_states("float32", 1, 8 * 128 * 128, 8 * 128 * 128)
+    shards, shape = segments.shards[0], states.shape_of_states("float32", 1, 128 * 128, 128 * 128)
     mask = block_mask_of(Mask(window=segments.reach() + 1), shards)
     assert states.recipe(4).plan("forward", mask, shape).table() in out
     assert listing(states.bound_states(1, shards, segments.reach(), shape)) in out
