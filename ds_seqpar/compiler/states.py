@@ -89,9 +89,10 @@ def in_order(topology: Topology, block_mask: BlockMask, direction: str, moving_s
 
 
 def received_in_order(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives: a state for each of its runs but the first of all."""
+    """Return the elements that each rank receives in the balanced layout: a state for each of its runs but the first of
+    all. The last rank has one run, in the middle."""
     ((_, ranks),) = axes
-    return [(RUNS - (rank == 0)) * units["kv"] for rank in range(ranks)]
+    return [(RUNS - (rank == 0) - (rank == ranks - 1)) * units["kv"] for rank in range(ranks)]
 
 
 IN_ORDER = _InOrder(

@@ -182,6 +182,11 @@ def test_received_is_what_the_plan_says_and_does_not_grow_with_the_sequence():
             assert counted == {"kv": BATCH * heads * 4 * 3 * runs}
             plans = [plan.received({"kv": 1})[rank] for plan, _ in planned(segments, segments.reach(), True)]
             assert sum(plans) == runs
+        if layout == "balanced" and ulysses == 1:
+            axes = ((states.AXIS, size),)
+            assert next(planned(segments, segments.reach(), True))[0].received({"kv": 1}) == states.IN_ORDER.received(
+                axes, "forward", "kv", {"kv": 1}
+            )
 
 
 def test_exchanged_heads_are_received_as_counted():
