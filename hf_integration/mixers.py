@@ -29,6 +29,7 @@ from ds_seqpar.runtime.runtime import Runtime
 
 from .context import KEYWORD, ForwardContext, current
 from .graph_breaks import between_graphs
+from .rebinding import rebound
 
 SHARED = "sequence_parallel_mixer"  # an attribute of the mixers of a patched model
 PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
@@ -155,7 +156,7 @@ def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
     if hasattr(module, PLAIN):
         found = {name: _in_torch(function) for name, function in found.items()}
     ours = {name: functools.partial(_called, SEAMS[name], function, engine_of) for name, function in found.items()}
-    return types.MethodType(_rebound(forward, ours), module)
+    return types.MethodType(rebound(forward, ours), module)
 
 
 def _seams(module: nn.Module) -> set[str]:
@@ -166,20 +167,6 @@ def _seams(module: nn.Module) -> set[str]:
 
 def _is_lightning(module: nn.Module) -> bool:
     return {*LIGHTNING} <= {*dict(module.named_buffers(recurse=False))}
-
-
-def _rebound(function: Any, names: dict[str, Any]) -> Any:
-    """Return a copy of a function that has these globals; of a decorated one, the function inside has them."""
-    inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
-    if inside is None:
-        scope = {**scope, **names}
-    else:
-        rebound = types.CellType(_rebound(inside, names))
-        closure = tuple(rebound if cell.cell_contents is inside else cell for cell in closure or ())
-    code = function.__code__.replace()  # torch.compile keeps, by code, what it puts into globals
-    copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copied, function)
 
 
 def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, **kwargs: Any) -> Any:
