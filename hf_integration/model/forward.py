@@ -183,11 +183,11 @@ def _complete(
     Returns:
         (the arguments, with this rank's shard; the context).
     """
+    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
     if context.mode == "whole":
-        inputs, context = whole_calls.shard_inputs(patch.agreement, patch.facts, inputs, context)
+        inputs, context = whole_calls.shard_inputs(patch.agreement, patch.facts, inputs, context, bool(sources))
     elif context.mode == "decode":
         context = whole_calls.with_cache(patch.agreement, patch.facts, inputs, context)
-    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
     layout, seed, rope_tokens, cached = None, 0, None, context.cached
     if context.mode == "decode":
         assert context.compared is not None
@@ -201,6 +201,8 @@ def _complete(
         seed = patch.agreement.agree(inputs, wrong, backward, None if compiled else sources, context.compared)
         if patch.ropes and cached is not None:
             rope_tokens = int(cached.positions.max()) + 1
+        elif patch.ropes and context.shared is not None:
+            rope_tokens = context.shared.shape[1]
         elif patch.ropes:
             rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
     if cached is not None:
@@ -330,6 +332,9 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if positions is not None and context.layout is not None and not facts.counts_padding:
         counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
         positions = counted.to(positions.device).expand_as(positions)
+    offsets = None if context.shared is None else context.shared.offsets
+    if positions is not None and offsets is not None and facts.counts_padding:
+        positions = positions + sp.shard(offsets[None], 1, context.layout).to(positions.device)
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
     inputs["position_ids"] = positions
