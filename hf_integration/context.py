@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.data.shared_prompts import SharedPrompts
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole.shard_spec import ShardSpec
 
@@ -56,6 +57,7 @@ class ForwardContext:
     spec: ShardSpec | None = None  # of a whole batch that was sharded
     logits: ShardSpec | None = None  # of its tokens that get logits
     cached: Any = None  # the CachedForward of a forward with a cache in parts
+    shared: SharedPrompts | None = None  # the prompts of a whole batch that are computed once for several rows
     compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
     noise: Noise | None = None  # None: torch's own noise
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all

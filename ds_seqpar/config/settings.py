@@ -161,6 +161,10 @@ class SequenceParallelConfig:
     """What latent attention (MLA) sends of a token: `"latent"`, which each rank expands where it computes with it, or
     `"expanded"` keys and values. `"auto"`: the latent, unless it is no smaller, or CP ranks have fewer tokens than it
     has numbers, or there are several `head_chunks`."""
+    shared_prompts: Literal["auto"] | bool = "auto"
+    """Whether a prompt that several rows begin with is computed once, where a model is asked for numbers a token, as
+    trl's trainers do. `"auto"`: where the model can, and a tenth of the tokens or more is saved. `true`: wherever rows
+    share one; a model that cannot is refused."""
     prove: Literal["auto", "always", "never"] = "auto"
     """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
     `"auto"`: unless the repository tests its family."""

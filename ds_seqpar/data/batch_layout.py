@@ -44,7 +44,11 @@ class BatchLayout:
 
     def mask_with_window(self, window: int | None) -> Mask:
         """Return the mask, restricted to a layer's window of so many tokens; None: the mask itself."""
-        return self.mask if window is None else _with_window(self.mask, window)
+        return self.mask if window is None or self.fits(window) else _with_window(self.mask, window)
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether documents have parents, and no query sees a key that is so many tokens before it."""
+        return bool(self.mask.parents) and tokens >= self.longest
 
     def positions(self, ulysses: int, rank: int) -> Tensor:
         """Return the positions of an SP rank's tokens, int64 (its tokens,), on the CPU. ulysses: the Ulysses size."""
@@ -64,7 +68,7 @@ class BatchLayout:
         positions, edges = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
         return positions - torch.tensor(origins, device="cpu")[torch.searchsorted(edges, positions, right=True) - 1]
 
-    @property
+    @functools.cached_property
     def longest(self) -> int:
         """One more than the greatest of the position_ids."""
         starts, origins = self._counted_from()

@@ -28,6 +28,7 @@ from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn
 from .documents import READ, Lengths, documents_of, without_documents
 from .on_devices import to_device
 from .sharding import Sharding
+from .shared_prompts import SharedPrompts
 from .value_checks import ValueChecks, describe, fingerprint_of
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -161,6 +162,35 @@ def shard_call(
     return _on_device(_shard(sp, checked, tokens.device), tokens.device), checked.counted
 
 
+def shard_shared_prompts(
+    sp: Sharding,
+    batch: Mapping[str, Tensor],
+    shared: SharedPrompts,
+    checks: ValueChecks,
+    on_cpu: Mapping[str, Tensor] | None = None,
+) -> tuple[dict[str, Any], float | Tensor]:
+    """Return this rank's shard of a batch's rows without repeated prompts. It does not communicate.
+
+    Args:
+        sp: the SequenceParallel.
+        batch: `input_ids` and `labels`, int64 (rows, tokens).
+        shared: its prompts.
+        checks: as in `shard_call`, and so is `on_cpu`.
+
+    Returns:
+        As `shard_call`; position_ids count from 0 in each row's first token.
+    """
+    tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
+    placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
+    shifted, device = tensors["labels"].roll(-1, 1), batch["input_ids"].device
+    whole = {"input_ids": shared.joined(tensors["input_ids"]), "shift_labels": shared.joined(shifted)}
+    shard: dict[str, Any] = {name: sp.shard(x, 1, placement) for name, x in whole.items()}
+    shard |= {"labels": shard["shift_labels"], "placement": placement}
+    shard["position_ids"] = sp.local_positions(placement, device).clone()[None]
+    counts = whole["shift_labels"] != IGNORE
+    return _on_device(shard, device), float(counts.sum()) if checks.reads(counts) else counts.sum()
+
+
 def _read(name: str, x: Any) -> Any:
     """Return on the CPU what says which tokens ranks share."""
     if not isinstance(x, Tensor) or x.device.type == "cpu":
@@ -249,7 +279,7 @@ def _layout_of(
 
     None: nothing is padding; each row is one document; the configured layout is enough.
     """
-    mask = _checked_mask(batch.get("attention_mask"), (rows, seq))
+    mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
     documents = segments = _documents_of(batch, mask, rows, seq)
     if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
@@ -295,7 +325,7 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
             "give one of them"
         )
     rows, seq = tokens.shape[:2]
-    mask = _checked_mask(batch.get("attention_mask"), tokens.shape[:2])
+    mask = checked_mask(batch.get("attention_mask"), tokens.shape[:2])
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
 
@@ -312,7 +342,7 @@ def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | N
         The error; None where the positions are right.
     """
     try:
-        mask = _checked_mask(batch.get("attention_mask"), (rows, seq))
+        mask = checked_mask(batch.get("attention_mask"), (rows, seq))
         _documents_of(batch, mask, rows, seq)
     except InputError as error:
         return error
@@ -327,7 +357,7 @@ def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq:
     return documents_of(continued, rows, seq)
 
 
-def _checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
+def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
     """Return a mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
     if mask is None:
         return None

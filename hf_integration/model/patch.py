@@ -389,7 +389,7 @@ def _attention_with_layout(
     mask, tokens = options.mask, q.shape[1] * sp.size
     if layout is not None:
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
-    if chunk is not None:
+    if chunk is not None and not (layout is not None and layout.fits(chunk)):
         mask = _in_chunks(mask, chunk, tokens)
     shards = None if layout is None else layout.shards
     return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=shards), head_chunks)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compat import tensor_version
-from ds_seqpar.data.batches import shard_call
+from ds_seqpar.data.batches import shard_call, shard_shared_prompts
 from ds_seqpar.data.on_devices import to_device
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
@@ -34,6 +34,7 @@ from ..graph_breaks import between_graphs
 from ..look.facts import Facts
 from .agreement import Agreement, common_misuse, tokens_of
 from .losses import check_loss, loss_function_error
+from .prompts import prompts_of_call
 
 FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
@@ -86,7 +87,7 @@ def set_loss_check(model: Any, option_of: str | None) -> None:
 
 
 def shard_inputs(
-    agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
+    agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext, noisy: bool
 ) -> tuple[dict[str, Any], ForwardContext]:
     """Shard the whole batch of a call. Ranks compare it together with the base model's forward.
 
@@ -95,6 +96,7 @@ def shard_inputs(
         facts: The patched model's.
         inputs: The call's arguments by name.
         context: The call's.
+        noisy: Whether the forward draws by token.
 
     Returns:
         (the forward's arguments by name, with this rank's shard; the context with that shard's specs).
@@ -103,7 +105,7 @@ def shard_inputs(
         InputError, ConfigError, DisagreementError: On all ranks of the sequence, if the batch cannot be sharded.
     """
     try:
-        return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context)
+        return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context, noisy)
     except Exception as reason:
         agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
@@ -130,7 +132,7 @@ def with_cache(
 
 
 def _sharded(
-    agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext
+    agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext, noisy: bool
 ) -> tuple[dict[str, Any], ForwardContext]:
     assert context.module is not None  # constants for graphs have none
     model: Any = unwrapped(context.module)
@@ -147,13 +149,19 @@ def _sharded(
         raise wrong_loss
     others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: x for name, x in inputs.items() if name not in others}
-    shard, counted = shard_call(sp, batch, checks, _copies(batch))
+    on_cpu, (rows, tokens) = _copies(batch), tokens_of(inputs).shape[:2]
+    if shared := prompts_of_call(sp, model, facts, inputs, on_cpu, noisy):
+        batch.pop("attention_mask", None)
+        shard, counted = shard_shared_prompts(sp, batch, shared, checks, on_cpu)
+        rows, tokens = 1, len(shared.tokens)
+        checks.fields["shared prompts"] = str(shard["placement"])
+    else:
+        shard, counted = shard_call(sp, batch, checks, on_cpu)
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
         cached.begin(shard.get("placement"))
         shard["position_ids"] = shard.pop(POSITIONS)
-    rows, tokens = tokens_of(inputs).shape[:2]
     spec = logits = ShardSpec.of(sp, rows, tokens, shard.get("placement"), "outputs")
     if keep := others.pop("logits_to_keep", 0):
         chosen: slice | tuple[int, ...] = slice(-keep, None)
@@ -167,6 +175,7 @@ def _sharded(
         spec=spec,
         logits=logits,
         cached=cached,
+        shared=shared,
         compared=checks,
         state=ForwardState(losses=[] if tries_loss else None),
     )
@@ -294,6 +303,8 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifte
             if columns is not None:  # generate's, of which a streamer may look at tokens on one rank alone
                 whole = plain(whole)
             whole = cached.with_padding(whole, columns)
+        if context.shared is not None:
+            whole = context.shared.by_row(plain(whole))
         return whole[:, :-1] if shifted else whole
     if name == "router_logits" and x.dim() == 2:
         return whole_of(x.unflatten(0, spec.lead), spec).flatten(0, 1)

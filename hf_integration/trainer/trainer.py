@@ -167,7 +167,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
+        job = functools.partial(job_of_trainer, self, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)

@@ -1,0 +1,100 @@
+"""Rows that share a prompt, as one row that has the prompt once: completions of one prompt, or two answers to it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .checks import IGNORE
+from .documents import Lengths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SharedPrompts:
+    """Rows of a batch laid end to end, each without its prompt where an earlier row has it.
+
+    A row's prompt is what comes before its first label that counts, but for the last token of that: it predicts the
+    label, which differs between rows, so each row keeps it. What no label needs is left out: padding, the tokens from
+    the last label on, and rows without labels.
+    """
+
+    shape: tuple[int, int]  # (rows, tokens) of the batch
+    tokens: Tensor  # int64 (tokens here,): for each of them its row * tokens + token in the batch
+    own: Tensor  # int64: the places here of tokens that one row alone has; only they predict labels that count
+    offsets: Tensor | None  # int64 (tokens here,): positions in the batch's row, less those here; None: all are 0
+    documents: Lengths
+    parents: tuple[int, ...]
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return (1, tokens here, ...) of a tensor (rows, tokens, ...) of the batch."""
+        return x.flatten(0, 1).index_select(0, self.tokens.to(x.device))[None]
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Return (rows, tokens, ...) of a tensor (1, tokens here, ...), 0 where no label that counts is predicted."""
+        own = self.own.to(x.device)
+        places = self.tokens.to(x.device)[own]
+        found = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
+        return found.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
+
+
+def shared_prompts(ids: Tensor, mask: Tensor | None, labels: Tensor, least: float = 0.0) -> SharedPrompts | None:
+    """Find the prompts that rows share.
+
+    Args:
+        ids: The batch's token ids, int64 (rows, tokens), on the CPU.
+        mask: bool (rows, tokens), False for padding before and after a row's tokens; None: nothing is padding.
+        labels: int64 (rows, tokens), -100 where they do not count; not shifted.
+        least: The least share of the rows' tokens, without padding, that need not be computed.
+
+    Returns:
+        The rows without repeated prompts. None where less than that is saved, where no rows share a prompt, or where a
+        row's first token has a label that counts, which padding before it predicts.
+    """
+    rows, columns = ids.shape
+    counts = labels != IGNORE
+    if mask is None:
+        begins, real = [0] * rows, rows * columns
+    else:
+        begins, real = mask.int().argmax(1).tolist(), int(mask.sum())
+        if bool((counts & ~mask).any()):
+            return None
+    counts = F.pad(counts[:, 1:], (1, 0), value=False)  # nothing predicts a row's first label
+    labelled = counts.any(1).tolist()
+    first = counts.int().argmax(1).tolist()
+    last = (columns - 1 - counts.flip(1).int().argmax(1)).tolist()
+    # a prompt -> its rows; the same tokens elsewhere in a row are another prompt, whose positions may differ
+    by_prompt: dict[tuple[int, bytes], list[int]] = {}
+    for row in filter(labelled.__getitem__, range(rows)):
+        if first[row] <= begins[row]:
+            return None
+        prompt = ids[row, begins[row] : first[row] - 1]
+        by_prompt.setdefault((begins[row], prompt.contiguous().numpy().tobytes()), []).append(row)
+    pieces: list[tuple[int, int, int]] = []  # (row, first token, token after the last) of each document
+    parents: list[int] = []
+    for members in by_prompt.values():
+        row, parent = members[0], -1
+        shares = len(members) > 1 and first[row] - 1 > begins[row]
+        if shares:
+            parent = len(pieces)
+            pieces.append((row, begins[row], first[row] - 1))
+            parents.append(-1)
+        for row in members:
+            pieces.append((row, first[row] - 1 if shares else begins[row], last[row]))
+            parents.append(parent)
+    if max(parents, default=-1) < 0 or sum(end - start for _, start, end in pieces) > (1 - least) * real:
+        return None
+    documents = tuple(end - start for _, start, end in pieces)
+    batch = [torch.arange(row * columns + start, row * columns + end, device="cpu") for row, start, end in pieces]
+    here = torch.arange(sum(documents), device="cpu").split(documents)
+    offsets = torch.tensor([begins[row] for row, _, _ in pieces], device="cpu")
+    return SharedPrompts(
+        shape=(rows, columns),
+        tokens=torch.cat(batch),
+        own=torch.cat([places for number, places in enumerate(here) if number not in {*parents}]),
+        offsets=offsets.repeat_interleave(torch.tensor(documents, device="cpu")) if bool(offsets.any()) else None,
+        documents=documents,
+        parents=tuple(parents),
+    )

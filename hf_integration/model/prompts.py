@@ -1,0 +1,80 @@
+"""Calls that ask for numbers a token of rows that share a prompt: a patched model computes the prompt once.
+
+The rows become one row of documents, of which a prompt is the parent of what follows it. Its outputs are put back in
+the rows, so whoever calls the model sees nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.data.batches import checked_mask
+from ds_seqpar.data.shared_prompts import SharedPrompts, shared_prompts
+from ds_seqpar.errors import SECTION, ConfigError
+from ds_seqpar.runtime.log import log_once
+
+from ..look.facts import Facts, masks
+
+LEAST = 0.1  # the share of the rows' tokens that "auto" wants to save
+TENSORS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
+
+
+def wants_token_numbers(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a call asks for numbers a token at its labels, as trl's trainers do."""
+    return bool(inputs.get("fused_lm_head")) and inputs.get("labels") is not None
+
+
+def prompts_of_call(
+    sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor], noisy: bool
+) -> SharedPrompts | None:
+    """Find the prompts that a call's rows share.
+
+    Args:
+        sp: The SequenceParallel of the model.
+        model: The patched model.
+        facts: Its facts.
+        inputs: The call's arguments by name, of a whole batch.
+        on_cpu: name -> the same values on the CPU, for tensors on a device.
+        noisy: Whether the forward draws by token.
+
+    Returns:
+        The prompts; None where rows are to be computed as they are.
+
+    Raises:
+        ConfigError: The setting says that shared prompts must be computed once, and this call's cannot be.
+        InputError: The mask is none of padding.
+    """
+    setting = sp.config.shared_prompts
+    if setting is False or not wants_token_numbers(inputs):
+        return None
+    if refusal := _refusal(model, facts, inputs, noisy):
+        if setting is True:
+            raise ConfigError(f'{SECTION}.shared_prompts true needs {refusal}, leave the setting out, or say "auto"')
+        return None
+    known = {**inputs, **on_cpu}
+    mask = checked_mask(known.get("attention_mask"), inputs["input_ids"].shape)
+    least = 0.0 if setting is True else LEAST
+    found = shared_prompts(known["input_ids"].cpu(), mask, known["labels"].cpu(), least)
+    if found is not None:
+        log_once("sequence_parallel: prompts that rows of a batch share are computed once (shared_prompts)")
+    return found
+
+
+def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any], noisy: bool) -> str:
+    """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for others."""
+    if facts.mixers:
+        return "a model without layers with a state; got one that has some"
+    columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
+    if narrow := [length for _, length in masks(model, facts) if length is not None and length < columns]:
+        return f"windows and chunks of {columns} tokens or more, as rows have; got one of {narrow[0]}"
+    if noisy:
+        return "a forward without dropout, whose noise differs between rows; got one that drops"
+    if inputs.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "a loss without the balance of experts, which counts a prompt once a row; got output_router_logits"
+    others = [name for name, x in inputs.items() if isinstance(x, Tensor) and name not in TENSORS]
+    others += [name for name in ("output_hidden_states", "output_attentions", "logits_to_keep") if inputs.get(name)]
+    return f"a call with input_ids, attention_mask and labels alone; got {others[0]}" if others else ""
