@@ -59,6 +59,10 @@ output_folder = attribute("transformers.trainer:Trainer._get_output_dir", "telli
 collator_of = attribute(
     "transformers.trainer:Trainer._get_collator_with_removed_columns", "the trial of a data set's examples"
 )
+# of trl's GRPO and RLOO
+is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
+extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")
+extra_metrics = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_metrics", "`log_metric` of reward functions")
 TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers, which would be refused
 # private methods that `SequenceParallelMixin` extends -> what breaks where the Trainer calls them no more
 EXTENDED = {
@@ -68,6 +72,9 @@ EXTENDED = {
     "_save_checkpoint": "telling half-written checkpoints apart",
 }
 EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}  # which would run unpatched models
+# methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
+REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
+EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
 
 
 def check_trainer(trainer_class: type) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
 from ..runtime import mismatch_hints
-from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, rank_values
+from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, digest_of, rank_values
 from ..runtime.log import log_once
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
@@ -431,9 +432,11 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
     return {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
-def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each tensor, by name, its dtype, shape and a digest of its values.
+def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
+    """Return for each tensor, by name, its dtype, shape and a digest of its values; of a list of rows, its digest.
 
     They must be equal on all ranks of a sequence.
     """
+    if isinstance(batch, list):  # an object's repr may have its address
+        return {"rows": f"{len(batch)} {digest_of(re.sub(' at 0x[0-9a-f]+', '', repr(batch))):x}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
