@@ -46,6 +46,7 @@ from ..model.patch import patch_attention, unpatch_attention
 from . import accelerate_config, checks, preemption, resume, rng_state
 from .callback import SequenceParallelCallback
 from .job import job_of_trainer
+from .vllm import ServerOfGroups
 
 Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
 
@@ -94,7 +95,8 @@ class SequenceParallelMixin(Behind):
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
-        super().__init__(*args, **kwargs)
+        with compat.generation_with(ServerOfGroups, type(self)):
+            super().__init__(*args, **kwargs)
         # wrap a subclass's methods, whether it comes before or after this class among the bases
         self._class_compute_loss, self.compute_loss = self.compute_loss, self._counted_loss
         self._class_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
