@@ -335,9 +335,6 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if positions is not None and context.layout is not None and not facts.counts_padding:
         counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
         positions = counted.to(positions.device).expand_as(positions)
-    offsets = None if context.shared is None else context.shared.offsets
-    if positions is not None and offsets is not None and facts.counts_padding:
-        positions = positions + sp.shard(offsets[None], 1, context.layout).to(positions.device)
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
     inputs["position_ids"] = positions
