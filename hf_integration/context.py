@@ -44,6 +44,7 @@ class ForwardState:
     deferred: tuple[StorageWeakRef, Any] | None = None
     unread: int = 0  # how many of these readers have not read it
     watched: set[nn.Module] = dataclasses.field(default_factory=set)  # norms whose output another hook may read
+    router_logits: tuple[Tensor, ...] | None = None  # the base model's, until the head's output has been corrected
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -355,6 +355,8 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if is_base and not patch.in_graph:
         between_graphs(check_read)(context.state)
     if not context.is_outermost:
+        if is_base and patch.experts is not None and not torch.compiler.is_compiling():
+            context.state.router_logits = getattr(output, "router_logits", None)
         return output
     if context.cached is not None:
         context.cached.end()
@@ -364,7 +366,8 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
         _try_shard_loss(patch, module, inputs, output, context)
     if patch.experts is not None and not is_base:
-        output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0)
+        router_logits, context.state.router_logits = context.state.router_logits, None
+        output = patch.experts.correct(inner, inputs, output, router_logits, 1 / patch.sp.size if is_whole else 1.0)
     return whole_calls.gather_outputs(patch.agreement, context, inputs, output) if is_whole else output
 
 

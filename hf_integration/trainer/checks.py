@@ -54,7 +54,8 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-SUPPORTED = ("SFTTrainer", "DPOTrainer", TRL_BASE)  # the Trainers of trl that may be extended
+# the Trainers of trl that may be extended
+SUPPORTED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", TRL_BASE)
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
 EQUAL_ARGUMENTS = (
@@ -79,9 +80,14 @@ def check_kind(trainer_class: type) -> None:
         if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
             raise ConfigError(
                 "sequence parallel training needs a Trainer of next tokens or of preferences (transformers' Trainer, "
-                f"trl's SFTTrainer or DPOTrainer); got a {name}, compute its loss in a loop of your own with "
+                f"trl's {', '.join(SUPPORTED[:-1])}); got a {name}, compute its loss in a loop of your own with "
                 "share_sequences (docs/whole.md, examples/grpo_loop.py, examples/reward_loop.py)"
             )
+
+
+def extends(trainer_class: type, name: str) -> bool:
+    """Return whether a class extends a Trainer of trl's."""
+    return any(base.__name__ == name and base.__module__.startswith("trl.") for base in trainer_class.__mro__)
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -155,14 +161,22 @@ def _world_size() -> int:
 
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
-    compute_loss, trl's DPOTrainer, or a model whose own forward may add to it."""
+    compute_loss, trl's Trainers but SFTTrainer, or a model whose own forward may add to it."""
     if sees_whole_outputs(trainer.model):
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
-    libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
-    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ == "DPOTrainer" for base in classes)
+    libraries = "transformers", "hf_integration"
+    return any(base.__module__.partition(".")[0] not in libraries and base.__name__ != "SFTTrainer" for base in classes)
+
+
+def unseen_file(reason: FileNotFoundError) -> ConfigError:
+    """Return the error for a rank that does not see the file in which trl's first rank keeps log-probabilities."""
+    return ConfigError(
+        "precompute_ref_log_probs needs a data set in files that all ranks see, where the first rank writes results; "
+        f"got one in memory or on a disk that is not shared ({reason}), use save_to_disk and load_from_disk"
+    )
 
 
 def loader_error(loader: Any) -> ConfigError | None:
