@@ -179,3 +179,29 @@ def test_what_cannot_be_shared_is_refused_where_it_must_be():
         _, model, _ = patched(model, ulysses=1)
         refused = refusal(model, **chosen(slice(None), **inputs))
         assert lacking(refused, "ConfigError", "shared_prompts", *words) == []
+
+
+@on_each_of(2)
+def test_a_loop_of_ones_own_computes_prompts_once_too():
+    plain, rows = model_of("llama"), batch()
+    add_fused_lm_head(plain, outputs=OUTPUTS)
+    expected, grads = results(plain, rows)
+    rows.pop("fused_lm_head")
+    for setting in (True, False):
+        sp, model, counted = make(shared_prompts=setting, ulysses=1), model_of("llama"), []
+        patch_attention(model, sp).base_model.register_forward_hook(
+            lambda _, __, output, counted=counted: counted.append(output[0].shape[:2].numel())
+        )
+        found = sp.log_probs(model, **rows, return_entropy=True)
+        draw = torch.Generator().manual_seed(1)
+        sum((x * torch.randn(x.shape, generator=draw)).sum() for x in found).backward()
+        assert all(_gap(a, b, 1.0) < 1e-5 for a, b in zip(found, expected, strict=False))
+        assert (
+            _gap(
+                torch.cat([sp.sum_over_ranks(x.grad).flatten() / sp.size for x in model.parameters()]),
+                torch.cat([x.flatten() for x in grads]),
+                0.0,
+            )
+            < 1e-5
+        )
+        assert (tokens_of(sp, counted) < rows["input_ids"].numel()) is setting
