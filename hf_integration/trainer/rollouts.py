@@ -29,7 +29,7 @@ from . import rng_state
 ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
 # attribute of them -> their argument with which the model's `generate` does not make the completions
 GENERATED_ELSEWHERE = {
-    **{name: name for name in ("rollout_func", "tools", "use_vllm", "use_transformers_continuous_batching")},
+    **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
 Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
@@ -61,6 +61,11 @@ def check(trainer: Any, groups: int) -> None:
                 "sequence parallel GRPO and RLOO need completions that the model's own generate makes; got "
                 f"{argument}, leave it out"
             )
+    if trainer.use_vllm and trainer.vllm_mode != "server":
+        raise ConfigError(
+            'sequence parallel GRPO and RLOO need vllm_mode="server", since vLLM on the ranks would generate for each '
+            f"of them; got {trainer.vllm_mode!r}, start trl vllm-serve on other GPUs"
+        )
     if compat.is_vlm(trainer):
         raise ConfigError(
             "sequence parallel GRPO and RLOO need prompts of text; got a processor of images too, give its tokenizer "
