@@ -186,18 +186,16 @@ class ExpertBalance:
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
-    def correct(
-        self, model: Any, kwargs: dict[str, Any], output: Any, router_logits: tuple[Tensor, ...] | None, share: float
-    ) -> Any:
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
         """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.
 
         Whole router logits, which a head of the user's own got, make a balance that is right already.
 
         Args:
             output: What the forward returned. It is changed in place.
-            router_logits: The base model's, of this rank's tokens, for an output without any, as trl's fused head has.
             share: The fraction of the balance in a rank's loss: 1 for batches of `shard_batches`, whose losses are
                 averaged over ranks, and 1 / size in a whole call, where they are summed.
+            router_logits: Of the base model, for an output without, as trl's is.
 
         Returns:
             The output.
@@ -207,8 +205,8 @@ class ExpertBalance:
         router_logits = getattr(output, "router_logits", None) or router_logits
         if router_logits is None:
             raise ConfigError(
-                f"the loss that balances experts needs router_logits; got a {type(output).__name__} without them from "
-                "a compiled model, compile its layers instead (layer.compile())"
+                f"the balance of experts needs router_logits; got a {type(output).__name__} without, of a compiled "
+                "model, compile its layers instead (layer.compile())"
             )
         if isinstance(router_logits[0], WholeTensor):
             return output

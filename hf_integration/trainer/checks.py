@@ -29,6 +29,7 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 
 from ..compat import TRL_BASE, collator_of
 from ..model.patch import sees_whole_outputs
+from .rollouts import ROLLOUTS
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
@@ -54,8 +55,8 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-# the Trainers of trl that may be extended
-SUPPORTED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", TRL_BASE)
+LOSS_OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
+SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
 EQUAL_ARGUMENTS = (
@@ -79,9 +80,8 @@ def check_kind(trainer_class: type) -> None:
         name, library = base.__name__, base.__module__.partition(".")[0]
         if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
             raise ConfigError(
-                "sequence parallel training needs a Trainer of next tokens or of preferences (transformers' Trainer, "
-                f"trl's {', '.join(SUPPORTED[:-1])}); got a {name}, compute its loss in a loop of your own with "
-                "share_sequences (docs/whole.md, examples/grpo_loop.py, examples/reward_loop.py)"
+                f"sequence parallel training needs transformers' Trainer, or trl's {', '.join(SUPPORTED[:-1])}; got a {name}, "
+                "compute its loss in a loop of your own with share_sequences (docs/whole.md, examples/grpo_loop.py, examples/reward_loop.py)"
             )
 
 
@@ -161,14 +161,14 @@ def _world_size() -> int:
 
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
-    compute_loss, trl's Trainers but SFTTrainer, or a model whose own forward may add to it."""
+    compute_loss, trl's trainers of preferences and rollouts, or a model whose own forward may add to it."""
     if sees_whole_outputs(trainer.model):
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
+    libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
-    libraries = "transformers", "hf_integration"
-    return any(base.__module__.partition(".")[0] not in libraries and base.__name__ != "SFTTrainer" for base in classes)
+    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in LOSS_OF_WHOLE for base in classes)
 
 
 def unseen_file(reason: FileNotFoundError) -> ConfigError:
@@ -248,6 +248,8 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
                 f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
+        if not isinstance(collated, Mapping):  # rows of prompts
+            continue
         if not TOKENS.intersection(collated):
             _refuse_if_text(examples[0])
         if not has_custom_loss(trainer):
