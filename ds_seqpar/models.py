@@ -45,6 +45,9 @@ class ModelPatcher(Protocol):
     def trust_loss(self, model: Any) -> None:
         """Leave out the trial of a patched model's loss in its forwards."""
 
+    def log_probs(self, sp: Any, model: Any, input_ids: Any, **how: Any) -> Any:
+        """Return what `SequenceParallel.log_probs` does."""
+
     def check_function(self, model: Any, sp: Any) -> None:
         """Raise on every rank unless the model's loss is right, before DeepSpeed has the model."""
 

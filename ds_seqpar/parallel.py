@@ -18,6 +18,7 @@ from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
+from .models import patcher_of_class
 from .runtime import attention, cached, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
 from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
@@ -408,6 +409,44 @@ class SequenceParallel(Sharding):
         from .data.loader import Loader
 
         return Loader(self, loader, read_once)
+
+    def log_probs(
+        self, model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+        temperature: float = 1.0, return_entropy: bool = False, **inputs: Any,
+    ) -> Any:  # fmt: skip
+        """Compute the log-probability of each label given the tokens before it, by a patched model.
+
+        Neither logits nor hidden states are gathered: one number a token is. No logits exist for more than a tile of
+        tokens, in backward neither. A prompt that rows share is computed once (`shared_prompts`). Collective over the
+        ranks that share the sequence, in backward too.
+
+        Args:
+            model: A causal language model of transformers that shares sequences by this SequenceParallel, as it is
+                called: inside DDP, a DeepSpeed engine or a peft model, where it is in one.
+            input_ids: Whole rows (rows, tokens), the same on the ranks that share them.
+            attention_mask: (rows, tokens), 0 for padding on either side.
+            labels: (rows, tokens), not shifted, -100 for tokens that do not count; default: input_ids but for padding.
+            temperature: What logits are divided by.
+            return_entropy: Whether to return the entropy of each distribution too.
+            **inputs: More arguments of the model, such as position_ids of packed documents.
+
+        Returns:
+            The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64), whole on every rank, with gradients; 0
+            where no label counts. With `return_entropy` a tuple of these and the entropies, alike.
+
+        Raises:
+            ConfigError, InputError, DisagreementError: The model is not patched, or a batch is wrong or differs between
+                ranks; on all ranks of the sequence.
+
+        Examples:
+            >>> chosen = sp.log_probs(model, ids, labels=labels).sum(1)  # of each row's answer
+        """
+        if (patcher := patcher_of_class(model)) is None:
+            raise ConfigError(
+                f"log_probs needs a transformers model; got {type(model).__name__}, compute them from your own model"
+            )
+        how = {"attention_mask": attention_mask, "labels": labels, "temperature": temperature}
+        return patcher.log_probs(self, model, input_ids, **how, return_entropy=return_entropy, **inputs)
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         return self  # a copied model shares it: process groups cannot be copied

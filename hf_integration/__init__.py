@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 from .accelerators import share_accelerator
 from .look.known import heads
 from .look.known import is_known as is_known
+from .model.log_probs import log_probs as log_probs
 from .model.losses import check_function as check_function
 from .model.patch import check_engine as check_engine
 from .model.patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences

@@ -76,6 +76,23 @@ EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
 
+EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
+_GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # which would gather the prompts of every rank
+
+
+@contextlib.contextmanager
+def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
+    """Context manager in which trl's trainers make their `VLLMGeneration` with a mixin before it."""
+    scopes = [vars(sys.modules[x.__module__]) for x in trainer_class.__mro__]
+    before = [(scope, scope[_GENERATION]) for scope in scopes if _GENERATION in scope]
+    for scope, generation in before:
+        scope[_GENERATION] = type(_GENERATION, (mixin, generation), {})
+    try:
+        yield
+    finally:
+        for scope, generation in before:
+            scope[_GENERATION] = generation
+
 
 def check_trainer(trainer_class: type) -> None:
     """Raise ConfigError for a transformers' Trainer without a method that `SequenceParallelMixin` extends."""

@@ -43,6 +43,7 @@ class ForwardState:
     # (storage of the output, source) of the deferred norm that ran last, until all its readers have read it
     deferred: tuple[StorageWeakRef, Any] | None = None
     unread: int = 0  # how many of these readers have not read it
+    router_logits: tuple[Tensor, ...] | None = None  # of the base model, until the forward ends
     watched: set[nn.Module] = dataclasses.field(default_factory=set)  # norms whose output another hook may read
 
 

@@ -178,7 +178,7 @@ def shard_shared_prompts(
         checks: as in `shard_call`, and so is `on_cpu`.
 
     Returns:
-        As `shard_call`; position_ids count from 0 in each row's first token.
+        As `shard_call`; position_ids count a row's padding before its tokens.
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
@@ -186,7 +186,9 @@ def shard_shared_prompts(
     whole = {"input_ids": shared.joined(tensors["input_ids"]), "shift_labels": shared.joined(shifted)}
     shard: dict[str, Any] = {name: sp.shard(x, 1, placement) for name, x in whole.items()}
     shard |= {"labels": shard["shift_labels"], "placement": placement}
-    shard["position_ids"] = sp.local_positions(placement, device).clone()[None]
+    positions = sp.local_positions(placement, device)[None]
+    offsets = 0 if shared.offsets is None else sp.shard(shared.offsets[None], 1, placement).to(device)
+    shard["position_ids"] = positions + offsets
     counts = whole["shift_labels"] != IGNORE
     return _on_device(shard, device), float(counts.sum()) if checks.reads(counts) else counts.sum()
 

@@ -328,7 +328,7 @@ def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None,
         shards = local.new_empty(order.ranks, *local.shape)
         with explaining_failure(call, group):
             received = list(shards.flatten(1).view(torch.uint8).unbind())
-            dist.all_gather(received, local.flatten().view(torch.uint8), group=group)
+            dist.all_gather(received, local.contiguous().flatten().view(torch.uint8), group=group)
     return _viewed(shards.flatten(0, 1).index_select(0, order.places), dtype)
 
 

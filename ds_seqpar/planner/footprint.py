@@ -342,11 +342,14 @@ class _StepMemory:
         row = objective.row(self.step.seq)
         rows, prompt = -(-objective.generated // self.config.size), row - objective.completion
         layer = rows * 2 * m.kv_heads * m.head_dim * self.size  # keys and values of a token
-        mlp, attention = 3 * m.intermediate, 4 * m.heads * m.head_dim
+        # padding takes a mask of all pairs of tokens: a bool, and in attention a number
+        tokens, mask = rows * prompt * self.size, rows * prompt**2
+        mlp = tokens * (4 * m.hidden + 3 * m.intermediate) + mask
+        attention = tokens * 3 * (m.hidden + m.heads * m.head_dim) + (1 + self.size) * mask
         return [
             self.moment(
                 "generation: prompts", gathered=m.parameters, cache=m.attending * layer * prompt,
-                layer=rows * prompt * (2 * m.hidden + max(mlp, attention)) * self.size,
+                layer=max(mlp, attention),
             ),
             self.moment(  # a longer cache of a layer takes the place of the one before
                 "generation: last token", gathered=m.parameters, cache=(m.attending * layer + layer // 2) * row,

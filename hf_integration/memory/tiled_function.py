@@ -102,6 +102,14 @@ def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Te
     return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.needs_loss_scale(x), x, *sums.parameters)
 
 
+def tiled_by_token(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
+    """Return compute(tile) (B, t, n) of all tiles, where n need not be d; otherwise as `tiled_sum`.
+
+    Backward recomputes each tile, and may run again.
+    """
+    return _ByToken.apply(_TiledForward(compute, x, sums.parameters, tiles), sums, x, *sums.parameters)
+
+
 def tile_slices(tokens: int, tiles: int) -> list[slice]:
     """Return the slices of `tokens` tokens into `tiles` tiles that are as even as possible.
 
@@ -132,7 +140,7 @@ class _TiledForward:
         for cut in self.slices:
             tile = self.compute(x[:, cut], cut)
             if out is None:  # autocast may have chosen another dtype than x's
-                out = tile.new_empty(x.shape)
+                out = tile.new_empty(*x.shape[:2], *tile.shape[2:])
             out[:, cut] = tile
         assert out is not None  # there is always a tile
         return out
@@ -268,6 +276,23 @@ class _Summed(Function):
         (x,) = ctx.saved_tensors
         dx = ctx.run.recompute(x, ctx.needs_input_grad[3], lambda cut: grad, sums)
         return None, None, None, dx, *sums.pop_all()
+
+
+class _ByToken(Function):
+    """The results of all tiles, for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _TiledForward, sums: GradientSums, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run, ctx.sums = run, sums
+        ctx.save_for_backward(x)
+        return run.forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx = ctx.run.recompute(x, ctx.needs_input_grad[2], lambda cut: grad[:, cut], ctx.sums)
+        return None, None, dx, *ctx.sums.pop_all()
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -187,10 +187,10 @@ def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
 def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
     """Compute the loss of tokens from the base model's output."""
     sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base))
-    return _through(model.lm_head, sum_tiles, base.last_hidden_state)
+    return through(model.lm_head, sum_tiles, base.last_hidden_state)
 
 
-def _through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
+def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Compute sum_tiles(head's forward, x, sums) inside one call of the head.
 
     So hooks on the head, such as ZeRO-3's, get no tiles. For that call alone the head's forward is replaced; others may
@@ -200,8 +200,9 @@ def _through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())
     if has_children and partitioned and not hasattr(head, LEAF):
         raise ConfigError(
-            "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
-            f"{type(head).__name__}, patch the model after its adapters are there"
+            "a tiled loss, as log_probs has, needs under ZeRO-3 the head that the model had when it was patched with "
+            f"loss_tiles; got one of type {type(head).__name__}, set them, and patch the model after its adapters are "
+            "there"
         )
 
     def forward(x: Tensor) -> Tensor:
@@ -223,14 +224,14 @@ def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
-        return _without_tokens(base_of(model)(*args, **kwargs), outputs)
+        return without_tokens(base_of(model)(*args, **kwargs), outputs)
 
-    rest = _class_forward(model, base, lambda x: x, {**inputs, "labels": None})
+    rest = class_forward(model, base, lambda x: x, {**inputs, "labels": None})
     return outputs[0], rest
 
 
 @between_graphs
-def _without_tokens(output: Any, outputs: list[Any]) -> Any:
+def without_tokens(output: Any, outputs: list[Any]) -> Any:
     """Cut a base model's output to no tokens.
 
     Args:
@@ -257,15 +258,15 @@ def _sum_of_tiles(
 
     def loss_of(tile: Tensor, cut: slice) -> Tensor:
         tile_inputs = inputs | {name: x[:, cut].contiguous() for name, x in by_token.items()}
-        output = _class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
+        output = class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
         if (losses := tiling.state.losses) is not None:
             losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
         return output.loss
 
-    return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))
+    return tiled_sum(loss_of, x, sums, loss_tiles(model, x))
 
 
-def _class_forward(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], inputs: dict[str, Any]) -> Any:
+def class_forward(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], inputs: dict[str, Any]) -> Any:
     """Call the forward of the model's class with another base model and head."""
     return type(model).forward(_twin(model, base, head), **inputs, return_dict=True)
 
@@ -279,14 +280,14 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
     name, *inside = vars(model).get(BASE, model.base_model_prefix).split(".")
-    called: Any = _Instead(base_of(model), base)
+    called: Any = Instead(base_of(model), base)
     for part in reversed(inside):  # where the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
-    vars(twin).update({name: called, "lm_head": _Instead(model.lm_head, head)})
+    vars(twin).update({name: called, "lm_head": Instead(model.lm_head, head)})
     return twin
 
 
-class _Instead:
+class Instead:
     """A function in the place of a module, of which a forward may read other attributes."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
@@ -299,6 +300,9 @@ class _Instead:
         return getattr(self.module, name)
 
 
-def _loss_tiles(model: Any, x: Tensor) -> int:
-    tiles, vocab = getattr(model, TILING).loss, model.config.get_text_config(decoder=True).vocab_size
-    return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles
+def loss_tiles(model: Any, x: Tensor) -> int:
+    """Return in how many tiles to compute the logits of the last hidden state x (B, s, d)."""
+    tiling, vocab = getattr(model, TILING, None), model.config.get_text_config(decoder=True).vocab_size
+    if tiling is None or tiling.loss in (1, "auto"):
+        return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2]))
+    return tiling.loss

@@ -335,9 +335,6 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if positions is not None and context.layout is not None and not facts.counts_padding:
         counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
         positions = counted.to(positions.device).expand_as(positions)
-    offsets = None if context.shared is None else context.shared.offsets
-    if positions is not None and offsets is not None and facts.counts_padding:
-        positions = positions + sp.shard(offsets[None], 1, context.layout).to(positions.device)
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
     inputs["position_ids"] = positions
@@ -357,6 +354,8 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     is_base, is_whole = module is base_of(inner), context.spec is not None
     if is_base and not patch.in_graph:
         between_graphs(check_read)(context.state)
+    if is_base and patch.experts is not None and not torch.compiler.is_compiling():
+        context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:
         return output
     if context.cached is not None:
@@ -367,7 +366,8 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
         _try_shard_loss(patch, module, inputs, output, context)
     if patch.experts is not None and not is_base:
-        output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0)
+        router_logits, context.state.router_logits = context.state.router_logits, None  # else it would keep the graph
+        output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0, router_logits)
     return whole_calls.gather_outputs(patch.agreement, context, inputs, output) if is_whole else output
 
 

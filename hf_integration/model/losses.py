@@ -186,7 +186,9 @@ class ExpertBalance:
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
-    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
+    def correct(
+        self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None
+    ) -> Any:
         """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.
 
         Whole router logits, which a head of the user's own got, make a balance that is right already.
@@ -195,14 +197,18 @@ class ExpertBalance:
             output: What the forward returned. It is changed in place.
             share: The fraction of the balance in a rank's loss: 1 for batches of `shard_batches`, whose losses are
                 averaged over ranks, and 1 / size in a whole call, where they are summed.
+            router_logits: Of the base model, for an output without, as trl's is.
 
         Returns:
             The output.
         """
-        if getattr(output, "aux_loss", None) is None or isinstance(output.router_logits[0], WholeTensor):
+        if getattr(output, "aux_loss", None) is None:
+            return output
+        router_logits = getattr(output, "router_logits", None) or router_logits
+        if isinstance(router_logits[0], WholeTensor):
             return output
         chosen, mask = model.num_experts_per_tok, kwargs.get("attention_mask")
-        whole = torch.compiler.disable(balance)(self.sp, output.router_logits, chosen, mask)
+        whole = torch.compiler.disable(balance)(self.sp, router_logits, chosen, mask)
         if output.get("loss") is not None:
             # subtracting the term that the model has added cancels its gradient too, exactly
             output.loss = output.loss + balance_weight(model) * (share * whole - output.aux_loss)

@@ -34,7 +34,7 @@ from ..graph_breaks import between_graphs
 from ..look.facts import Facts
 from .agreement import Agreement, common_misuse, tokens_of
 from .losses import check_loss, loss_function_error
-from .prompts import prompts_of_call
+from .prompts import prompts_of_call, wants_token_numbers
 
 FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
@@ -144,7 +144,8 @@ def _sharded(
         inputs[POSITIONS] = inputs.pop("position_ids")
     if wrong := _misuse(inputs):
         raise InputError(wrong)
-    tries_loss = labelled and model is not base_of(model) and agreement.loss_option_of is not None
+    has_own_loss = labelled and model is not base_of(model) and not wants_token_numbers(inputs)
+    tries_loss = has_own_loss and agreement.loss_option_of is not None
     if tries_loss and (wrong_loss := loss_function_error(model, agreement.loss_option_of or "")):
         raise wrong_loss
     others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}

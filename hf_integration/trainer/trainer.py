@@ -48,6 +48,7 @@ from ..model.patch import patch_attention, unpatch_attention
 from . import accelerate_config, checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
 from .job import job_of_trainer
+from .vllm import ServerOfGroups
 
 
 class SequenceParallelMixin(rollouts.Rollouts):
@@ -105,7 +106,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
-        super().__init__(*args, **kwargs)
+        with compat.generation_with(ServerOfGroups, type(self)):
+            super().__init__(*args, **kwargs)
         # wrap a subclass's methods, whether it comes before or after this class among the bases
         self._class_compute_loss, self.compute_loss = self.compute_loss, self._counted_loss
         self._class_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step

@@ -1,0 +1,144 @@
+"""`sp.log_probs`: the log-probability of each label, by a patched model that makes no logits.
+
+The model is called as for its logits, through all that is around it. But where its base model returns the last hidden
+state, the head computes the numbers a token from that, in tiles, and the rest of the forward goes on with no tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.data.batches import counted_labels
+from ds_seqpar.data.checks import IGNORE
+from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.runtime.input_checks import describe
+from ds_seqpar.whole import plain
+
+from ..families import base_of, is_causal_lm, unwrapped, vocabulary
+from ..memory.tiled_function import GradientSums, tiled_by_token
+from ..memory.tiled_loss import Instead, class_forward, loss_tiles, through, without_tokens
+from .forward import Patch, patch_of
+
+TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
+# those, and other arguments of the call that the model's own forward does not get
+TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
+
+
+@dataclasses.dataclass
+class TokenNumbers(ModelOutput):
+    """Numbers (rows, tokens) of the token that each token is to predict, 0 where that has no label."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def log_probs(
+    sp: SequenceParallel, model: nn.Module, input_ids: Tensor, *, attention_mask: Tensor | None = None,
+    labels: Tensor | None = None, temperature: float = 1.0, return_entropy: bool = False, **inputs: Any,
+) -> Any:  # fmt: skip
+    """See `SequenceParallel.log_probs`."""
+    inner, patch = _patched(sp, model)
+    try:
+        if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+            raise InputError(f"log_probs needs a temperature above 0; got {temperature!r:.80}, leave it out for 1")
+        if labels is None:
+            labels = _labels_of(input_ids, attention_mask)
+    except Exception as reason:
+        if sp.size > 1 and not patch.whole:
+            patch.agreement.compare_batch(None, as_seqpar_error("asking for log-probabilities failed", reason))
+        raise
+    inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
+    inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}
+    call = _Call(sp, inner, temperature, return_entropy)
+    hooks = [base_of(inner).register_forward_hook(call.after_base)]
+    for head in patch.heads:  # peft may call a model without its hooks
+        hooks.append(head.register_forward_pre_hook(call.before, with_kwargs=True))
+        hooks.append(head.register_forward_hook(call.after, prepend=True))
+    try:
+        output = model(**inputs)
+    finally:
+        vars(inner).pop("lm_head", None)
+        for hook in hooks:
+            hook.remove()
+    numbers = [plain(x)[:, :-1] for x in output.values()]
+    return tuple(numbers) if return_entropy else numbers[0]
+
+
+def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
+    """Return (the model of transformers inside, its patch). Raises ConfigError where it has no logits of its own."""
+    inner = unwrapped(model)
+    patch = patch_of(inner)
+    if patch is None or patch.sp is not sp:
+        raise ConfigError(
+            f"log_probs needs a model that is patched with this SequenceParallel; got a {type(inner).__name__} that is "
+            "not, call sp = share_sequences(model, ...), or model.patch_attention(sp)"
+        )
+    if patch.above or not is_causal_lm(inner) or not isinstance(getattr(inner, "lm_head", None), nn.Module):
+        raise ConfigError(
+            "log_probs needs a causal language model with the forward of transformers and an lm_head; got a "
+            f"{type(inner).__name__}, compute them from the whole logits that it returns (docs/whole.md)"
+        )
+    return inner, patch
+
+
+def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the labels of all tokens but padding, and those that only padding could predict."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
+    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
+        return input_ids  # the call judges the mask
+    real = mask.bool().to(input_ids.device)
+    return input_ids.masked_fill(~(real & nn.functional.pad(real[:, :-1], (1, 0))), IGNORE)
+
+
+class _Call:
+    """One call of a model, and the hooks that replace its logits by numbers a token."""
+
+    shift_labels: Tensor
+    numbers: TokenNumbers | None = None
+
+    def __init__(self, sp: SequenceParallel, model: Any, temperature: float, entropy: bool) -> None:
+        self.sp, self.model, self.temperature, self.entropy = sp, model, temperature, entropy
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Take away what is asked for, behind the hook that shards the batch."""
+        if TEMPERATURE in kwargs:
+            shifted = kwargs.get("shift_labels")
+            if shifted is None:  # the forward is local
+                shifted = counted_labels(self.sp, {name: x for name, x in kwargs.items() if x is not None}).roll(-1, 1)
+            self.shift_labels = shifted
+        return args, {name: x for name, x in kwargs.items() if name not in TAKEN}
+
+    def after_base(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        def of_tiles(head: Any, x: Tensor, sums: GradientSums) -> Tensor:
+            return tiled_by_token(lambda tile, cut: self.of_tile(type(output), head, tile, cut), x, sums, tiles)
+
+        head, tiles = self.model.lm_head, loss_tiles(self.model, output.last_hidden_state)
+        numbers = through(head, of_tiles, output.last_hidden_state)
+        self.numbers = TokenNumbers(*numbers.unbind(-1))
+        # the rest of the forward does not call the head again, for which ZeRO-3 would fetch it
+        classes = vocabulary(self.model)[1]
+        vars(self.model)["lm_head"] = Instead(head, lambda x: x.new_empty(*x.shape[:-1], classes))
+        return without_tokens(output, [])
+
+    def of_tile(self, output_type: type, head: Any, tile: Tensor, cut: slice) -> Tensor:
+        """Return (rows, tokens, numbers) of a tile of the last hidden state."""
+        labels = self.shift_labels[:, cut].to(tile.device)
+        logits = class_forward(
+            self.model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, {"input_ids": labels}
+        ).logits
+        likely = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature).log_softmax(-1)
+        numbers = [likely.gather(-1, labels.clamp(min=0)[..., None])]
+        if self.entropy:
+            numbers.append(-(likely.exp() * likely).sum(-1, keepdim=True))
+        return torch.cat(numbers, -1).masked_fill((labels == IGNORE)[..., None], 0)
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        return self.numbers
