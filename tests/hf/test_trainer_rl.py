@@ -186,7 +186,7 @@ CASES = {
     ),
     "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none"}),
     "experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, **OFF_POLICY}),
-    "a stream": lambda: ({"stream": True}, {}),
+    "a stream": lambda: ({"stream": True}, {"eval_strategy": "steps", "eval_steps": 2}),
     "a model of rewards": lambda: ({"reward_funcs": [letters, scorer(), odd]}, {"reward_weights": [1.0, 30.0, 0.5]}),
     "a model of rewards, in parts": lambda: ({"reward_funcs": [scorer()]}, {"stage": 3}),
     "long rows together": lambda: ({"group_generation_over": 14}, {}),
@@ -215,16 +215,18 @@ def run(folder, name, size):
         own["reward_processing_classes"] = [ByT5Tokenizer(extra_ids=0) for _ in own["reward_funcs"]]
     if not size:
         own.pop("group_generation_over", None)
-    data = prompts(12)
+    data = [x.to_iterable_dataset() if stream else x for x in (prompts(12), prompts(4, 9))]
     policy.config._name_or_path = str(Path(folder).parents[1] / "reference")  # from where trl loads one
     how = {
         **{"max_steps": 3, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH},
         **{"log_completions": True, "temperature": 0.9, **changes},
     }
+    given = fields(4, size and {"size": size}, **how)
+    del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
     with keyed_noise() as generated:
         made = type("Tried", (*([SequenceParallelMixin] if size else []), Keyed, trainer), {})(
-            model=policy, args=config(str(folder), **fields(4, size and {"size": size}, **how)),
-            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=data.to_iterable_dataset() if stream else data, eval_dataset=prompts(4, 9),
+            model=policy, args=config(str(folder), **given),
+            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=data[0], eval_dataset=data[1],
             **{"reward_funcs": [letters, odd], **own},
         )  # fmt: skip
         made.train()
