@@ -175,7 +175,7 @@ class GroupAccelerator(GroupState):
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
-        data = self._gather_objects(input_data) if use_gather_object else self.gather(input_data)
+        data = self.gather_objects(input_data) if use_gather_object else self.gather(input_data)
         real = self.real_examples()
         if use_gather_object:
             return data[:real]
@@ -234,7 +234,8 @@ class GroupAccelerator(GroupState):
             by_group[self.sp.topology.index(rank, "data")].append(rank)
         return by_group
 
-    def _gather_objects(self, data: Any) -> list[Any]:
+    def gather_objects(self, data: Any) -> list[Any]:
+        """Concatenate the lists of each group, once, as accelerate's `gather_object` does those of processes."""
         by_rank = gather_object([data])
         return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 

@@ -59,6 +59,10 @@ output_folder = attribute("transformers.trainer:Trainer._get_output_dir", "telli
 collator_of = attribute(
     "transformers.trainer:Trainer._get_collator_with_removed_columns", "the trial of a data set's examples"
 )
+# of trl's GRPO and RLOO
+is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
+extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")
+extra_metrics = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_metrics", "`log_metric` of reward functions")
 TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers, which would be refused
 # private methods that `SequenceParallelMixin` extends -> what breaks where the Trainer calls them no more
 EXTENDED = {
@@ -68,6 +72,26 @@ EXTENDED = {
     "_save_checkpoint": "telling half-written checkpoints apart",
 }
 EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}  # which would run unpatched models
+# methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
+REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
+EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
+
+EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
+_GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # which would gather the prompts of every rank
+
+
+@contextlib.contextmanager
+def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
+    """Context manager in which trl's trainers make their `VLLMGeneration` with a mixin before it."""
+    scopes = [vars(sys.modules[x.__module__]) for x in trainer_class.__mro__]
+    before = [(scope, scope[_GENERATION]) for scope in scopes if _GENERATION in scope]
+    for scope, generation in before:
+        scope[_GENERATION] = type(_GENERATION, (mixin, generation), {})
+    try:
+        yield
+    finally:
+        for scope, generation in before:
+            scope[_GENERATION] = generation
 
 
 def check_trainer(trainer_class: type) -> None:

@@ -49,7 +49,9 @@ class Answer(NamedTuple):
             "optimizer": OPTIMIZER,
             "micro_batch": job.batch or 1,
             "sequences_a_step": sequences,
-            "tokens_a_step": sequences * self.inputs.seq,
+            "tokens_a_step": job.objective.batch(sequences) * self.inputs.seq,
+            "reference_model": job.objective.reference,
+            "trained_parameters": self.inputs.model.trained or self.inputs.model.parameters,
             "ranks": self.inputs.world,
             "not_counted": self.inputs.model.not_counted,
             "machine": machine and {"name": machine.name, "ranks_a_node": machine.per_node, "memory": machine.memory},
@@ -76,6 +78,8 @@ class Answer(NamedTuple):
             f"micro-batch {assumed['micro_batch']}",
             f"{assumed['sequences_a_step']} sequence{'s' * (assumed['sequences_a_step'] > 1)} "
             f"({assumed['tokens_a_step']:,} tokens) a step",
+            *["a reference model"] * assumed["reference_model"],
+            *[f"{self.inputs.model.trained or 0:,} parameters trained"] * (self.inputs.model.trained is not None),
         ]
         if machine:
             limit = machine.usable if self.inputs.memory is None else self.inputs.memory

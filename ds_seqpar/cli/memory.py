@@ -30,15 +30,15 @@ from ..planner.footprint import (
 from ..planner.machine import presets
 from ..planner.plan import PlanResult
 from ..planner.prompt import cache_bytes
-from ..planner.request import MemoryBudget, TrainingStep
+from ..planner.request import TRAINERS, MemoryBudget, TrainingStep
 from .assumed import Answer
-from .options import GIB, Inputs, add_options, tokens
+from .options import GIB, Inputs, add_options, count, tokens
 
 KIB = 2**10
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
 # colors of `FOOTPRINT_ITEMS`, in their order
-SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
-          "#8e5a97", "#b8a0c8")  # fmt: skip
+SHADES = ("#2f4b6e", "#14273f", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e",
+          "#f0cf8e", "#8e5a97", "#b8a0c8", "#5f9ea0")  # fmt: skip
 LIMIT = "#b00020"  # color of the rank's memory
 
 
@@ -48,11 +48,17 @@ def add_parser(commands: Any) -> None:
     )
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
     add_options(parser, machine, "sizes are in bytes")
+    parser.add_argument("--trainer", choices=TRAINERS, help="trl's trainer of the step, for rows of --seq-len tokens")
+    parser.add_argument(
+        "--reference", action=argparse.BooleanOptionalAction, help="whether there is a reference model; default: trl's"
+    )
+    parser.add_argument("--lora", metavar="R", help="train adapters of rank R of all matrices; they are the reference")
+    parser.add_argument("--completions", metavar="N", help="that share each prompt, which then is computed once")
     parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
 
 
 def run(args: argparse.Namespace) -> None:
-    inputs = Inputs.of(args)
+    inputs = with_trainer(Inputs.of(args), args)
     budget = machine_budget(inputs)
     config, planned = config_of(inputs)
     step, answer = step_of(inputs, config), Answer(inputs, config)
@@ -77,11 +83,58 @@ def run(args: argparse.Namespace) -> None:
         fitting = fit_lines(memory, budget, longest_fit) if budget and longest_fit else []
         if cache is not None:
             fitting += ["", f"a prompt of {prompt:,} tokens keeps {cache / GIB:.3f} GiB of keys and values on a rank"]
-        print("\n".join([head, *answer.lines(), *chosen, *rest, *fitting, "", *answer.json_lines()]))
+        shared = shared_lines(step)
+        print("\n".join([head, *answer.lines(), *shared, *chosen, *rest, *fitting, "", *answer.json_lines()]))
     if args.png is not None:
         draw(memory, args.png, budget, inputs)
         if not args.json:
             print(f"wrote {args.png}")
+
+
+def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
+    """Return the inputs with what --trainer, --reference, --lora and --completions say."""
+    model, job = inputs.model, inputs.job
+    if args.lora is not None:
+        trained = count("--lora", args.lora) * model.lora
+        model = dataclasses.replace(model, trained=trained, parameters=model.parameters + trained)
+    objective, batch = TRAINERS.get(args.trainer, job.objective), job.batch or 1
+    if args.trainer is None and (args.reference or args.completions):
+        raise ConfigError("--reference and --completions are of a step of trl's; got no --trainer, say it too")
+    if objective.head == "score" and not model.tied:
+        model = dataclasses.replace(model, parameters=model.parameters - model.embedding)
+    prompt = 0 if args.prompt is None or args.trainer is None else tokens("--prompt", args.prompt)
+    if not prompt and (objective.generated or args.completions):
+        raise ConfigError("--trainer grpo and rloo, and --completions, need --prompt, the tokens of a prompt; got none")
+    if prompt >= inputs.seq:
+        raise ConfigError(f"--prompt must be less than --seq-len, a row with its completion; got {prompt:,}")
+    completions = 1 if args.completions is None else count("--completions", args.completions)
+    generates, default = objective.generated, objective.reference and args.lora is None
+    if generates:
+        batch = -(-batch // completions) * completions
+    elif batch * objective.rows % completions:
+        raise ConfigError(
+            f"--completions must divide the rows of a micro-batch, {batch * objective.rows}; got {completions}"
+        )
+    objective = dataclasses.replace(
+        objective, reference=default if args.reference is None else args.reference, completions=completions,
+        completion=inputs.seq - prompt if prompt else 0, generated=generates * batch * (job.steps or 1),
+        triton=inputs.machine is None or inputs.machine.apart,
+    )  # fmt: skip
+    seq = objective.sequence(inputs.seq)
+    job = dataclasses.replace(job, model=model, batch=batch, seq=seq, objective=objective)
+    content = {**inputs.content, "train_micro_batch_size_per_gpu": batch} if args.completions else inputs.content
+    return dataclasses.replace(inputs, content=content, model=model, seq=seq, job=job)
+
+
+def shared_lines(step: TrainingStep) -> list[str]:
+    """Return a line about prompts that are computed once."""
+    objective = step.objective
+    if objective.completions == 1:
+        return []
+    alone = objective.completions * objective.row(step.seq)
+    return [
+        f"a prompt with {objective.completions} completions is a sequence: {step.seq / alone:.1%} of {alone:,} tokens"
+    ]
 
 
 def machine_budget(inputs: Inputs) -> MemoryBudget | None:
@@ -126,8 +179,8 @@ def unplanned_lines(inputs: Inputs) -> list[str]:
 def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:
     job = inputs.job
     return TrainingStep(
-        model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, batch=job.batch or 1, dtype=job.dtype,
-        zero=job.zero, checkpointing=job.checkpointing,
+        model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, dtype=job.dtype, zero=job.zero,
+        batch=job.objective.batch(job.batch or 1), checkpointing=job.checkpointing, objective=job.objective,
     )  # fmt: skip
 
 

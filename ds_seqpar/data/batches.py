@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
 from ..runtime import mismatch_hints
-from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, rank_values
+from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, digest_of, rank_values
 from ..runtime.log import log_once
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
@@ -177,7 +178,7 @@ def shard_shared_prompts(
         checks: as in `shard_call`, and so is `on_cpu`.
 
     Returns:
-        As `shard_call`; position_ids count from 0 in each row's first token.
+        As `shard_call`; position_ids count a row's padding before its tokens.
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
@@ -185,7 +186,9 @@ def shard_shared_prompts(
     whole = {"input_ids": shared.joined(tensors["input_ids"]), "shift_labels": shared.joined(shifted)}
     shard: dict[str, Any] = {name: sp.shard(x, 1, placement) for name, x in whole.items()}
     shard |= {"labels": shard["shift_labels"], "placement": placement}
-    shard["position_ids"] = sp.local_positions(placement, device).clone()[None]
+    positions = sp.local_positions(placement, device)[None]
+    offsets = 0 if shared.offsets is None else sp.shard(shared.offsets[None], 1, placement).to(device)
+    shard["position_ids"] = positions + offsets
     counts = whole["shift_labels"] != IGNORE
     return _on_device(shard, device), float(counts.sum()) if checks.reads(counts) else counts.sum()
 
@@ -431,9 +434,11 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
     return {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
-def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each tensor, by name, its dtype, shape and a digest of its values.
+def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
+    """Return for each tensor, by name, its dtype, shape and a digest of its values; of a list of rows, its digest.
 
     They must be equal on all ranks of a sequence.
     """
+    if isinstance(batch, list):  # an object's repr may have its address
+        return {"rows": f"{len(batch)} {digest_of(re.sub(' at 0x[0-9a-f]+', '', repr(batch))):x}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

@@ -16,7 +16,7 @@ from .footprint import rank_bytes
 from .machine import Machine
 from .plan import PlanResult, find_plan, plan
 from .predict import Prediction, most_saving_settings, predict, settings_in_words
-from .request import Model, Request
+from .request import Model, Objective, Request
 
 GIB = 2**30
 
@@ -29,13 +29,14 @@ class Job:
     seq: int | None = None  # tokens of the longest sequence; None: not known
     documents: tuple[int, ...] = ()  # their lengths in tokens, if that sequence is a pack
     window: int | None = None  # attention's window in tokens, the same in all layers
-    batch: int | None = None  # sequences that a group of ranks trains at once
+    batch: int | None = None  # examples that a group of ranks trains at once
     steps: int | None = None  # micro-batches of an optimizer step
     sequences: int | None = None  # of an optimizer step; None: any number, and then all ranks share each sequence
     # as in `Request`
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
     checkpointing: bool = False
+    objective: Objective = dataclasses.field(default_factory=Objective)
 
     @classmethod
     def of(cls, json: DeepSpeedJson) -> Job:
@@ -67,7 +68,7 @@ class Job:
         return Request(
             model=self.model, machine=machine, world=world, seq=self.seq, documents=self.documents, window=self.window,
             batch=self.batch or 1, dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, given=given,
-            sequences=self.sequences, sizes=sizes, memory=memory,
+            sequences=self.sequences, sizes=sizes, memory=memory, objective=self.objective,
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from .state_memory import state_bytes
 
 FOOTPRINT_ITEMS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
+    "reference": "parameters of the reference model",
     "gradients": "the rank's share of gradients, and whole ones that are not yet reduced",
     "optimiser": "its states, and buffers of its step",
     "buckets": "ZeRO's buffer for gradients that it sends",
@@ -37,9 +38,12 @@ FOOTPRINT_ITEMS = {
     "state": "what a layer with a state projects, and states that arrive",
     "mlp": "its MLP",
     "loss": "logits, their softmax and gradient",
+    "cache": "keys and values of the rows that the rank generates",
 }
+TILE = (4096, 32768)  # tokens and words of a tile of trl's fused head
 HOST_ITEMS = {
     "parameters": "fp32 copies, or shares of parameters",
+    "reference": "shares of the reference model's parameters",
     "gradients": "of the rank's share, for the optimiser that works there",
     "optimiser": "its states",
     "buffers": "between drives and the device",
@@ -179,7 +183,7 @@ class _StepMemory:
 
     @functools.cached_property
     def states(self) -> States:
-        return states(self.model, self.zero, self.step.world, self.size)
+        return states(self.model, self.zero, self.step.world, self.size, self.step.objective.reference)
 
     def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **items: int) -> Moment:
         """Return a moment of the step.
@@ -197,14 +201,18 @@ class _StepMemory:
             buffers = 2 if self.zero.overlap_comm else 1
             bytes_by_item["buckets"] = self.zero.reduce_bucket_size * self.size * buffers
         if stage < 3 and not (stage == 2 and self.zero.optimiser_away):
-            bytes_by_item["gradients"] += done * self.size // self.share(2)
-        bytes_by_item["gradients"] = bytes_by_item.get("gradients", 0) + grads
+            bytes_by_item["gradients"] += self.trained(done) * self.size // self.share(2)
+        bytes_by_item["gradients"] = bytes_by_item.get("gradients", 0) + self.trained(grads)
         if stage == 3:
             bytes_by_item["gathered"] = gathered * self.size
         for keyword, size in items.items():
             item = keyword.replace("_", " ")
             bytes_by_item[item] = bytes_by_item.get(item, 0) + size
         return _named_moment(name, bytes_by_item)
+
+    def trained(self, count: int) -> int:
+        """Return the part of a number of parameters, or of bytes, that is trained."""
+        return count * _trained(self.model) // self.model.parameters
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
         """Return the number of parameters that ZeRO-3 holds whole while `needed` ones are in use. It also keeps earlier
@@ -264,9 +272,10 @@ class _StepMemory:
         held = {"checkpoints": count * self.hidden + self.rope, "kept_attention": kept}
         return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
 
-    def forward(self) -> list[Moment]:
-        """Return the moments of the last layer's forward, when the most layers hold something."""
-        m, held = self.model, self.layers(self.model.layers, running=True)
+    def forward(self, name: str = "forward", **held: int) -> list[Moment]:
+        """Return the moments of the last layer's forward, when the most layers hold something. `held`: the bytes of
+        what there is beside it; default: those of all layers."""
+        m, held = self.model, held or self.layers(self.model.layers, running=True)
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
@@ -278,15 +287,79 @@ class _StepMemory:
         # the head is prefetched, and copied out of the gathered buffer
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0
         return [
-            self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
+            self.moment(f"{name}: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
-                "forward: MLP", gathered=gathered + head,
+                f"{name}: MLP", gathered=gathered + head,
                 layer=(1 + (tiles == 1)) * self.hidden + saved * (self.before_attention + self.before_mlp),
                 attention=kept, mlp=after, **held,
             ),
         ]  # fmt: skip
 
+    def reference(self) -> list[Moment]:
+        """Return the moments of the reference's forward, which keeps nothing: as that of a checkpointed layer. trl's
+        trainers that generate make it before the policy's forward, the others after it."""
+        step, held = self.step, {"checkpoints": self.rope}
+        if not step.objective.generated:
+            held = self.layers(self.model.layers)
+            held["checkpoints"] += self.norm + self.residual
+        config = dataclasses.replace(self.config, recompute_attention=True, offload_checkpoints=False)
+        alone, gathered = (
+            dataclasses.replace(step, checkpointing=True, config=config),
+            self.gathered(self.model.embedding),
+        )
+        tile = {"layer": self.norm + self.residual, "loss": self.tile(forward=True)}
+        return [
+            *_StepMemory(alone).forward("reference", **held),
+            self.moment("reference: loss", gathered=gathered, **tile, **held),
+        ]
+
+    def tile(self, forward: bool) -> int:
+        """Return the bytes of trl's tile of logits. Without Triton torch makes copies of what is used of it."""
+        rows, vocab = min(self.rows, TILE[0]), min(self.model.vocab, TILE[1])
+        copies = 0.0 if self.step.objective.triton else 3.25 if forward else 7.25
+        return rows * TILE[1] * self.size + int(copies * rows * vocab * 4)
+
+    def fused_head(self) -> list[Moment]:
+        m, held, gathered = self.model, self.layers(self.model.layers), self.gathered(self.model.embedding)
+        end = self.norm + self.residual + self.hidden * self.step.objective.triton  # which picks the tokens that count
+        grads, fp32 = m.embedding * 4, self.rows * m.hidden * 4  # of the head and of hidden states
+        return [
+            self.moment("forward: loss", gathered=gathered, layer=end, loss=self.tile(forward=True), **held),
+            self.moment(
+                "backward: loss", gathered=gathered, grads=grads, layer=end + fp32, loss=self.tile(forward=False),
+                **held,
+            ),
+            self.moment(
+                "backward: head", gathered=gathered, grads=grads + (m.embedding * self.size if self.fp32_copy else 0),
+                layer=end + fp32 + (self.hidden if self.fp32_copy else 0), **held,
+            ),
+        ]  # fmt: skip
+
+    def generation(self) -> list[Moment]:
+        """Return the moments of generating by `generate` on each rank alone, with all parameters (trl's
+        `ds3_gather_for_generation`): the last layer's forward of the prompts, and the last token's."""
+        m, objective = self.model, self.step.objective
+        row = objective.row(self.step.seq)
+        rows, prompt = -(-objective.generated // self.config.size), row - objective.completion
+        layer = rows * 2 * m.kv_heads * m.head_dim * self.size  # keys and values of a token
+        # padding takes a mask of all pairs of tokens: a bool, and in attention a number
+        tokens, mask = rows * prompt * self.size, rows * prompt**2
+        mlp = tokens * (4 * m.hidden + 3 * m.intermediate) + mask
+        attention = tokens * 3 * (m.hidden + m.heads * m.head_dim) + (1 + self.size) * mask
+        return [
+            self.moment(
+                "generation: prompts", gathered=m.parameters, cache=m.attending * layer * prompt,
+                layer=max(mlp, attention),
+            ),
+            self.moment(  # a longer cache of a layer takes the place of the one before
+                "generation: last token", gathered=m.parameters, cache=(m.attending * layer + layer // 2) * row,
+                loss=3 * 4 * rows * m.vocab,
+            ),
+        ]  # fmt: skip
+
     def loss(self) -> list[Moment]:
+        if self.step.objective.head != "logits":
+            return self.fused_head() if self.step.objective.head == "fused" else []
         m, tiles = self.model, self.loss_tiles()
         held = self.layers(m.layers)
         gathered = self.gathered(m.embedding)
@@ -374,6 +447,8 @@ class _StepMemory:
         layers = self.model.layers
         ends = dict.fromkeys((layers, 1))
         moments = [
+            *(self.generation() if self.step.objective.generated else []),
+            *(self.reference() if self.step.objective.reference else []),
             *self.forward(),
             *self.loss(),
             *(moment for index in ends for moment in self.backward(index)),
@@ -428,10 +503,20 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def states(model: Model, zero: Zero, world: int, size: int) -> States:
+def _trained(model: Model) -> int:
+    return model.parameters if model.trained is None else model.trained
+
+
+def states(model: Model, zero: Zero, world: int, size: int, reference: bool = False) -> States:
     """Return the states of one rank. `size` is the bytes of a parameter's element. ZeRO makes fp32 copies of fp32
-    parameters too."""
-    count, stage = model.parameters, zero.stage
+    parameters too.
+
+    Args:
+        reference: Whether there is a reference model of the same size. trl gives it to DeepSpeed without an optimizer:
+            at stage 3 sharded and offloaded as the policy is, else whole on each rank.
+    """
+    count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
+    frozen, referred = (model.parameters - count) // shards, model.parameters * reference // shards
     local = count // world if stage else count  # elements whose states the rank has
     if not zero.optimiser_away:
         moments = MASTER if stage else size
@@ -447,8 +532,12 @@ def states(model: Model, zero: Zero, world: int, size: int) -> States:
             if stage == 3
             else _offloaded_before_stage_3(model, zero, local, size)
         )
+    for item, more in (("parameters", frozen), ("reference", referred)):
+        device = {**result.device, item: result.device.get(item, 0) + size * more}
+        result = dataclasses.replace(result, device=device)
     if zero.parameters_away:
-        result = _with_parameters_offloaded(result, zero, local, size)
+        result = _with_parameters_offloaded(result, zero, local + frozen, size)
+        result = _with_parameters_offloaded(result, zero, referred, size, "reference")
     if stage == 3:
         result = dataclasses.replace(result, device={**result.device, "buckets": zero.reduce_bucket_size * size})
     return result
@@ -459,7 +548,7 @@ def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -
     device and one on the host, each as large as the largest parameter. The host also holds new parameters in their own
     dtype."""
     largest = size * max(model.embedding, model.hidden * model.intermediate)
-    device = {"parameters": model.parameters * size, "gradients": largest}
+    device = {"parameters": _trained(model) * size, "gradients": largest}
     host = {
         "parameters": (MASTER + size) * local,
         "gradients": MASTER * local + largest,
@@ -495,16 +584,16 @@ def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
     return States(device, host, _pinned(offload.pin_memory, (1, size * local), *gradients), elements_on_device)
 
 
-def _with_parameters_offloaded(result: States, zero: Zero, local: int, size: int) -> States:
+def _with_parameters_offloaded(result: States, zero: Zero, local: int, size: int, item: str = "parameters") -> States:
     """Return the states with the rank's parameters in pinned host memory, or on drives except for `max_in_cpu`."""
     offload = zero.offload_param
     kept = min(local, offload.max_in_cpu) if offload.device == "nvme" else local
     host = dict(result.host)
-    host["parameters"] = host.get("parameters", 0) + size * kept
+    host[item] = host.get(item, 0) + size * kept
     if kept < local:  # a pool of buffers, and room for a sub-group that is read back
         pool = offload.buffer_count * offload.buffer_size + min(local, zero.sub_group_size)
         host["buffers"] = host.get("buffers", 0) + size * pool
-    device = {**result.device, "parameters": result.device["parameters"] - size * local}
+    device = {**result.device, item: result.device[item] - size * local}
     drives = result.drives + size * (local - kept)
     return dataclasses.replace(
         result, device=device, host=host, pinned=(*result.pinned, (1, size * kept)), drives=drives

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..compiler.sharding.heads import legal_ulysses
 from ..compiler.sharding.masks import CAUSAL, Mask
@@ -50,6 +50,7 @@ class Model:
     attention_layers: int | None = None  # layers that attend; None: all of them
     mlp_layers: int | None = None  # layers with an MLP; None: all of them
     latent_projections: int | None = None  # number of weights of an attention's projections, if it has a latent
+    trained: int | None = None  # parameters that are trained, as those of adapters; None: all of them
 
     @property
     def embedding(self) -> int:
@@ -88,9 +89,50 @@ class Model:
         return self.latent_projections or 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     @property
+    def lora(self) -> int:
+        """Number of weights of adapters of rank 1 of all matrices of all layers."""
+        attention = 4 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.attending * attention + self.with_mlp * 3 * (self.hidden + self.intermediate)
+
+    @property
     def mlp(self) -> int:
         """Number of weights of a layer's MLP; with experts, of those that one token is routed to."""
         return 3 * self.hidden * self.intermediate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a step computes beside, or in place of, the loss of next tokens."""
+
+    rows: int = 1  # of an example; a pair has two
+    head: Literal["logits", "fused", "score"] = "logits"  # fused: trl's, in tiles; score: a number a row
+    triton: bool = True  # whether kernels compute a tile of the fused head in place; else torch does, as on CPUs
+    reference: bool = False  # whether a second model, which is not trained, computes the same rows
+    completions: int = 1  # rows that share a prompt, which then is computed once
+    completion: int = 0  # tokens of a row that are generated, or follow a shared prompt
+    generated: int = 0  # rows that a group generates at once; its ranks divide them
+
+    def batch(self, examples: int) -> int:
+        """Return the sequences of a forward; one of them has all the completions that share a prompt."""
+        return -(-examples * self.rows // self.completions)
+
+    def sequence(self, row: int) -> int:
+        """Return the tokens of a sequence, if a row has `row` tokens. A prompt's last token is before each
+        completion."""
+        return row + (self.completions - 1) * (self.completion + 1)
+
+    def row(self, sequence: int) -> int:
+        return max(self.completion, sequence - (self.completions - 1) * (self.completion + 1))
+
+
+# trl's trainers whose steps are known; each has its default of a reference
+TRAINERS = {
+    "dpo": Objective(rows=2, head="fused", reference=True),
+    "kto": Objective(head="fused", reference=True),
+    "grpo": Objective(head="fused", generated=1),
+    "rloo": Objective(head="fused", generated=1, reference=True),
+    "reward": Objective(rows=2, head="score"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +148,7 @@ class TrainingStep:
     zero: Zero = dataclasses.field(default_factory=Zero)
     checkpointing: bool = True
     mask: Mask = CAUSAL
+    objective: Objective = dataclasses.field(default_factory=Objective)
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -144,10 +187,11 @@ class Request:
     seq: int  # tokens of a sequence
     documents: tuple[int, ...] = ()  # their lengths in tokens, if the sequence is a pack; () for one document
     window: int | None = None  # attention's window in tokens
-    batch: int = 1  # sequences that a group of ranks trains at once
+    batch: int = 1  # examples that a group of ranks trains at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
     checkpointing: bool = True
+    objective: Objective = dataclasses.field(default_factory=Objective)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
     sequences: int | None = None  # of an optimizer step; None: as many as the groups train at once
     sizes: tuple[int, ...] = ()  # values that `size` may take; () for all
@@ -213,8 +257,9 @@ class Request:
 
     def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> TrainingStep:
         return TrainingStep(
-            model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,
-            zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
+            model=self.model, config=config, world=self.world, seq=self.seq, batch=self.objective.batch(self.batch),
+            dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
+            mask=self.mask if mask is None else mask,
         )  # fmt: skip
 
     def seconds_a_sequence(self, seconds: float, sequences: int) -> float:

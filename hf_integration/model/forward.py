@@ -38,6 +38,7 @@ from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
+from .prompts import wants_token_numbers
 
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
@@ -107,13 +108,15 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
     """Return whether a forward is local.
 
     One rank has whole sequences in any case, so there a forward is local too, except for batches of `shard_batches`
-    and a Trainer's batches with labels, which have tiles and checkpoints as on several ranks.
+    and a Trainer's batches with labels, which have tiles and checkpoints as on several ranks, and for calls whose rows
+    may share prompts.
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)
     sharded = inputs.get("shift_labels") is not None or inputs.get("placement") is not None
     moved = inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs))
-    return not (sharded or moved) or takes_cache(module, inputs)
+    shares = patch.sp.config.shared_prompts is not False and wants_token_numbers(inputs)
+    return not (sharded or moved or shares) or takes_cache(module, inputs)
 
 
 def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> Mode:
@@ -332,9 +335,6 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if positions is not None and context.layout is not None and not facts.counts_padding:
         counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
         positions = counted.to(positions.device).expand_as(positions)
-    offsets = None if context.shared is None else context.shared.offsets
-    if positions is not None and offsets is not None and facts.counts_padding:
-        positions = positions + sp.shard(offsets[None], 1, context.layout).to(positions.device)
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
     inputs["position_ids"] = positions

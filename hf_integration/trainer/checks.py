@@ -29,6 +29,7 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 
 from ..compat import TRL_BASE, collator_of
 from ..model.patch import sees_whole_outputs
+from .rollouts import ROLLOUTS
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
@@ -54,7 +55,9 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-SUPPORTED = ("SFTTrainer", "DPOTrainer", TRL_BASE)  # the Trainers of trl that may be extended
+LOSS_OF_WHOLE = ("DPOTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
+# the Trainers of trl that may be extended
+SUPPORTED = ("SFTTrainer", "DPOTrainer", *ROLLOUTS, TRL_BASE)
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
 EQUAL_ARGUMENTS = (
@@ -155,14 +158,14 @@ def _world_size() -> int:
 
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
-    compute_loss, trl's DPOTrainer, or a model whose own forward may add to it."""
+    compute_loss, trl's trainers of preferences and rollouts, or a model whose own forward may add to it."""
     if sees_whole_outputs(trainer.model):
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
-    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ == "DPOTrainer" for base in classes)
+    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in LOSS_OF_WHOLE for base in classes)
 
 
 def loader_error(loader: Any) -> ConfigError | None:
@@ -234,6 +237,8 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
                 f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
+        if not isinstance(collated, Mapping):  # rows of prompts
+            continue
         if not TOKENS.intersection(collated):
             _refuse_if_text(examples[0])
         if not has_custom_loss(trainer):

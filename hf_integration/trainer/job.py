@@ -19,7 +19,7 @@ from transformers import (
     DataCollatorWithFlattening,
     PreTrainedConfig,
     PreTrainedModel,
-    TrainingArguments,
+    Trainer,
 )
 
 from ds_seqpar.compiler.schedules.base import is_count
@@ -37,7 +37,7 @@ from .collator import PackingCollator, Packs
 
 if TYPE_CHECKING:
     from ds_seqpar.planner.auto import Job
-    from ds_seqpar.planner.request import Model, StateLayers
+    from ds_seqpar.planner.request import Model, Objective, StateLayers
 
 
 IDS = "input_ids"
@@ -68,13 +68,14 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
     )
 
 
-def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
+def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
     """Return the job of a Trainer: the values that it fills in for "auto" in the JSON, and its longest sequence.
 
     A sequence is a row of a batch; if a collator packs documents, it is the whole batch.
     """
     from ds_seqpar.planner.auto import Job
 
+    args, dataset, collator = trainer.args, trainer.train_dataset, trainer.data_collator
     batch_size, documents = args.per_device_train_batch_size, _longest_pack(dataset)
     seq = longest_example(dataset, args.length_column_name)
     packed = isinstance(collator, PackingCollator | DataCollatorWithFlattening)
@@ -89,6 +90,25 @@ def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset:
         sequences=None,  # the Trainer's batch depends on the number of groups, which a prediction must not change
         dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         checkpointing=bool(args.gradient_checkpointing),
+        objective=objective_of(trainer),
+    )
+
+
+def objective_of(trainer: Trainer) -> Objective:
+    """Return what a trainer of trl's computes, by its class and arguments. Prompts count for each of their rows."""
+    from ds_seqpar.planner.request import TRAINERS, Objective
+
+    args: Any = trainer.args
+    names = (base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
+    kinds = (name.removesuffix("Trainer").lower() for name in names)
+    objective = next((TRAINERS[kind] for kind in kinds if kind in TRAINERS), Objective())
+    generates = objective.generated and not args.use_vllm
+    return dataclasses.replace(
+        objective,
+        triton=not args.use_cpu,
+        reference=getattr(trainer, "ref_model", None) is not None,
+        generated=args.per_device_train_batch_size * args.steps_per_generation if generates else 0,
+        completion=args.max_completion_length if generates else 0,
     )
 
 
@@ -208,6 +228,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         head_dim=getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads,
         vocab=config.vocab_size,
         parameters=_elements(model),
+        trained=None if all(x.requires_grad for x in model.parameters()) else _elements(model, trained=True),
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
         norms_heads=config.model_type in TESTED and TESTED[config.model_type].norms_heads,
@@ -287,5 +308,5 @@ def _state_sizes(module: Any) -> StateLayers | None:
     )
 
 
-def _elements(module: nn.Module) -> int:
-    return sum(map(whole_numel, module.parameters()))
+def _elements(module: nn.Module, trained: bool = False) -> int:
+    return sum(whole_numel(x) for x in module.parameters() if x.requires_grad or not trained)

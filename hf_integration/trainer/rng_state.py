@@ -55,13 +55,18 @@ def _set_state(state: tuple) -> None:
 
 class SharedDraws(TrainerCallback):
     """Make the random state equal on all ranks when training begins, and when a sampler that draws from it begins an
-    epoch: data sets may have advanced it by different amounts."""
+    epoch: data sets may have advanced it by different amounts.
 
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
+    Args:
+        sp: The `SequenceParallel` of the model.
+        by_group: Whether training begins with other numbers in each group, the same on its ranks.
+    """
+
+    def __init__(self, sp: SequenceParallel, by_group: bool = False) -> None:
+        self.sp, self.by_group = sp, by_group
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        share(self.sp.control_world)
+        share(self.sp.groups.control if self.by_group else self.sp.control_world)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.train_sampling_strategy == "group_by_length":

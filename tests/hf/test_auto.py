@@ -184,7 +184,7 @@ def jobs(folder):
     for name, data, collator in (("packs", packs, PackingCollator()), ("arrow", arrow, PackingCollator()),
                                  ("padded", arrow, collated)):  # fmt: skip
         trainer = make(f"{folder}/{name}", 2, {"size": 1}, parts={"train_dataset": data, "data_collator": collator})
-        job = job_of_trainer(trainer.args, {"zero_optimization": {"stage": 3}}, data, collator)
+        job = job_of_trainer(trainer, {"zero_optimization": {"stage": 3}})
         found[name] = job.seq, job.documents, job.batch, job.steps, job.dtype, job.zero.stage
     lengths = {name: [len(one["input_ids"]) for one in some] for name, some in (("documents", documents(12)),)}
     return found, max(sum(lengths["documents"][n] for n in pack) for pack in packs.packs), max(lengths["documents"])

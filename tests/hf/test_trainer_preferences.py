@@ -10,6 +10,7 @@ from datasets import Dataset, load_from_disk
 from transformers import ByT5Tokenizer
 
 from hf_integration import SequenceParallelMixin
+from hf_integration.trainer.job import objective_of
 from tests.hf.llama import small
 from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
@@ -64,6 +65,8 @@ def figures(folder, name, size):
         model=model(), args=DPOConfig(str(folder), **given), processing_class=ByT5Tokenizer(extra_ids=0),
         train_dataset=load_from_disk(data / "train"), eval_dataset=load_from_disk(data / "eval"), **own,
     )  # fmt: skip
+    planned = objective_of(trainer)  # of what "auto" counts
+    assert (planned.rows, planned.head, planned.reference) == (2, "fused", trainer.ref_model is not None)
     trainer.train()
     return {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in FIGURES}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_seqpar.compat import SEEN, attribute, private
 from ds_seqpar.errors import ConfigError
-from hf_integration.compat import EXTENDED, EXTENDED_OF_TRL, check_trainer
+from hf_integration.compat import EXTENDED, EXTENDED_OF_ROLLOUTS, EXTENDED_OF_TRL, EXTENDED_OF_VLLM, check_trainer
 from tests.unit.test_imports import MODULES, ROOT, imported, tree_of
 
 COMPAT = ("ds_seqpar.compat", "hf_integration.compat")
@@ -66,6 +66,9 @@ def test_what_is_missing_is_named_at_its_first_use():
 def test_the_trainers_have_what_ours_extends():
     assert all(f"    def {name}(" in source("transformers.trainer") for name in EXTENDED)
     assert all(f"    def {name}(" in source("trl.trainer.dpo_trainer") for name in EXTENDED_OF_TRL)
+    for module in ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"):
+        assert all(f"    def {name}(" in source(module) for name in EXTENDED_OF_ROLLOUTS)
+    assert all(f"    def {name}(" in source("trl.generation.vllm_generation") for name in EXTENDED_OF_VLLM)
     with pytest.raises(ConfigError, match="_prepare_for_training"):
         check_trainer(object)
 
@@ -101,7 +104,7 @@ def private_uses(name):
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             used = [x.value for x in node.args[1:2] if isinstance(x, ast.Constant)]
         extends = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
-        known = {*EXTENDED, *EXTENDED_OF_TRL} if extends else ours
+        known = {*EXTENDED, *EXTENDED_OF_TRL, *EXTENDED_OF_ROLLOUTS, *EXTENDED_OF_VLLM} if extends else ours
         for word in used:
             if is_private(word) and word not in known and not word.startswith("_sequence_parallel"):
                 yield node.lineno, word

@@ -150,7 +150,48 @@ def test_a_section_that_asks_for_a_plan_is_planned_where_a_machine_is_known(caps
     assert "say --machine" not in out
 
 
+def test_a_pair_has_two_rows_and_a_reference_or_adapters(capsys, place):
+    def memory(*words):
+        found = json.loads(_memory(capsys, place, "--json", None, *words)[0])
+        return found, {moment["moment"]: moment["parts"] for moment in found["moments"]}
+
+    plain, parts = memory()
+    pair, of_pair = memory("--trainer", "dpo")
+    share = numbers_of(str(place)).parameters // 4
+    assert pair["resting"]["total"] - plain["resting"]["total"] == pair["resting"]["parts"]["reference"] == 2 * share
+    assert of_pair["forward: MLP"]["mlp"] == 2 * parts["forward: MLP"]["mlp"]
+    assert of_pair["reference: MLP"]["checkpoints"] >= of_pair["forward: MLP"]["checkpoints"]  # the policy's
+    assert of_pair["forward: loss"]["loss"] == 2 * 128 * 32768 * 2  # a tile, of which torch uses 256 words
+    lora, of_lora = memory("--trainer", "dpo", "--lora", "4")
+    # 20 heads of q, k, v and out, and 64 and 96 of three matrices
+    trained = 2 * 4 * (4 * 64 + 20 * 8 + 3 * (64 + 96))
+    assert lora["assumed"]["trained_parameters"] == trained
+    assert lora["resting"]["parts"]["optimiser"] == 8 * (trained // 4)
+    assert not any("reference" in parts for parts in of_lora.values())
+    assert memory("--trainer", "reward")[1].keys() == parts.keys() - {
+        "forward: loss", "backward: loss", "backward: logits"
+    }  # fmt: skip
+
+
+def test_completions_share_a_prompt_and_generate_before_they_train(capsys, place):
+    words = ["--trainer", "grpo", "--seq-len", 9216, "--prompt", 8192, "--completions", 8]
+    out, err, code = _memory(capsys, place, *words)
+    assert (err, code) == ("", 0)
+    assert missing(out, "16391 tokens on 4 ranks", "22.2% of 73,728 tokens", "_train_batch_size 8") == []
+    found = json.loads(_memory(capsys, place, *words, "--json", None)[0])
+    cache = {moment["moment"]: moment["parts"].get("cache", 0) for moment in found["moments"]}
+    token = 2 * 2 * 2 * 8 * 2  # two layers, k and v of two heads of 8, bf16
+    assert cache.pop("generation: prompts") == 2 * 8192 * token
+    assert cache.pop("generation: last token") == 2 * 9216 * (token + token // 4)
+    assert not any(cache.values())
+
+
 REFUSED = [
+    (["--completions", 2], ("--completions", "no --trainer")),
+    (["--trainer", "grpo"], ("--prompt", "got none")),
+    (["--trainer", "grpo", "--prompt", 512], ("--prompt", "less than --seq-len", "got 512")),
+    (["--trainer", "dpo", "--prompt", 64, "--completions", 3], ("--completions", "divide", "got 3")),
+    (["--lora", "all"], ("--lora", "got 'all'")),
     (["--seq-len", "many"], ("--seq-len", "got 'many'")),
     (["--ranks", 0], ("--ranks", "got '0'")),
     (["--model", "/nowhere"], ("--model", "no /nowhere")),

@@ -1,0 +1,213 @@
+"""trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all of its ranks train on them.
+
+trl's methods run as they are, but with other functions where they call accelerate's directly: those would count ranks,
+where a group of ranks replaces one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_seqpar.errors import ConfigError, as_seqpar_error
+from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
+
+from .. import compat
+from ..families import unwrapped
+from ..generation import zero
+from ..model.patch import whole_sequences
+from ..rebinding import rebound
+from . import rng_state
+
+ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
+# attribute of them -> their argument with which the model's `generate` does not make the completions
+GENERATED_ELSEWHERE = {
+    **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
+    "environment_factories": "environment_factory",
+}
+Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
+
+
+def rolls_out(trainer: Any) -> bool:
+    """Return whether a Trainer trains on what it generates."""
+    return any(base.__name__ in ROLLOUTS for base in type(trainer).__mro__)
+
+
+def check(trainer: Any, groups: int) -> None:
+    """Check GRPO's and RLOO's arguments, with groups of ranks in place of trl's processes, before they are used.
+
+    `generation_batch_size`, in which trl has counted ranks, becomes that of `steps_per_generation` for groups.
+
+    Raises:
+        ConfigError: If completions would not be divided among the ranks of a group, or prompts among groups.
+    """
+    args, classes = trainer.args, [*type(trainer).__mro__]
+    for base in itertools.takewhile(lambda x: x.__name__ not in ROLLOUTS, classes[classes.index(Rollouts) + 1 :]):
+        if own := sorted({*compat.REBOUND} & {*vars(base)}):
+            raise ConfigError(
+                f"a class between SequenceParallelMixin and trl's trainer must not have a method {own[0]}, whose "
+                f"super() would count ranks; got {base.__name__}, list SequenceParallelMixin behind it"
+            )
+    for name, argument in GENERATED_ELSEWHERE.items():
+        if getattr(trainer, name, None):
+            raise ConfigError(
+                "sequence parallel GRPO and RLOO need completions that the model's own generate makes; got "
+                f"{argument}, leave it out"
+            )
+    if trainer.use_vllm and trainer.vllm_mode != "server":
+        raise ConfigError(
+            'sequence parallel GRPO and RLOO need vllm_mode="server", since vLLM on the ranks would generate for each '
+            f"of them; got {trainer.vllm_mode!r}, start trl vllm-serve on other GPUs"
+        )
+    if compat.is_vlm(trainer):
+        raise ConfigError(
+            "sequence parallel GRPO and RLOO need prompts of text; got a processor of images too, give its tokenizer "
+            "as processing_class"
+        )
+    rows, of_prompt = args.per_device_train_batch_size, args.num_generations
+    args.generation_batch_size = rows * groups * args.steps_per_generation
+    if args.generation_batch_size % of_prompt:
+        raise ConfigError(
+            f"per_device_train_batch_size x groups of ranks x steps_per_generation must be divisible by "
+            f"num_generations, {of_prompt}; got {rows} x {groups} x {args.steps_per_generation}, since a group "
+            "replaces one process"
+        )
+    rows, of_prompt = args.per_device_eval_batch_size, args.num_generations_eval or of_prompt
+    if args.do_eval and args.eval_strategy != "no" and rows * groups % of_prompt:
+        raise ConfigError(
+            "per_device_eval_batch_size x groups of ranks must be divisible by the generations of a prompt in "
+            f"evaluation, {of_prompt}; got {rows} x {groups}, since a group replaces one process"
+        )
+
+
+class Rollouts(Behind):
+    """Part of `SequenceParallelMixin` that extends what trl's GRPO and RLOO do with completions."""
+
+    group_generation_over: int | None
+    reward_funcs: list[Any]
+    _throughput: Any
+    _generations: tuple[object, int] = None, 0  # (step and mode, how many generations it has had)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sp.size == 1:
+            return super()._generate_single_turn(*args, **kwargs)
+        with self._divided_generation():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _divided_generation(self) -> Iterator[None]:
+        """Context manager in which the model's `generate` divides its rows among the ranks of this group."""
+        step, (last, count) = (self.state.global_step, self.model.training), self._generations
+        self._generations = step, count + 1 if step == last else 0
+        seed = functools.partial(digest_of, self.args.seed, *self._generations)
+        inner = unwrapped(self.model)
+        together, inner.generate = inner.generate, functools.partial(self._generate_divided, inner.generate, seed)
+        try:
+            yield
+        finally:
+            inner.generate = together
+
+    def _generate_divided(
+        self, together: Callable[..., Tensor], seed: Callable[..., int], *, input_ids: Tensor, attention_mask: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Generate as transformers does, each row on one rank of the group, or on all of them where it is too long.
+
+        Args:
+            together: The patched model's `generate`.
+            seed: Returns the seed of random numbers, of what it is called with.
+            input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
+            attention_mask: Of the same shape.
+            **kwargs: For `together`.
+
+        Returns:
+            Prompts and completions (rows, tokens), on all ranks of the group.
+
+        Raises:
+            SeqParError: On all ranks of the world, if a rank fails.
+        """
+        inner, group, most = unwrapped(self.model), self.sp.groups.control, self.group_generation_over
+        lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
+        split = bool(zero.split_parameters(inner))  # a rank alone would wait for the others in each forward
+        long = [row for row, length in enumerate(lengths) if split or (most is not None and length > most)]
+        mine = sorted({*range(len(lengths))} - {*long})[dist.get_rank(group) :: dist.get_world_size(group)]
+
+        def completions(generate: Callable[..., Tensor], rows: list[int], seed: int) -> dict[int, list[int]]:
+            if not rows:
+                return {}
+            with rng_state.unchanged():
+                torch.manual_seed(seed)
+                ids = generate(input_ids=input_ids[rows], attention_mask=attention_mask[rows], **kwargs)
+            return dict(zip(rows, ids[:, input_ids.shape[1] :].tolist(), strict=True))
+
+        own, error = {}, None
+        try:
+            with whole_sequences(inner):
+                own = completions(together, mine, seed(dist.get_rank()))
+        except Exception as reason:  # other ranks wait for this one's completions
+            error = as_seqpar_error("generating completions failed", reason)
+        assert_ranks_agree(self.sp.control_world, "completions", None, error=error, peers=group)
+        by_row = completions(together, long, seed("together", self.sp.data_rank))
+        for _, others in all_gather_objects(group, ("completions", own)):
+            by_row |= others
+        width = max(map(len, by_row.values()))
+        padding = kwargs["generation_config"].pad_token_id
+        padded = [by_row[row] + [padding] * (width - len(by_row[row])) for row in range(len(lengths))]
+        return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Score this group's completions: functions on its first rank alone, models on all its ranks."""
+        group, known, error = self.sp.groups.control, None, None
+        args = inputs, prompts, completions, completion_ids_list
+        models = [isinstance(function, nn.Module) for function in self.reward_funcs]
+        if self.sp.size == 1 or dist.get_rank(group) == 0:
+            try:
+                nothing = functools.partial(_given, [0.0] * len(prompts))
+                known = self._scored_by([nothing if models[i] else x for i, x in enumerate(self.reward_funcs)], *args)
+                known = known.cpu()
+            except Exception as reason:  # other ranks wait for this one's rewards
+                error = as_seqpar_error("computing rewards failed", reason)
+        assert_ranks_agree(self.sp.control_world, "rewards", None, error=error, peers=group)
+        logs = compat.extra_logs(self), compat.extra_metrics(self)
+        _, known, *logged = all_gather_objects(group, ("rewards", known, *map(dict, logs)))[0]
+        for log, of_first in zip(logs, logged, strict=True):
+            log.update(of_first)
+        rng_state.share(group)  # functions may draw
+        if any(models):
+            columns = known.T.tolist()
+            given = [x if models[i] else functools.partial(_given, columns[i]) for i, x in enumerate(self.reward_funcs)]
+            known = self._scored_by(given, *args)
+        return self.accelerator.gather(known.to(self.accelerator.device))
+
+    def _scored_by(self, functions: list[Any], *args: Any) -> Tensor:
+        """Return the rewards (rows, functions) of this group's completions by these functions."""
+        before, self.reward_funcs = self.reward_funcs, functions
+        try:
+            return rebound(super()._calculate_rewards.__func__, {"gather": lambda rewards: rewards})(self, *args)
+        finally:
+            self.reward_funcs = before
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        names = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
+        return rebound(super()._generate_and_score_completions.__func__, names)(self, inputs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        if self.model.training and hasattr(self, "reward_funcs"):
+            ids, mask = (
+                torch.cat([prepared[f"{part}_{name}"] for part in ("prompt", "completion")], dim=1)
+                for name in ("ids", "mask")
+            )
+            self._throughput.count({"input_ids": ids, "attention_mask": mask})
+        return prepared
+
+
+def _given(rewards: list[float], **_: Any) -> list[float]:
+    return rewards

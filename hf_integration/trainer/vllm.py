@@ -1,0 +1,116 @@
+"""vLLM in server mode, as trl's trainers use it: the first rank asks the server, for all groups of ranks at once.
+
+An error of the first rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
+from ds_seqpar.runtime import groups
+from ds_seqpar.runtime.agreement import assert_ranks_agree
+
+from ..accelerators import GroupAccelerator
+from ..rebinding import rebound
+
+Behind: Any = object  # stands in for the class after the mixin
+SHARE = 0.9  # of the time for which ranks wait for one another, in which the server must answer
+
+
+class ServerOfGroups(Behind):
+    """Mixin of trl's `VLLMGeneration` whose processes are the groups that its accelerator counts."""
+
+    accelerator: GroupAccelerator
+
+    def _init_vllm(self) -> None:
+        self._world = groups.control_world()
+        connect = rebound(super()._init_vllm.__func__, {"VLLMClient": _client})
+        self._together("connecting to", lambda: connect(self), self.accelerator.wait_for_everyone)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        self._weights = super()._iter_named_params()
+        return self._weights
+
+    def sync_weights(self) -> None:
+        self._together("giving weights to", super().sync_weights, lambda: [None for _ in self._weights])
+
+    def generate(self, prompts: list, images: list | None, num_generations: int, profiler: Any = None) -> tuple:
+        """Return trl's tuple, which holds the same on all ranks of a group: the answers to its prompts."""
+        completions = len(prompts) * self.accelerator.num_processes
+        names = {
+            "gather_object": self.accelerator.gather_objects,
+            "broadcast_object_list": functools.partial(self._tell, completions),
+        }
+        generate = rebound(super().generate.__func__, names)
+        return self._together("asking", lambda: generate(self, prompts, images, num_generations, profiler))
+
+    def _together(self, action: str, function: Callable[[], Any], join: Callable[[], Any] = lambda: None) -> Any:
+        """Return the result of a function that all ranks call. Raises on every rank if it fails on one.
+
+        Args:
+            action: For errors.
+            join: Takes part in what the other ranks wait in for a rank whose function has failed.
+        """
+        result = error = None
+        try:
+            result = function()
+        except SeqParError:
+            raise  # ranks have agreed on it
+        except Exception as reason:
+            error = as_seqpar_error(f"{action} vLLM's server failed", reason)
+            join()
+        assert_ranks_agree(self._world, f"{action} vLLM's server", None, error=error)
+        return result
+
+    def _tell(self, completions: int, answer: list, from_process: int) -> None:
+        """Broadcast an answer of the server. Raises on every rank if it is not whole."""
+        error = None
+        if answer[0] is not None:
+            _, ids, logprobs, _ = answer[0]
+            lengths = [len(x) for x in ids]
+            counted = lengths if self.logprobs is None else [len(x) for x in logprobs or ()]
+            if len(ids) != completions or not all(lengths) or counted != lengths:
+                error = InputError(
+                    f"vLLM's server must answer {completions} completions of a token or more, with a logprob for each "
+                    f"token where they are asked for; got {len(ids)} of {min(lengths, default=0)} tokens or more, with "
+                    f"{sum(counted)} logprobs for {sum(lengths)} tokens, see its log"
+                )
+        assert_ranks_agree(self._world, "asking vLLM's server", None, error=error)
+        broadcast_object_list(answer, from_process=from_process)
+
+
+def _client(**settings: Any) -> Any:
+    from trl.generation.vllm_client import VLLMClient
+
+    client = _in_time(VLLMClient)(**settings)
+    client.session.request = _in_time(client.session.request)
+    return client
+
+
+def _in_time(function: Callable) -> Callable:
+    """Return a function that raises TimeoutError where this one takes so long that other ranks would stop waiting."""
+    seconds = SHARE * groups.timeout().total_seconds()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result: Future = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function(*args, **kwargs))
+            except Exception as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        if not wait([result], seconds).done:
+            raise TimeoutError(f"no answer in {seconds:g} s, since ranks stop waiting after ddp_timeout")
+        return result.result()
+
+    return call
