@@ -140,10 +140,12 @@ class Rollouts(Behind):
         def completions(generate: Callable[..., Tensor], rows: list[int], seed: int) -> dict[int, list[int]]:
             if not rows:
                 return {}
+            width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
+            ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
             with rng_state.unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                ids = generate(input_ids=input_ids[rows], attention_mask=attention_mask[rows], **kwargs)
-            return dict(zip(rows, ids[:, input_ids.shape[1] :].tolist(), strict=True))
+                ids = generate(input_ids=ids, attention_mask=mask, **kwargs)
+            return dict(zip(rows, ids[:, width:].tolist(), strict=True))
 
         own, error = {}, None
         try:

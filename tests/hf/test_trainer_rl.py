@@ -14,6 +14,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from transformers import (
     ByT5Tokenizer,
@@ -43,13 +44,12 @@ class Keyed:
         before, generate = vars(model).get("generate"), model.generate
 
         def numbered(*, input_ids, attention_mask, **given):
-            """With the number of the completion in a column of padding."""
-            seen, numbers = Counter(), []
-            for row in input_ids.tolist():
-                numbers.append(seen[tuple(row)])
-                seen[tuple(row)] += 1
-            ids = torch.cat([torch.tensor(numbers)[:, None], input_ids], dim=1)
-            mask = torch.cat([torch.zeros(len(ids), 1, dtype=attention_mask.dtype), attention_mask], dim=1)
+            """With the number of the completion in a token before the prompt."""
+            ids, mask = (F.pad(x, (1, 0)) for x in (input_ids, attention_mask))
+            seen = Counter()
+            for row, (prompt, first) in enumerate(zip(input_ids.tolist(), (1 - attention_mask).sum(1), strict=True)):
+                ids[row, first], mask[row, first] = 250 + seen[tuple(prompt)], 1
+                seen[tuple(prompt)] += 1
             return generate(input_ids=ids, attention_mask=mask, **given)[:, 1:]
 
         model.generate = numbered
@@ -65,7 +65,7 @@ def draw(input_ids, scores):
     """A processor of logits that leaves one token for each row."""
     chosen = []
     for row, score in zip(input_ids.tolist(), scores, strict=True):
-        key = zlib.crc32(repr([row[0], *(x for x in row[1:] if x)]).encode())
+        key = zlib.crc32(repr([x for x in row if x]).encode())
         noise = torch.rand(len(score), generator=torch.Generator().manual_seed(key))
         chosen.append(int((score.log_softmax(-1) - (-noise.log()).log()).argmax()))
     return torch.full_like(scores, -math.inf).scatter(1, torch.tensor(chosen)[:, None], 0.0)
