@@ -186,9 +186,7 @@ class ExpertBalance:
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
-    def correct(
-        self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None
-    ) -> Any:
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
         """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.
 
         Whole router logits, which a head of the user's own got, make a balance that is right already.
@@ -205,6 +203,11 @@ class ExpertBalance:
         if getattr(output, "aux_loss", None) is None:
             return output
         router_logits = getattr(output, "router_logits", None) or router_logits
+        if router_logits is None:
+            raise ConfigError(
+                f"the balance of experts needs router_logits; got a {type(output).__name__} without, of a compiled "
+                "model, compile its layers instead (layer.compile())"
+            )
         if isinstance(router_logits[0], WholeTensor):
             return output
         chosen, mask = model.num_experts_per_tok, kwargs.get("attention_mask")
