@@ -87,19 +87,13 @@ class Bench:
 
     def run(self, spec: Spec, seq: int, *, timed: int, follow: bool) -> list[Any] | str:
         """Figures of every rank, or why there are none."""
-        from tests.launch import on_ranks
-
         options = {**({"tiled_mlp": True} if spec.peer == "deepspeed" else {}), **spec.section}
         args = self.model, spec.peer or "ours", options, seq, timed, follow, self.args.limit
-        found = on_ranks(self.args.ranks, self.on_ranks.measure, *args, timeout=self.args.timeout, check=False)
-        failed = [one for one in found if isinstance(one, tuple)]
-        if any(one[1] == f"exit code {self.on_ranks.OVER}" for one in failed):
-            return f"{OVER} {self.args.limit / 2**30:.3g} GiB"
-        if failed:
-            told = min(failed, key=lambda one: "Connection" in one[1] or "peer" in one[1])
-            tables.say(f"{spec.name}, {seq} tokens:\n{told[2]}")
-            return f"{told[0]}: {told[1].splitlines()[0] if told[1] else ''}"
-        self.check(spec.name, seq, found[0].losses, found[0].norms)
+        found = figures(
+            self.args.ranks, self.on_ranks.measure, *args, timeout=self.args.timeout, name=f"{spec.name}, {seq} tokens"
+        )
+        if not isinstance(found, str):
+            self.check(spec.name, seq, found[0].losses, found[0].norms)
         return found
 
     def check(self, name: str, seq: int, *found: Sequence[float]) -> None:
@@ -107,6 +101,22 @@ class Bench:
         other, *first = self.first.setdefault(seq, (name, *found))
         if wrong := unlike(first, found, self.tolerance):
             raise SystemExit(f"{other} and {name}, {seq} tokens: {wrong}")
+
+
+def figures(world: int, function: Callable[..., Any], *args: Any, timeout: float, name: str) -> list[Any] | str:
+    """What a function that ends above a limit, its last argument, gives on every rank; or why there is nothing."""
+    from benchmarks.memory.ranks import OVER as CODE
+    from tests.launch import on_ranks
+
+    found = on_ranks(world, function, *args, timeout=timeout, check=False)
+    failed = [one for one in found if isinstance(one, tuple)]
+    if any(one[1] == f"exit code {CODE}" for one in failed):
+        return f"{OVER} {args[-1] / 2**30:.3g} GiB"
+    if failed:
+        told = min(failed, key=lambda one: "Connection" in one[1] or "peer" in one[1])
+        tables.say(f"{name}:\n{told[2]}")
+        return f"{told[0]}: {told[1].splitlines()[0] if told[1] else ''}"
+    return found
 
 
 def unlike(right: Sequence[Sequence[float]], found: Sequence[Sequence[float]], tolerance: float) -> str | None:

@@ -108,8 +108,13 @@ def measure(
 ) -> Figures:
     """One step to warm up, `timed` ones with a clock and the RSS reset before, and with `follow` one whose tensors are
     followed. limit: bytes of RSS at which this process ends, before the machine has no more."""
+    return measured(lambda: made(model, kind, options, seq), timed, follow, limit)
+
+
+def measured(make: Callable[[], Step], timed: int, follow: bool, limit: int) -> Figures:
+    """As `measure`, of any step."""
     threading.Thread(target=watch, args=(limit,), daemon=True).start()
-    step = made(model, kind, options, seq)
+    step = make()
     rest, found, seconds, highest = memory("VmRSS"), [], [], 0
     for _ in range(1 + timed):
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from datasets import Dataset
 from transformers import (
     ByT5Tokenizer,
@@ -48,13 +49,12 @@ class Keyed:
         before, generate = vars(model).get("generate"), model.generate
 
         def numbered(*, input_ids, attention_mask, **given):
-            """With the number of the completion in a column of padding."""
-            seen, numbers = Counter(), []
-            for row in input_ids.tolist():
-                numbers.append(seen[tuple(row)])
-                seen[tuple(row)] += 1
-            ids = torch.cat([torch.tensor(numbers)[:, None], input_ids], dim=1)
-            mask = torch.cat([torch.zeros(len(ids), 1, dtype=attention_mask.dtype), attention_mask], dim=1)
+            """With the number of the completion in a token before the prompt."""
+            ids, mask = (F.pad(x, (1, 0)) for x in (input_ids, attention_mask))
+            seen = Counter()
+            for row, (prompt, first) in enumerate(zip(input_ids.tolist(), (1 - attention_mask).sum(1), strict=True)):
+                ids[row, first], mask[row, first] = 250 + seen[tuple(prompt)], 1
+                seen[tuple(prompt)] += 1
             return generate(input_ids=ids, attention_mask=mask, **given)[:, 1:]
 
         model.generate = numbered
@@ -70,7 +70,7 @@ def draw(input_ids, scores):
     """A processor of logits that leaves one token for each row."""
     chosen = []
     for row, score in zip(input_ids.tolist(), scores, strict=True):
-        key = zlib.crc32(repr([row[0], *(x for x in row[1:] if x)]).encode())
+        key = zlib.crc32(repr([x for x in row if x]).encode())
         noise = torch.rand(len(score), generator=torch.Generator().manual_seed(key))
         chosen.append(int((score.log_softmax(-1) - (-noise.log()).log()).argmax()))
     return torch.full_like(scores, -math.inf).scatter(1, torch.tensor(chosen)[:, None], 0.0)
@@ -195,7 +195,7 @@ CASES = {
         {},
         {"use_adaptive_entropy": True, "entropy_target": 5.6, "multi_objective_aggregation": "normalize_then_sum"},
     ),
-    "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none"}),
+    "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none", "repetition_penalty": 1.2}),
     "experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, **OFF_POLICY}),
     "conversations": lambda: ({"reward_funcs": [odd], "talks": True}, {"loss_type": "dapo"}),
     "resumed": lambda: ({}, {**SAVES, "steps_per_generation": 2}),
@@ -219,10 +219,10 @@ CASES = {
 }
 
 
-def trainer_of(folder, name, size=None, between=Keyed, parts=None, **changes):
+def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes):
     """A plain trainer, or one in which `size` ranks share sequences.
 
-    between: the class before trl's; parts: the trainer's own arguments; changes: of its configuration.
+    between: classes before trl's; parts: the trainer's own arguments; changes: of its configuration.
     """
     import trl
 
@@ -245,10 +245,10 @@ def trainer_of(folder, name, size=None, between=Keyed, parts=None, **changes):
     }
     given = fields(4, size and {"size": size}, **how)
     del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
-    return type("Tried", (*([SequenceParallelMixin] if size else []), between, plain), {})(
+    return type("Tried", (*([SequenceParallelMixin] if size else []), *between, plain), {})(
         model=policy, args=config(str(folder), **given),
-        **{name: x.to_iterable_dataset() if stream else x for name, x in data.items()},
-        **{"reward_funcs": [letters, odd], "processing_class": tokenizer, **own, **(parts or {})},
+        **{name: x.to_iterable_dataset() if stream else x for name, x in data.items()}
+        | {"reward_funcs": [letters, odd], "processing_class": tokenizer, **own, **(parts or {})},
     )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ WRONG = {
         lambda: {"num_generations_eval": 8, "eval_strategy": "steps", "eval_steps": 1},
         ["per_device_eval_batch_size", "8; got 4 x 1"],
     ),
-    "rewards of a class between": (lambda: {"between": OwnRewards}, ["got OwnRewards", "_calculate_rewards"]),
+    "rewards of a class between": (lambda: {"between": [OwnRewards]}, ["got OwnRewards", "_calculate_rewards"]),
     "prompts that differ": (
         lambda: {"parts": {"train_dataset": prompts(24, dist.get_rank())}},
         ["rank", "whole batches"],
@@ -386,7 +386,7 @@ WRONG = {
         lambda: {"parts": {"reward_funcs": [lambda completions, **_: completions[1:]]}},
         ["computing rewards", "7 rewards", "8 were expected"],
     ),
-    "a generation that fails": (lambda: {"between": FailsOnOne}, ["generating", "out of memory"]),
+    "a generation that fails": (lambda: {"between": [FailsOnOne]}, ["generating", "out of memory"]),
 }
 
 
@@ -433,7 +433,7 @@ def noise(folder):
     """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt)."""
     runs = []
     for number in range(2):
-        trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=object, max_steps=2)
+        trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=(), max_steps=2)
         trainer.train()
         runs.append([*trainer._logs["completion"]])
     before = torch.get_rng_state()

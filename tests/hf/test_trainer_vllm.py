@@ -2,17 +2,26 @@
 weights once, and whatever the server does wrong is an error on all ranks."""
 
 import contextlib
+import itertools
+import math
 from unittest import mock
 
+import peft
+import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from transformers import ByT5Tokenizer
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import share_accelerator
+from hf_integration import SequenceParallelMixin, share_accelerator
 from hf_integration.trainer import vllm
+from tests.hf.test_trainer_rl import LENGTH, figures, letters, model, odd, prompts, same
+from tests.hf.trainers import fields
 from tests.hf.vllm_server import CONFIG, Server, vllm_stands_in
-from tests.launch import free_port, on_ranks
+from tests.launch import free_port
+from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
 NOT_THERE = f"http://127.0.0.1:{free_port()}"
@@ -30,12 +39,12 @@ FAULTS = {
     "does not answer": ({"v1/completions": None}, ("asking", "TimeoutError", "3 s")),
     "answers too few": (
         {"v1/completions": lambda answer: {"choices": answer["choices"][:-1]}},
-        ("must answer 8 completions", "got 7 of"),
+        ("must answer 4 completions", "got 3 of"),
     ),
     "answers nothing": ({"v1/completions": lambda answer: {"choices": []}}, ("asking", "IndexError")),
     "answers no token": (
         {"v1/completions": lambda answer: {"choices": [*answer["choices"][:-1], emptied(answer["choices"][-1])]}},
-        ("must answer 8 completions", "got 8 of 0 tokens"),
+        ("must answer 4 completions", "got 4 of 0 tokens"),
     ),
     "answers no logprobs": (
         {"v1/completions": lambda answer: {"choices": [{**x, "logprobs": None} for x in answer["choices"]]}},
@@ -57,8 +66,8 @@ def failures(urls):
     GradientState._reset_state()
     accelerator = share_accelerator(Accelerator(cpu=True), sp)
     kind = type("OfGroups", (vllm.ServerOfGroups, VLLMGeneration), {})
-    prompts, found = [[100 + sp.data_rank, 101]] * 4, {}
-    with vllm_stands_in() as received, mock.patch.object(vllm, "SHARE", 0.05):
+    ids, found = [[100, 101]] * 4, {}
+    with vllm_stands_in(), mock.patch.object(vllm, "SHARE", 0.05):
         for name, url in urls.items():
             try:
                 model = torch.nn.Linear(2, 2)
@@ -66,11 +75,10 @@ def failures(urls):
                     model, accelerator, None, "server", server_base_url=url, server_timeout=0, max_completion_length=5
                 )
                 generation.sync_weights()
-                answered = generation.generate(prompts, None, 2)
-                found[name] = "", answered[1:3]
+                found[name] = generation.generate(ids, None, 2)[1:3]
             except Exception as error:
                 found[name] = type(error).__name__, str(error)
-    return found, len(received)
+    return found
 
 
 def test_whatever_the_server_does_wrong_is_an_error_on_all_ranks():
@@ -78,17 +86,100 @@ def test_whatever_the_server_does_wrong_is_an_error_on_all_ranks():
         servers = {name: end.enter_context(Server(**faults)) for name, (faults, _) in FAULTS.items()}
         servers["works"] = end.enter_context(Server())
         urls = {name: server.url for name, server in servers.items()}
-        ranks = on_ranks(4, failures, {"is not there": NOT_THERE, **urls})
-        (prompts,) = (x["prompt"] for x in servers["works"].asked("/v1/completions"))
-    assert prompts == [[100, 101]] * 2 + [[101, 101]] * 2
-    expected = {
-        "is not there": ("connecting", "ConnectionError", "can't be reached"),
-        **{name: words for name, (_, words) in FAULTS.items()},
+        ranks = on_ranks(2, failures, {"is not there": NOT_THERE, **urls})
+    sentences = {name: words for name, (_, words) in FAULTS.items()}
+    sentences["is not there"] = "connecting", "ConnectionError", "can't be reached"
+    for (name, words), rank in itertools.product(sentences.items(), range(2)):
+        kind, sentence = ranks[rank][name]
+        assert kind == ("InputError", "DisagreementError")[rank], (name, sentence)
+        assert missing(sentence, *words) == [], (name, rank, sentence)
+    assert ranks[0]["works"] == ranks[1]["works"]
+    assert [len(x) for x in ranks[0]["works"]] == [4, 4]
+
+
+# what is trained -> arguments of the trainer and of its configuration
+CASES = {
+    "grpo": lambda: ({}, {"vllm_importance_sampling_mode": "token_truncate"}),
+    "rloo": lambda: ({}, {"stage": 3, "beta": 0.0}),
+    "grpo, adapters in parts": lambda: (
+        {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
+        {"stage": 3, "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1},
+    ),
+    "on the ranks": lambda: ({}, {"vllm_mode": "colocate"}),
+}
+
+
+def trained(folder, name, size, url, lost=math.inf):
+    """(what is logged, the completions of the last steps, the weights of each update). lost: as of `vllm_stands_in`."""
+    import trl
+
+    kind = "RLOO" if name.startswith("rloo") else "GRPO"
+    torch.manual_seed(3)  # of adapters too
+    own, changes = CASES[name]()
+    how = {
+        **{"max_steps": 2, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH, "use_vllm": True},
+        **{"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0, **changes},
     }
-    for rank, (found, _) in enumerate(ranks):
-        for name, words in expected.items():
-            kind, sentence = found[name]
-            assert kind in ("InputError", "DisagreementError"), (name, rank, sentence)
-            assert missing(sentence, *words) == [], (name, rank, sentence)
-    answers = [found["works"] for found, _ in ranks]
-    assert answers[0] == answers[1] != answers[2] == answers[3]
+    with vllm_stands_in(lost) as received:
+        trainer = type("Tried", (*([SequenceParallelMixin] if size else []), getattr(trl, f"{kind}Trainer")), {})(
+            model=model(), args=getattr(trl, f"{kind}Config")(str(folder), **fields(4, size and {"size": size}, **how)),
+            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts(12), eval_dataset=prompts(4, 9),
+            reward_funcs=[letters, odd], **own,
+        )  # fmt: skip
+        trainer.train()
+    return figures(trainer.state.log_history), [*trainer._logs["completion"]], received
+
+
+def runs(folder, size, urls):
+    return {name: trained(f"{folder}/{name}", name, size, url) for name, url in urls.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [(("grpo", "rloo"), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.whole)],
+)
+def test_requests_and_all_that_is_logged_are_trls(names, ranks, tmp_path):
+    with contextlib.ExitStack() as end:
+        asked = [{name: end.enter_context(Server()) for name in names} for _ in range(2)]
+        urls = [{name: server.url for name, server in servers.items()} for servers in asked]
+        plain = on_ranks(ranks // 2, runs, tmp_path / "plain", None, urls[0], timeout=250)
+        shared = on_ranks(ranks, runs, tmp_path / "shared", 2, urls[1], timeout=250)
+    for name in names:
+        requests = [servers[name].requests for servers in asked]
+        assert len(asked[1][name].asked("/v1/completions")) > 1
+        assert requests[0] == requests[1], name
+        for rank, found in enumerate(shared):
+            history, completions, _ = found[name]
+            trls, of_trl, _ = plain[rank // 2][name]
+            assert same(history, trls), (name, rank, history, trls)
+            assert completions == of_trl
+        updates, of_trl = shared[0][name][2], plain[0][name][2]
+        assert len(updates) == len(of_trl) > 1
+        for update, other in zip(updates, of_trl, strict=True):
+            assert update.keys() == other.keys()
+            for key, weights in update.items():
+                torch.testing.assert_close(weights, other[key], rtol=1e-3, atol=1e-4)
+
+
+def failing(folder, name, url):
+    """What a Trainer raises whose weights are lost on their way to the server, if it has come so far."""
+    try:
+        return trained(folder, name, 2, url, lost=2)
+    except Exception as error:
+        dist.barrier()  # no rank is still in a gather
+        return type(error).__name__, str(error)
+
+
+def test_a_vllm_on_the_ranks_is_refused(tmp_path):
+    for kind, sentence in on_ranks(2, failing, tmp_path, "on the ranks", ""):
+        assert kind == "ConfigError"
+        assert missing(sentence, 'vllm_mode="server"', "'colocate'") == []
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["rloo", "grpo, adapters in parts"])
+def test_weights_that_are_lost_halfway_are_an_error_on_all_ranks_of_zero_3(name, tmp_path):
+    with Server() as server:
+        kinds, sentences = zip(*on_ranks(2, failing, tmp_path, name, server.url), strict=True)
+    assert kinds == ("InputError", "DisagreementError")
+    assert all(missing(x, "giving weights", "RuntimeError", "lost") == [] for x in sentences)

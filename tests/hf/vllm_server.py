@@ -3,6 +3,7 @@ asks it, the names that the client imports from vLLM, which is not installed."""
 
 import contextlib
 import json
+import math
 import random
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,15 +104,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def vllm_stands_in():
+def vllm_stands_in(lost=math.inf):
     """Context manager in which trl takes vLLM for installed, and this machine's CPU for a GPU that it broadcasts from.
-    Yields what was broadcast: for each update of the weights, name -> tensor."""
+    Yields what was broadcast: for each update of the weights, name -> tensor.
+
+    lost: the number of the update in which the connection is lost after the first tensor.
+    """
     from trl.generation import vllm_client, vllm_generation
 
     received = []
 
     def broadcast(iterator, group, src, post_iter_func):
-        received.append({item[0]: post_iter_func(item).clone() for item in iterator})
+        received.append({})
+        for item in iterator:
+            if received[-1] and len(received) == lost:
+                raise RuntimeError("lost")
+            received[-1][item[0]] = post_iter_func(item).clone()
 
     names = {
         "is_vllm_available": lambda **_: True,

@@ -1,0 +1,94 @@
+"""Times a training step of DPO and of GRPO, and says its memory: trl's head on one rank, gathering logits, and ours.
+
+    python -m benchmarks.preferences
+    python -m benchmarks.preferences --lengths 4096,8192,16384,32768 --vocabs 32768,131072 --ranks 2,4 --tasks dpo
+
+Ranks are fresh gloo processes of this machine with one thread each. All contenders train the same LLaMA, whose layers
+are checkpointed, with the same rows, whose losses and gradient norms must be those of the first to 1e-3. DPO: a pair
+and a reference model. GRPO: --completions rows and no reference; they are drawn, and not generated. Rows have one
+prompt, of which --share is the part of a row.
+
+trl plain, 1 rank: trl's `add_fused_lm_head`, which its trainers call, on the unpatched model.
+whole logits gathered: ranks share sequences, and each gathers all logits, of which trl's `selective_log_softmax`
+    makes numbers a token.
+in parts: trl's head on the patched model, `shared_prompts` false. Of it one number a token is gathered.
+in parts, shared prompts: `shared_prompts` true.
+
+MiB: the greatest resident memory during a step (VmHWM, begun again before it) beyond that before the first step, of
+the rank with the most. A contender one of whose ranks needs more than its part of --memory GiB (default: what is
+available) ends, and its row says so. Seconds: the least of --steps steps after one that does not count, of the slowest
+rank. On fewer cores than ranks these wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.memory.peers import figures, unlike
+
+MIB, GIB = 2**20, 2**30
+COLUMNS = "task", "tokens", "words", "ranks", "contender", "s", "to plain", "MiB a rank", "to plain"
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    tables.head(*COLUMNS)
+    for task, vocab, tokens in itertools.product(args.tasks, numbers(args.vocabs), numbers(args.lengths)):
+        for cells in compared(args, task, vocab, tokens):
+            tables.row(*cells)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """given: the words of the command line; None: those of this process."""
+    parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths="4096", vocabs="32768", ranks="2", share=0.75,
+                           completions=4, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192, layers=2,
+                           heads=8, kv_heads=4)  # fmt: skip
+    args = parser.parse_args(given)
+    args.memory = args.memory or available() / GIB
+    return args
+
+
+def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> Iterator[list[object]]:
+    """A row for each contender. Raises ArithmeticError where one does not do the work of the first."""
+    from benchmarks.memory.ranks import Model
+    from benchmarks.preferences.ranks import GATHERING, PARTS, PLAIN, SHARED, measure
+
+    model = Model(vocab, args.hidden, args.intermediate, args.layers, args.heads, args.kv_heads)
+    shape = 2 if task == "dpo" else args.completions, tokens, tokens - int(args.share * tokens)
+    contenders = [(1, PLAIN), *itertools.product(numbers(args.ranks), (GATHERING, PARTS, SHARED))]
+    first: Any = None
+    for world, kind in contenders:
+        limit, place = int(args.memory * GIB / world), [task, f"{tokens:,}", f"{vocab:,}", world, kind]
+        name = f"{task}, {tokens} tokens, {vocab} words, {world} ranks, {kind}"
+        found = figures(world, measure, model, task, kind, shape, args.steps, limit, timeout=args.timeout, name=name)
+        if isinstance(found, str):
+            yield [*place, "-", "-", found, "-"]
+            continue
+        seconds = min(map(max, zip(*(one.seconds for one in found), strict=True)))
+        taken = max(one.rss - one.rest for one in found) / MIB
+        first = first or (found[0], seconds, taken)
+        work = [(one.losses, one.norms) for one in (first[0], found[0])]
+        if wrong := unlike(*work, 1e-3):
+            raise ArithmeticError(f"{name}: {wrong}")
+        tables.say(f"{name}: {seconds:.2f} s, {taken:.0f} MiB")
+        yield [*place, f"{seconds:.2f}", f"{seconds / first[1]:.2f}", f"{taken:.0f}", f"{taken / first[2]:.2f}"]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def available() -> int:
+    """Bytes that the machine has left, but for a tenth."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 922 for line in lines if line.startswith("MemAvailable"))
+
+
+if __name__ == "__main__":
+    main()
