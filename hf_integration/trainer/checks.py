@@ -30,7 +30,7 @@ from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_err
 from ..compat import TRL_BASE, collator_of
 from ..model.agreement import common_misuse
 from ..model.patch import sees_whole_outputs
-from .rollouts import ROLLOUTS
+from .rollouts import ROLLOUTS, check_row
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
@@ -251,6 +251,7 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
         if not isinstance(collated, Mapping):  # rows of prompts
+            check_row(examples[0])
             continue
         if wrong := common_misuse(collated):
             raise InputError(wrong)
