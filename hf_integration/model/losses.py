@@ -186,9 +186,7 @@ class ExpertBalance:
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
-    def correct(
-        self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None
-    ) -> Any:
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
         """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.
 
         Whole router logits, which a head of the user's own got, make a balance that is right already.

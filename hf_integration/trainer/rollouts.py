@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.errors import ConfigError, as_seqpar_error
+from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
 
 from .. import compat
@@ -27,7 +27,7 @@ from ..rebinding import rebound
 from . import rng_state
 
 ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
-# attribute of them -> their argument with which the model's `generate` does not make the completions
+# attribute of them -> their argument with which each rank would make its own completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
@@ -55,16 +55,13 @@ def check(trainer: Any, groups: int) -> None:
                 f"a class between SequenceParallelMixin and trl's trainer must not have a method {own[0]}, whose "
                 f"super() would count ranks; got {base.__name__}, list SequenceParallelMixin behind it"
             )
-    for name, argument in GENERATED_ELSEWHERE.items():
-        if getattr(trainer, name, None):
-            raise ConfigError(
-                "sequence parallel GRPO and RLOO need completions that the model's own generate makes; got "
-                f"{argument}, leave it out"
-            )
+    given = [argument for name, argument in GENERATED_ELSEWHERE.items() if getattr(trainer, name, None)]
     if trainer.use_vllm and trainer.vllm_mode != "server":
+        given.append(f"vllm_mode={trainer.vllm_mode!r}")
+    if given:
         raise ConfigError(
-            'sequence parallel GRPO and RLOO need vllm_mode="server", since vLLM on the ranks would generate for each '
-            f"of them; got {trainer.vllm_mode!r}, start trl vllm-serve on other GPUs"
+            "sequence parallel GRPO and RLOO need completions of the model's own generate, or of vLLM in server mode; "
+            f"got {given[0]}, leave it out"
         )
     if compat.is_vlm(trainer):
         raise ConfigError(
@@ -96,7 +93,7 @@ class Rollouts(Behind):
     _generations: tuple[object, int] = None, 0  # (step and mode, how many generations it has had)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sp.size == 1:
+        if self.sp.size == 1 or self.use_vllm:
             return super()._generate_single_turn(*args, **kwargs)
         with self._divided_generation():
             return super()._generate_single_turn(*args, **kwargs)
@@ -135,7 +132,8 @@ class Rollouts(Behind):
         """
         inner, group, most = unwrapped(self.model), self.sp.groups.control, self.group_generation_over
         lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
-        split = bool(zero.split_parameters(inner))  # a rank alone would wait for the others in each forward
+        # a rank alone would wait for the others in each forward
+        split = not self.args.ds3_gather_for_generation and bool(zero.split_parameters(inner))
         long = [row for row, length in enumerate(lengths) if split or (most is not None and length > most)]
         mine = sorted({*range(len(lengths))} - {*long})[dist.get_rank(group) :: dist.get_world_size(group)]
 
@@ -144,9 +142,10 @@ class Rollouts(Behind):
                 return {}
             width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
-            with rng_state.unchanged():
+            with rng_state.unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                ids = generate(input_ids=ids, attention_mask=mask, **kwargs)
+                # no step waits for ranks that generate other rows, or none
+                ids = generate(input_ids=ids, attention_mask=mask, synced_gpus=False, **kwargs)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
 
         own, error = {}, None
@@ -156,7 +155,14 @@ class Rollouts(Behind):
         except Exception as reason:  # other ranks wait for this one's completions
             error = as_seqpar_error("generating completions failed", reason)
         assert_ranks_agree(self.sp.control_world, "completions", None, error=error, peers=group)
-        by_row = completions(together, long, seed("together", self.sp.data_rank))
+        by_row: dict[int, list[int]] = {}
+        try:
+            by_row = completions(together, long, seed("together", self.sp.data_rank))
+        except CommunicationError:
+            raise
+        except SeqParError as reason:  # of this group; others wait for its completions
+            error = reason
+        assert_ranks_agree(self.sp.control_world, "completions of long prompts", None, error=error, peers=group)
         for _, others in all_gather_objects(group, ("completions", own)):
             by_row |= others
         width = max(map(len, by_row.values()))

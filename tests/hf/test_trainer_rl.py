@@ -5,16 +5,25 @@ The noise in sampling is the same in both runs. No rank generates what another d
 
 import collections.abc
 import contextlib
+import functools
 import math
 import zlib
 from collections import Counter
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import ByT5Tokenizer, GenerationMixin, LogitsProcessorList
+from transformers import (
+    ByT5Tokenizer,
+    GenerationMixin,
+    LlamaForSequenceClassification,
+    LogitsProcessorList,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
@@ -72,6 +81,7 @@ def keyed_noise():
     )
     generated = []
 
+    @functools.wraps(generate)
     def counted(self, *, input_ids, attention_mask, **given):
         generated.append([row[row > 0].tolist() for row in input_ids])
         return generate(self, input_ids=input_ids, attention_mask=attention_mask, **given)
@@ -106,6 +116,26 @@ def model(seed=0, **changes):
     return made
 
 
+def lora():
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def experts():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "pad_token_id": 0}
+    made = MixtralForCausalLM(MixtralConfig(**sizes))
+    made.generation_config.eos_token_id = ENDS
+    return made
+
+
+def scorer():
+    torch.manual_seed(7)
+    config = small(vocab_size=259, pad_token_id=0, num_labels=1).config
+    config._name_or_path = "scorer"
+    return LlamaForSequenceClassification(config).eval()
+
+
 def prompts(count, seed=5):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 14, (count,), generator=generator).tolist()
@@ -118,9 +148,57 @@ def figures(history):
 
 
 # what is trained -> arguments of the trainer and of its configuration
+OFF_POLICY = {"num_iterations": 2}  # the second time, ratios are not 1
 CASES = {
-    "grpo": lambda: ({}, {"loss_type": "grpo", "num_iterations": 2}),
-    "rloo": lambda: ({}, {}),
+    **{
+        f"{kind} of {level}s": lambda kind=kind, level=level: (
+            {},
+            {"loss_type": kind, "importance_sampling_level": level, **OFF_POLICY},
+        )
+        for kind in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+        for level in ("token", "sequence")
+    },
+    "a reference": lambda: ({}, {"beta": 0.1, "use_bias_correction_kl": True, **OFF_POLICY}),
+    "a reference that follows": lambda: (
+        {},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "stage": 3},
+    ),
+    "adapters": lambda: (
+        {"peft_config": lora()},
+        {"beta": 0.1, "loss_type": "dapo", "learning_rate": 3e-2, **OFF_POLICY},
+    ),
+    "adapters, in parts": lambda: ({"peft_config": lora()}, {"beta": 0.1, "stage": 3, "learning_rate": 3e-2}),
+    "in parts": lambda: ({}, {"stage": 3, "loss_type": "dapo", **OFF_POLICY}),
+    "in parts, by all ranks": lambda: ({}, {"stage": 3, "ds3_gather_for_generation": False}),
+    "fewer generations than steps": lambda: ({}, {"steps_per_generation": 4, "max_steps": 5}),
+    "more generations than steps": lambda: ({}, {"steps_per_generation": 1, "gradient_accumulation_steps": 4}),
+    "many masks": lambda: (
+        {},
+        {
+            **{"mask_truncated_completions": True, "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 1e-4},
+            **{"epsilon": 1e-3, "delta": 1.001, **OFF_POLICY},
+        },
+    ),
+    "entropy": lambda: ({}, {"entropy_coef": 0.1, "scale_rewards": "batch", "loss_type": "dr_grpo"}),
+    "entropy that adapts": lambda: (
+        {},
+        {"use_adaptive_entropy": True, "entropy_target": 5.6, "multi_objective_aggregation": "normalize_then_sum"},
+    ),
+    "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none"}),
+    "experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, **OFF_POLICY}),
+    "a stream": lambda: ({"stream": True}, {"eval_strategy": "steps", "eval_steps": 2}),
+    "a model of rewards": lambda: ({"reward_funcs": [letters, scorer(), odd]}, {"reward_weights": [1.0, 30.0, 0.5]}),
+    "a model of rewards, in parts": lambda: ({"reward_funcs": [scorer()]}, {"stage": 3}),
+    "long rows together": lambda: ({"group_generation_over": 14}, {}),
+    "evaluation": lambda: ({}, {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 4}),
+    "rloo": lambda: ({}, {"num_iterations": 2}),
+    "rloo, adapters": lambda: ({"peft_config": lora()}, {"learning_rate": 3e-2, "normalize_advantages": True}),
+    "rloo, in parts": lambda: ({}, {"stage": 3, "reward_clip_range": (0.2, 1.2), "mask_truncated_completions": True}),
+    "rloo, experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, "beta": 0.0}),
+    "rloo, evaluation": lambda: (
+        {"group_generation_over": 14},
+        {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1},
+    ),
 }
 
 
@@ -131,16 +209,24 @@ def run(folder, name, size):
     kind = "RLOO" if name.startswith("rloo") else "GRPO"
     trainer, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     own, changes = CASES[name]()
-    policy = own.pop("model", model)()
+    stream, policy = own.pop("stream", False), own.pop("model", model)()
+    scores = sum(isinstance(x, torch.nn.Module) for x in own.get("reward_funcs", ()))
+    if scores:
+        own["reward_processing_classes"] = [ByT5Tokenizer(extra_ids=0) for _ in own["reward_funcs"]]
+    if not size:
+        own.pop("group_generation_over", None)
+    data = [x.to_iterable_dataset() if stream else x for x in (prompts(12), prompts(4, 9))]
     policy.config._name_or_path = str(Path(folder).parents[1] / "reference")  # from where trl loads one
     how = {
         **{"max_steps": 3, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH},
         **{"log_completions": True, "temperature": 0.9, **changes},
     }
+    given = fields(4, size and {"size": size}, **how)
+    del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
     with keyed_noise() as generated:
         made = type("Tried", (*([SequenceParallelMixin] if size else []), Keyed, trainer), {})(
-            model=policy, args=config(str(folder), **fields(4, size and {"size": size}, **how)),
-            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts(12), eval_dataset=prompts(4, 9),
+            model=policy, args=config(str(folder), **given),
+            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=data[0], eval_dataset=data[1],
             **{"reward_funcs": [letters, odd], **own},
         )  # fmt: skip
         made.train()
@@ -164,7 +250,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    [(("grpo", "rloo"), 2), pytest.param(tuple(CASES), 4, marks=pytest.mark.whole)],
+    [(("grpo of tokens", "rloo"), 2), pytest.param(tuple(CASES), 4, marks=pytest.mark.whole)],
 )
 def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
     groups = ranks // 2
