@@ -39,6 +39,7 @@ PRELOAD = [
     "ds_seqpar.__main__",
     "hf_integration.trainer.job",
     "hf_integration.trainer.trainer",
+    "trl.trainer.utils",
     "hypothesis",
     "matplotlib.pyplot",
     "pytest",

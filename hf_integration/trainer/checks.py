@@ -55,9 +55,8 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-LOSS_OF_WHOLE = ("DPOTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
-# the Trainers of trl that may be extended
-SUPPORTED = ("SFTTrainer", "DPOTrainer", *ROLLOUTS, TRL_BASE)
+LOSS_OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
+SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
 EQUAL_ARGUMENTS = (
@@ -81,10 +80,14 @@ def check_kind(trainer_class: type) -> None:
         name, library = base.__name__, base.__module__.partition(".")[0]
         if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
             raise ConfigError(
-                "sequence parallel training needs a Trainer of next tokens or of preferences (transformers' Trainer, "
-                f"trl's SFTTrainer or DPOTrainer); got a {name}, compute its loss in a loop of your own with "
-                "share_sequences (docs/whole.md, examples/grpo_loop.py, examples/reward_loop.py)"
+                f"sequence parallel training needs transformers' Trainer, or trl's {', '.join(SUPPORTED[:-1])}; got a {name}, "
+                "compute its loss in a loop of your own with share_sequences (docs/whole.md, examples/grpo_loop.py, examples/reward_loop.py)"
             )
+
+
+def extends(trainer_class: type, name: str) -> bool:
+    """Return whether a class extends a Trainer of trl's."""
+    return any(base.__name__ == name and base.__module__.startswith("trl.") for base in trainer_class.__mro__)
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -166,6 +169,14 @@ def has_custom_loss(trainer: Any) -> bool:
     libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
     return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in LOSS_OF_WHOLE for base in classes)
+
+
+def unseen_file(reason: FileNotFoundError) -> ConfigError:
+    """Return the error for a rank that does not see the file in which trl's first rank keeps log-probabilities."""
+    return ConfigError(
+        "precompute_ref_log_probs needs a data set in files that all ranks see, where the first rank writes results; "
+        f"got one in memory or on a disk that is not shared ({reason}), use save_to_disk and load_from_disk"
+    )
 
 
 def loader_error(loader: Any) -> ConfigError | None:

@@ -27,8 +27,12 @@ from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROWS, TOKENS, HEAT = 2, 51, 0.7
-FAMILIES = {"llama": {}, "qwen3": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
-            "gemma2": {"final_logit_softcapping": 3.0}, "gpt_oss": {}}  # fmt: skip
+FAMILIES = {
+    "llama": {"num_hidden_layers": 1},
+    "qwen3": {"num_hidden_layers": 1, "use_sliding_window": False, "layer_types": ["full_attention"]},
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "gpt_oss": {},
+}
 # padding -> (tokens before, after) each row's own
 PADDINGS = {
     "none": [(0, 0), (0, 0)],
@@ -38,7 +42,7 @@ PADDINGS = {
     "ragged": [(0, 1), (0, 30)],
 }
 AXES = {"size": (1, 2, 4), "stage": ("0", "2", "3"), "family": tuple(FAMILIES), "padding": tuple(PADDINGS)}
-RANKS = {1: 2, 2: 2, 4: 4}  # of each size: those of one sequence are two groups
+ENGINE = ("size", "stage", "family")  # cases that have these in common share an engine
 
 
 def model_for(family, **changes):
@@ -49,9 +53,8 @@ def model_for(family, **changes):
     return model
 
 
-def batch_of(padding, group=0):
-    """Rows of a group, with labels of what follows a prompt of each."""
-    draw = torch.Generator().manual_seed(group)
+def batch_of(padding, seed=0):
+    draw = torch.Generator().manual_seed(seed)
     ids, mask = torch.randint(3, 64, (ROWS, TOKENS), generator=draw), torch.ones(ROWS, TOKENS, dtype=torch.int64)
     labels = ids.clone()
     for row, (before, after) in enumerate(PADDINGS[padding]):
@@ -108,7 +111,7 @@ def on_engines(size, stage, family, paddings):
     engine, *_ = ds_seqpar.initialize(model=model_for(family), config=config)
     sp, alone = engine.sequence_parallel, model_for(family)
     for padding in paddings:
-        batch = batch_of(padding, sp.data_rank)
+        batch = batch_of(padding)
         expected, gradients = plain(alone, batch)
         for way in WAYS:
             case, numbers = (padding, way.__name__), way(sp, engine, **batch)
@@ -122,12 +125,13 @@ def on_engines(size, stage, family, paddings):
 
 
 def grouped():
-    """(size, stage, family) -> paddings, of the cover, and marked `whole` of all cases."""
-    few = grids.cover(**AXES)
+    """pytest parameters: for each size [(size, stage, family, paddings)], of a cover, and marked `whole` of the rest."""
+    engines = grids.cover(**{axis: AXES[axis] for axis in ENGINE})
+    few = grids.cover(lambda case: {axis: case[axis] for axis in ENGINE} in engines, **AXES)
     for cases, marks in ((few, ()), ([case for case in grids.whole(**AXES) if case not in few], pytest.mark.whole)):
         groups = {}
         for case in cases:
-            groups.setdefault((case["size"], case["stage"], case["family"]), []).append(case["padding"])
+            groups.setdefault(tuple(case[axis] for axis in ENGINE), []).append(case["padding"])
         for size in AXES["size"]:
             members = [(*key, paddings) for key, paddings in groups.items() if key[0] == size]
             yield pytest.param(members, id=f"{'rest' if marks else 'few'} {size}", marks=marks)
@@ -135,7 +139,7 @@ def grouped():
 
 @pytest.mark.parametrize("cases", [*grouped()])
 def test_an_engines_numbers_and_gradients_are_the_plain_models(cases):
-    on_ranks(RANKS[cases[0][0]], engines, cases, timeout=300)
+    on_ranks(cases[0][0], engines, cases, timeout=300)
 
 
 def engines(cases):

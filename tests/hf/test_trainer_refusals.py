@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import SequenceParallelMixin, SequenceParallelTrainer
+from hf_integration import SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import documents, make, settings, trained
@@ -116,12 +116,6 @@ def loaders(prepare):
     return OwnLoaders
 
 
-def rewards():
-    from trl import RewardTrainer
-
-    return {"kind": type("Shared", (SequenceParallelMixin, RewardTrainer), {})}
-
-
 # what is wrong -> (what `make` is given, words of the sentence)
 WRONG = {
     "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
@@ -174,7 +168,6 @@ WRONG = {
         lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
         ["labels", "got 3", "-100", "attention_mask"],
     ),
-    "rewards": (rewards, ["got a RewardTrainer"]),
     "a misspelt section": (
         lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
         ['got "sequence_paralel", rename'],
