@@ -169,7 +169,9 @@ def is_plain_head(module: Any) -> bool:
     """
     if _is_of_peft(module):  # a tuner's forward may add to the loss
         tuner = next(cls for cls in type(module.base_model).__mro__ if "forward" in vars(cls))
-        return is_of_library(module.forward) and tuner.__name__ == "BaseTuner"
+        inner = unwrapped(module)
+        plain_inside = inner is base_of(inner) or is_plain_head(inner)
+        return plain_inside and is_of_library(module.forward) and tuner.__name__ == "BaseTuner"
     return is_causal_lm(module) and is_of_library(module.forward) and is_of_library(type(module).forward)
 
 

@@ -178,7 +178,8 @@ def shard_shared_prompts(
         checks: as in `shard_call`, and so is `on_cpu`.
 
     Returns:
-        As `shard_call`; position_ids count a row's padding before its tokens.
+        As `shard_call`; position_ids count a row's padding before its tokens, and a mask says how many rows have a
+        token.
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
@@ -189,6 +190,8 @@ def shard_shared_prompts(
     positions = sp.local_positions(placement, device)[None]
     offsets = 0 if shared.offsets is None else sp.shard(shared.offsets[None], 1, placement).to(device)
     shard["position_ids"] = positions + offsets
+    if sp.keeps_masks:
+        shard["attention_mask"] = sp.shard(shared.weights[None], 1, placement).to(device)
     counts = whole["shift_labels"] != IGNORE
     return _on_device(shard, device), float(counts.sum()) if checks.reads(counts) else counts.sum()
 

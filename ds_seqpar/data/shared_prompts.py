@@ -25,6 +25,7 @@ class SharedPrompts:
     tokens: Tensor  # int64 (tokens here,): for each of them its row * tokens + token in the batch
     own: Tensor  # int64: the places here of tokens that one row alone has; only they predict labels that count
     offsets: Tensor | None  # int64 (tokens here,): positions in the batch's row, less those here; None: all are 0
+    weights: Tensor  # int64 (tokens here,): how many rows have each token
     documents: Lengths
     parents: tuple[int, ...]
 
@@ -40,7 +41,9 @@ class SharedPrompts:
         return found.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
 
 
-def shared_prompts(ids: Tensor, mask: Tensor | None, labels: Tensor, least: float = 0.0) -> SharedPrompts | None:
+def shared_prompts(
+    ids: Tensor, mask: Tensor | None, labels: Tensor, least: float = 0.0, keep_all: bool = False
+) -> SharedPrompts | None:
     """Find the prompts that rows share.
 
     Args:
@@ -48,17 +51,16 @@ def shared_prompts(ids: Tensor, mask: Tensor | None, labels: Tensor, least: floa
         mask: bool (rows, tokens), False for padding before and after a row's tokens; None: nothing is padding.
         labels: int64 (rows, tokens), -100 where they do not count; not shifted.
         least: The least share of the rows' tokens, without padding, that need not be computed.
+        keep_all: Whether tokens that no label needs are kept, as by a loss that counts tokens; padding is not.
 
     Returns:
         The rows without repeated prompts. None where less than that is saved, where no rows share a prompt, or where a
         row's first token has a label that counts, which padding before it predicts.
     """
     rows, columns = ids.shape
-    counts = labels != IGNORE
-    if mask is None:
-        begins, real = [0] * rows, rows * columns
-    else:
-        begins, real = mask.int().argmax(1).tolist(), int(mask.sum())
+    counts, begins, lengths = labels != IGNORE, [0] * rows, [columns] * rows
+    if mask is not None:
+        begins, lengths = mask.int().argmax(1).tolist(), mask.sum(1).tolist()
         if bool((counts & ~mask).any()):
             return None
     counts = F.pad(counts[:, 1:], (1, 0), value=False)  # nothing predicts a row's first label
@@ -66,35 +68,41 @@ def shared_prompts(ids: Tensor, mask: Tensor | None, labels: Tensor, least: floa
     first = counts.int().argmax(1).tolist()
     last = (columns - 1 - counts.flip(1).int().argmax(1)).tolist()
     # a prompt -> its rows; the same tokens elsewhere in a row are another prompt, whose positions may differ
-    by_prompt: dict[tuple[int, bytes], list[int]] = {}
-    for row in filter(labelled.__getitem__, range(rows)):
-        if first[row] <= begins[row]:
-            return None
-        prompt = ids[row, begins[row] : first[row] - 1]
-        by_prompt.setdefault((begins[row], prompt.contiguous().numpy().tobytes()), []).append(row)
-    pieces: list[tuple[int, int, int]] = []  # (row, first token, token after the last) of each document
+    by_prompt: dict[object, list[int]] = {}
+    for row in range(rows):
+        prompt: object = row
+        if labelled[row]:
+            if first[row] <= begins[row]:
+                return None
+            prompt = begins[row], ids[row, begins[row] : first[row] - 1].contiguous().numpy().tobytes()
+        if labelled[row] or (keep_all and lengths[row]):
+            by_prompt.setdefault(prompt, []).append(row)
+    pieces: list[tuple[int, int, int, int]] = []  # (row, first token, token after the last, rows that have it)
     parents: list[int] = []
     for members in by_prompt.values():
         row, parent = members[0], -1
         shares = len(members) > 1 and first[row] - 1 > begins[row]
         if shares:
             parent = len(pieces)
-            pieces.append((row, begins[row], first[row] - 1))
+            pieces.append((row, begins[row], first[row] - 1, len(members)))
             parents.append(-1)
         for row in members:
-            pieces.append((row, first[row] - 1 if shares else begins[row], last[row]))
+            end = begins[row] + lengths[row] if keep_all else last[row]
+            pieces.append((row, first[row] - 1 if shares else begins[row], end, 1))
             parents.append(parent)
-    if max(parents, default=-1) < 0 or sum(end - start for _, start, end in pieces) > (1 - least) * real:
+    documents, shared = tuple(end - start for _, start, end, _ in pieces), {*parents}
+    if max(shared, default=-1) < 0 or sum(documents) > (1 - least) * sum(lengths):
         return None
-    documents = tuple(end - start for _, start, end in pieces)
-    batch = [torch.arange(row * columns + start, row * columns + end, device="cpu") for row, start, end in pieces]
+    batch = [torch.arange(row * columns + start, row * columns + end, device="cpu") for row, start, end, _ in pieces]
     here = torch.arange(sum(documents), device="cpu").split(documents)
-    offsets = torch.tensor([begins[row] for row, _, _ in pieces], device="cpu")
+    by_document = torch.tensor([(begins[row], number) for row, *_, number in pieces], device="cpu")
+    offsets, weights = by_document.repeat_interleave(torch.tensor(documents, device="cpu"), dim=0).unbind(1)
     return SharedPrompts(
         shape=(rows, columns),
         tokens=torch.cat(batch),
-        own=torch.cat([places for number, places in enumerate(here) if number not in {*parents}]),
-        offsets=offsets.repeat_interleave(torch.tensor(documents, device="cpu")) if bool(offsets.any()) else None,
+        own=torch.cat([places for number, places in enumerate(here) if number not in shared]),
+        offsets=offsets if bool(offsets.any()) else None,
+        weights=weights,
         documents=documents,
         parents=tuple(parents),
     )

@@ -423,7 +423,9 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
         _refuse("a loss that predicts a token from itself", "shift labels in the forward")
     given = {"shift_labels": shifted, "num_items_in_batch": torch.tensor(2.0 * number)}
     taken = _balances(model, ids, shifted, 2 * number, **given) if all(takes(model, x) for x in given) else None
-    return {"shift_labels": plain is not None and plain == taken, "balance": bool(plain)}
+    routed = hasattr(text_config(model.config), "output_router_logits") and takes(model, "output_router_logits")
+    balance = _balances(model, ids, shifted, number, output_router_logits=True) if routed else plain
+    return {"shift_labels": plain is not None and plain == taken, "balance": bool(balance)}
 
 
 def _balances(model: Any, ids: Tensor, labels: Tensor, items: int, **given: Any) -> bool | None:

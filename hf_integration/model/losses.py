@@ -203,6 +203,11 @@ class ExpertBalance:
         if getattr(output, "aux_loss", None) is None:
             return output
         router_logits = getattr(output, "router_logits", None) or router_logits
+        if router_logits is None:
+            raise ConfigError(
+                f"the balance of experts needs router_logits; got a {type(output).__name__} without, of a compiled "
+                "model, compile its layers instead (layer.compile())"
+            )
         if isinstance(router_logits[0], WholeTensor):
             return output
         chosen, mask = model.num_experts_per_tok, kwargs.get("attention_mask")

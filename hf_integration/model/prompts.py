@@ -58,10 +58,18 @@ def prompts_of_call(
     known = {**inputs, **on_cpu}
     mask = checked_mask(known.get("attention_mask"), inputs["input_ids"].shape)
     least = 0.0 if setting is True else LEAST
-    found = shared_prompts(known["input_ids"].cpu(), mask, known["labels"].cpu(), least)
+    found = shared_prompts(
+        known["input_ids"].cpu(), mask, known["labels"].cpu(), least, keep_all=_balances(model, inputs)
+    )
     if found is not None:
         log_once("sequence_parallel: prompts that rows of a batch share are computed once (shared_prompts)")
     return found
+
+
+def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a call's loss has a part that balances experts over all tokens."""
+    asked = inputs.get("output_router_logits")
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any], noisy: bool) -> str:
@@ -73,8 +81,8 @@ def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any], noisy: bool) -
         return f"windows and chunks of {columns} tokens or more, as rows have; got one of {narrow[0]}"
     if noisy:
         return "a forward without dropout, whose noise differs between rows; got one that drops"
-    if inputs.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False):
-        return "a loss without the balance of experts, which counts a prompt once a row; got output_router_logits"
+    if _balances(model, inputs) and not facts.balance:
+        return "a model whose balance of experts counts a token as often as rows have it; got output_router_logits"
     others = [name for name, x in inputs.items() if isinstance(x, Tensor) and name not in TENSORS]
     others += [name for name in ("output_hidden_states", "output_attentions", "logits_to_keep") if inputs.get(name)]
     return f"a call with input_ids, attention_mask and labels alone; got {others[0]}" if others else ""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.errors import ConfigError, as_seqpar_error
+from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
 
 from .. import compat
@@ -27,11 +27,13 @@ from ..rebinding import rebound
 from . import rng_state
 
 ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
-# attribute of them -> their argument with which the model's `generate` does not make the completions
+# attribute of them -> their argument with which each rank would make its own completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
+# field of a GenerationConfig -> its values with which nothing reads the padding before a prompt
+PADDING_UNREAD = {"repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0), "min_length": (None, 0)}
 Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
 
 
@@ -55,16 +57,13 @@ def check(trainer: Any, groups: int) -> None:
                 f"a class between SequenceParallelMixin and trl's trainer must not have a method {own[0]}, whose "
                 f"super() would count ranks; got {base.__name__}, list SequenceParallelMixin behind it"
             )
-    for name, argument in GENERATED_ELSEWHERE.items():
-        if getattr(trainer, name, None):
-            raise ConfigError(
-                "sequence parallel GRPO and RLOO need completions that the model's own generate makes; got "
-                f"{argument}, leave it out"
-            )
+    given = [argument for name, argument in GENERATED_ELSEWHERE.items() if getattr(trainer, name, None)]
     if trainer.use_vllm and trainer.vllm_mode != "server":
+        given.append(f"vllm_mode={trainer.vllm_mode!r}")
+    if given:
         raise ConfigError(
-            'sequence parallel GRPO and RLOO need vllm_mode="server", since vLLM on the ranks would generate for each '
-            f"of them; got {trainer.vllm_mode!r}, start trl vllm-serve on other GPUs"
+            "sequence parallel GRPO and RLOO need completions of the model's own generate, or of vLLM in server mode; "
+            f"got {given[0]}, leave it out"
         )
     if compat.is_vlm(trainer):
         raise ConfigError(
@@ -87,6 +86,12 @@ def check(trainer: Any, groups: int) -> None:
         )
 
 
+def check_row(row: Any) -> None:
+    """Raise ConfigError for a row of a data set without a prompt."""
+    if "prompt" not in row:
+        raise ConfigError(f"GRPO and RLOO need a column prompt; got {', '.join(sorted(row))} alone, rename one")
+
+
 class Rollouts(Behind):
     """Part of `SequenceParallelMixin` that extends what trl's GRPO and RLOO do with completions."""
 
@@ -96,7 +101,7 @@ class Rollouts(Behind):
     _generations: tuple[object, int] = None, 0  # (step and mode, how many generations it has had)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sp.size == 1:
+        if self.sp.size == 1 or self.use_vllm:
             return super()._generate_single_turn(*args, **kwargs)
         with self._divided_generation():
             return super()._generate_single_turn(*args, **kwargs)
@@ -133,19 +138,26 @@ class Rollouts(Behind):
         Raises:
             SeqParError: On all ranks of the world, if a rank fails.
         """
+        config = kwargs["generation_config"]
         inner, group, most = unwrapped(self.model), self.sp.groups.control, self.group_generation_over
         lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
-        split = bool(zero.split_parameters(inner))  # a rank alone would wait for the others in each forward
+        # a rank alone would wait for the others in each forward
+        split = not self.args.ds3_gather_for_generation and bool(zero.split_parameters(inner))
         long = [row for row, length in enumerate(lengths) if split or (most is not None and length > most)]
         mine = sorted({*range(len(lengths))} - {*long})[dist.get_rank(group) :: dist.get_world_size(group)]
 
         def completions(generate: Callable[..., Tensor], rows: list[int], seed: int) -> dict[int, list[int]]:
             if not rows:
                 return {}
-            with rng_state.unchanged():
+            width = input_ids.shape[1]
+            if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
+                width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
+            ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
+            with rng_state.unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                ids = generate(input_ids=input_ids[rows], attention_mask=attention_mask[rows], **kwargs)
-            return dict(zip(rows, ids[:, input_ids.shape[1] :].tolist(), strict=True))
+                # no step waits for ranks that generate other rows, or none
+                ids = generate(input_ids=ids, attention_mask=mask, synced_gpus=False, **kwargs)
+            return dict(zip(rows, ids[:, width:].tolist(), strict=True))
 
         own, error = {}, None
         try:
@@ -154,12 +166,18 @@ class Rollouts(Behind):
         except Exception as reason:  # other ranks wait for this one's completions
             error = as_seqpar_error("generating completions failed", reason)
         assert_ranks_agree(self.sp.control_world, "completions", None, error=error, peers=group)
-        by_row = completions(together, long, seed("together", self.sp.data_rank))
+        by_row: dict[int, list[int]] = {}
+        try:
+            by_row = completions(together, long, seed("together", self.sp.data_rank))
+        except CommunicationError:
+            raise
+        except SeqParError as reason:  # of this group; others wait for its completions
+            error = reason
+        assert_ranks_agree(self.sp.control_world, "completions of long prompts", None, error=error, peers=group)
         for _, others in all_gather_objects(group, ("completions", own)):
             by_row |= others
         width = max(map(len, by_row.values()))
-        padding = kwargs["generation_config"].pad_token_id
-        padded = [by_row[row] + [padding] * (width - len(by_row[row])) for row in range(len(lengths))]
+        padded = [by_row[row] + [config.pad_token_id] * (width - len(by_row[row])) for row in range(len(lengths))]
         return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:

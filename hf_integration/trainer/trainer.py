@@ -150,7 +150,13 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _precompute_ref_logps(self, *args: Any) -> Any:
         # trl's preference trainers call this in their __init__, before the model would be patched
         self._patch_models()
-        return super()._precompute_ref_logps(*args)
+        dataset = error = None
+        try:
+            dataset = super()._precompute_ref_logps(*args)
+        except FileNotFoundError:
+            error = checks.unseen_file()
+        assert_ranks_agree(self.sp.control_world, "precomputed log-probabilities", None, error=error)
+        return dataset
 
     def _patch_models(self) -> None:
         self._patch(self.model)
@@ -173,6 +179,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
+        if checks.extends(type(self), "RewardTrainer"):
+            model.register_forward_pre_hook(_without_margin, with_kwargs=True, prepend=True)
 
     def _set_loss_check(self, base: nn.Module) -> None:
         whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
@@ -391,6 +399,11 @@ class SequenceParallelMixin(rollouts.Rollouts):
         for prefix, steps in self._eval_steps.items():
             if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
                 metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)
+
+
+def _without_margin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Leave out the column of one number a pair that trl's RewardTrainer passes to the model, which ignores it."""
+    return args, {name: x for name, x in kwargs.items() if name != "margin"}
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):

@@ -24,7 +24,7 @@ from tests import scripts
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest
 from tests.hf.families import gradients
-from tests.hf.llama import IGNORE, MODES, averaged, gap, llama, settings, small, step
+from tests.hf.llama import IGNORE, MODES, averaged, gap, llama, settings, small, step, with_lora
 from tests.launch import on_each_of, on_engine_ranks
 from tests.words import missing
 
@@ -107,6 +107,10 @@ def with_adalora(weight=0.05):
     return model.double()
 
 
+def adapted(kind, task):
+    return with_lora(of(kind), "q_proj", "v_proj", task_type=task).double()
+
+
 def drawn(*shape):
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(5))
 
@@ -138,6 +142,8 @@ LOCAL = {
         lambda: labelled() | {"weights": torch.tensor([0.5, 2.0])},
     ),
     "a class of rows": (lambda: of(LlamaForSequenceClassification), padded),
+    "a class of rows, in adapters": (lambda: adapted(LlamaForSequenceClassification, "SEQ_CLS"), padded),
+    "a z-loss, in adapters": (lambda: adapted(ZLossForCausalLM, "CAUSAL_LM"), labelled),
     "a class of tokens": (
         lambda: of(LlamaForTokenClassification),
         lambda: labelled() | {"labels": drawn(ROWS, TOKENS) % 3},

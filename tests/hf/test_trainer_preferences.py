@@ -1,95 +1,143 @@
-"""trl's DPOTrainer with the mixin before it logs what it logs alone."""
+"""trl's DPOTrainer and KTOTrainer with the mixin before them log what they log alone."""
 
-import os
-from pathlib import Path
-
+import numpy as np
 import peft
 import pytest
-import torch
-from datasets import Dataset, load_from_disk
-from transformers import ByT5Tokenizer
+from datasets import Dataset
 
-from hf_integration import SequenceParallelMixin
-from hf_integration.trainer.job import objective_of
-from tests.hf.llama import small
-from tests.hf.trainers import fields
+from tests.dist.ranks import is_one_sentence
+from tests.hf import trl_runs
+from tests.hf.llama import with_lora
+from tests.hf.trl_runs import experts, lora, policy, reference
 from tests.launch import on_trainer_ranks as on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-PAIRS = 4  # a micro-step's, of all ranks together
-OF_BOTH = (
-    *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"),
-    *("logps/rejected", "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy", "num_tokens"),
+LOSSES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
-FIGURES = ("grad_norm", *OF_BOTH, *(f"eval_{name}" for name in OF_BOTH))
-# what the rewards are compared with -> arguments of the trainer and of its configuration
-REFERENCES = {
-    "adapters switched off": lambda: (
-        {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
-        {"learning_rate": 3e-2},
+ALL_LOSSES = {"loss_type": list(LOSSES), "loss_weights": [1 / (i + 1) for i in range(len(LOSSES))]}
+BEFORE = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 5}
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+
+
+def own_adapter():
+    """A model that has adapters already, of which trl makes a copy for the reference."""
+    return {"model": with_lora(policy(), "q_proj", "v_proj")}
+
+
+def of_experts():
+    return {"model": experts(), "ref_model": experts(seed=1)}
+
+
+def adapted_experts():
+    return {"model": experts(), **lora()}
+
+
+def of_real_tokens(prediction):
+    """Outputs at padding are not the plain model's."""
+    real = prediction.label_ids > 0
+    return {"logits": float(np.abs(prediction.predictions[real]).mean()), "tokens": int(real.sum())}
+
+
+def measured():
+    return {"compute_metrics": of_real_tokens, **reference()}
+
+
+def two_sets():
+    return {"eval_dataset": {name: trl_runs.examples("DPO", 5, i) for i, name in enumerate("ab")}, **reference()}
+
+
+def dpo(parts=reference, **changes):
+    return {"kind": "DPO", "parts": parts, **changes}
+
+
+def kto(parts=reference, **changes):
+    return {"kind": "KTO", "parts": parts, **changes}
+
+
+COVER = {
+    "all losses of DPO": dpo(label_smoothing=0.1, **ALL_LOSSES),
+    "adapters, ZeRO-3": dpo(
+        lora, stage=3, gradient_accumulation_steps=2, use_weighting=True, ld_alpha=0.5, max_length=24
     ),
-    "a model": lambda: ({"ref_model": model(seed=1)}, {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.2]}),
-    "computed before": lambda: ({"ref_model": model(seed=1)}, {"precompute_ref_log_probs": True}),
-    "a model, in parts": lambda: ({"ref_model": model(seed=1)}, {"stage": 3, "loss_type": ["ipo"]}),
+    "computed before": dpo(dict, **BEFORE),
+    "KTO": kto(lora, stage=3),
+}
+CASES = {
+    **{name: dpo(loss_type=name, label_smoothing=0.1) for name in LOSSES},
+    **{name: dpo(f_divergence_type=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")},
+    "a copy of an adapter": dpo(own_adapter),
+    "synced": dpo(stage=3, **SYNCED),
+    "computed before, ZeRO-3": dpo(stage=3, ld_alpha=0.5, **BEFORE),
+    "experts": dpo(of_experts),
+    "experts, adapters": dpo(adapted_experts, stage=3, gradient_checkpointing=True),
+    "metrics": dpo(measured),
+    "two sets": dpo(two_sets),
+    "the end of rows": dpo(max_length=16, truncation_mode="keep_end", pad_to_multiple_of=16, padding_free=True),
+    "KTO, a reference": kto(),
+    "KTO, adapters, computed before": kto(lora, **BEFORE),
+    "KTO, unpaired": kto(loss_type="apo_zero_unpaired", train_sampling_strategy="random"),
+    "KTO, weights": kto(
+        gradient_accumulation_steps=2, desirable_weight=1.5, undesirable_weight=0.5, max_length=16, pad_to_multiple_of=8
+    ),
+    "KTO, a copy of an adapter": kto(own_adapter, stage=3, gradient_checkpointing=True, **BEFORE),
+    "KTO, synced": kto(**SYNCED),
+    "KTO, computed before, ZeRO-3": kto(dict, stage=3, **BEFORE),
+    "KTO, experts": kto(of_experts, router_aux_loss_coef=0.3),
+    "KTO, metrics": kto(measured),
+}
+OF_TWO_GROUPS = {
+    **COVER,
+    **{name: CASES[name] for name in ("aot", "experts", "two sets", "KTO, unpaired", "KTO, metrics")},
 }
 
 
-def model(seed=0):
-    return small(seed, vocab_size=300, pad_token_id=0)
-
-
-def pairs(count, seed):
-    """Texts of many lengths."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def text(least, most):
-        length = int(torch.randint(least, most, (), generator=draw))
-        return "".join(chr(97 + x) for x in torch.randint(0, 26, (length,), generator=draw).tolist())
-
-    columns = {"prompt": (1, 12), "chosen": (1, 30), "rejected": (1, 20)}
-    return Dataset.from_list([{name: text(*ends) for name, ends in columns.items()} for _ in range(count)])
-
-
-def figures(folder, name, size):
-    from trl import DPOConfig, DPOTrainer
-
-    class Shared(SequenceParallelMixin, DPOTrainer):
-        pass
-
-    torch.manual_seed(3)  # of adapters too
-    own, changes, data = *REFERENCES[name](), Path(folder).parent
-    of_group = PAIRS * (size or 1) // int(os.environ["WORLD_SIZE"])
-    how = {"max_steps": 1, "bf16": False, "eval_strategy": "steps", "eval_steps": 1, **changes}
-    given = fields(of_group, size and {"size": size}, **how)
-    trainer = (Shared if size else DPOTrainer)(
-        model=model(), args=DPOConfig(str(folder), **given), processing_class=ByT5Tokenizer(extra_ids=0),
-        train_dataset=load_from_disk(data / "train"), eval_dataset=load_from_disk(data / "eval"), **own,
-    )  # fmt: skip
-    planned = objective_of(trainer)  # of what "auto" counts
-    assert (planned.rows, planned.head, planned.reference) == (2, "fused", trainer.ref_model is not None)
-    trainer.train()
-    return {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in FIGURES}
-
-
-def runs(folder, names, sizes):
-    return {(name, size): figures(f"{folder}/{name} {size}", name, size) for name in names for size in sizes}
-
-
 @pytest.mark.parametrize(
-    ("names", "ranks"),
+    ("cases", "groups"),
     [
-        (("adapters switched off", "a model"), 2),
-        (("computed before",), 2),
-        pytest.param(tuple(REFERENCES), 4, marks=pytest.mark.whole),
+        ({name: {**given, "max_steps": 2, "eval_steps": 2} for name, given in COVER.items()}, 1),
+        pytest.param({**COVER, **CASES}, 1, marks=pytest.mark.whole),
+        pytest.param(OF_TWO_GROUPS, 2, marks=pytest.mark.whole),
     ],
+    ids=["cover", "all", "two groups"],
 )
-def test_losses_rewards_and_norms_are_trls(names, ranks, tmp_path):
-    for folder in (tmp_path, tmp_path / "plain"):  # beside whose files trl keeps what it computes before
-        pairs(24, 5).save_to_disk(folder / "train")
-        pairs(8, 9).save_to_disk(folder / "eval")
-    plain = on_ranks(1, runs, tmp_path / "plain", names, (None,))[0]
-    for found in on_ranks(ranks, runs, tmp_path, names, range(2, ranks + 1, 2), timeout=250):
-        for (name, size), logged in found.items():
-            for figure, values in plain[name, None].items():
-                assert len(values) == 1, (name, figure)
-                assert logged[figure] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, size, figure)
+def test_all_that_is_logged_is_the_plain_trainers(cases, groups, tmp_path):
+    trl_runs.compare(tmp_path, cases, groups)
+
+
+def virtual_tokens():
+    return {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+
+
+def in_memory():
+    return {"train_dataset": trl_runs.examples("DPO", 8, 1), **reference()}
+
+
+def half_of_the_margins():
+    rows = list(trl_runs.examples("Reward", 16, 1))
+    return {"train_dataset": Dataset.from_list([*rows[:8], *({**row, "margin": None} for row in rows[8:])])}
+
+
+# what is wrong -> (the Trainer, words of the sentence)
+REFUSED = {
+    "virtual tokens": (kto(virtual_tokens), ["prompt learning", "use LoRA"]),
+    "no file of log-probabilities": (dpo(in_memory, **BEFORE), ["precompute_ref_log_probs", "save_to_disk"]),
+    "tiles of a loss in chunks": (
+        dpo(deepspeed_changes={"sequence_parallel": {"size": 2, "loss_tiles": 2}}),
+        ["sequence_parallel.loss_tiles"],
+    ),
+    "margins of some rows": ({"kind": "Reward", "parts": half_of_the_margins}, ["making a batch failed", "NoneType"]),
+}
+
+
+def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
+    trl_runs.save_examples(tmp_path)
+    cases = {name: case for name, (case, _) in REFUSED.items()}
+    for found in on_ranks(2, trl_runs.refused, tmp_path, cases):
+        for name, (_, words) in REFUSED.items():
+            kind, sentence, steps = found[name]
+            assert kind, name
+            assert is_one_sentence(sentence), sentence
+            assert (missing(sentence, *words), steps) == ([], 0), sentence

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import SequenceParallelMixin, SequenceParallelTrainer
+from hf_integration import SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import documents, make, settings, trained
@@ -116,12 +116,6 @@ def loaders(prepare):
     return OwnLoaders
 
 
-def rewards():
-    from trl import RewardTrainer
-
-    return {"kind": type("Shared", (SequenceParallelMixin, RewardTrainer), {})}
-
-
 # what is wrong -> (what `make` is given, words of the sentence)
 WRONG = {
     "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
@@ -165,6 +159,10 @@ WRONG = {
         lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
         ["labels"],
     ),
+    "pictures": (
+        lambda: parts(train_dataset=equal(24), data_collator=with_pictures),
+        ["text alone", "got pixel_values"],
+    ),
     "raw text in columns": (
         lambda: parts(train_dataset=Dataset.from_list([{"text": "a", "id": 1}] * 8), data_collator=right_padded()),
         ["input_ids", "got id, text alone", "tokenize"],
@@ -174,7 +172,6 @@ WRONG = {
         lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
         ["labels", "got 3", "-100", "attention_mask"],
     ),
-    "rewards": (rewards, ["got a RewardTrainer"]),
     "a misspelt section": (
         lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
         ['got "sequence_paralel", rename'],
@@ -194,6 +191,10 @@ WRONG = {
 
 def holes():
     return [{**example, "attention_mask": (torch.arange(24) % 9 > 0).long()} for example in equal(24)]
+
+
+def with_pictures(examples):
+    return {**default_data_collator(examples), "pixel_values": torch.zeros(2, 2)}
 
 
 def labelled_padding():

@@ -5,21 +5,36 @@ The noise in sampling is the same in both runs. No rank generates what another d
 
 import collections.abc
 import contextlib
+import functools
 import math
 import zlib
 from collections import Counter
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from datasets import Dataset
-from transformers import ByT5Tokenizer, GenerationMixin, LogitsProcessorList
+from transformers import (
+    ByT5Tokenizer,
+    CLIPImageProcessorPil,
+    GenerationMixin,
+    LlamaForSequenceClassification,
+    LlavaProcessor,
+    LogitsProcessorList,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
+from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TIMES = ("runtime", "per_second", "step_time", "memory_gib")
@@ -34,13 +49,12 @@ class Keyed:
         before, generate = vars(model).get("generate"), model.generate
 
         def numbered(*, input_ids, attention_mask, **given):
-            """With the number of the completion in a column of padding."""
-            seen, numbers = Counter(), []
-            for row in input_ids.tolist():
-                numbers.append(seen[tuple(row)])
-                seen[tuple(row)] += 1
-            ids = torch.cat([torch.tensor(numbers)[:, None], input_ids], dim=1)
-            mask = torch.cat([torch.zeros(len(ids), 1, dtype=attention_mask.dtype), attention_mask], dim=1)
+            """With the number of the completion in a token before the prompt."""
+            ids, mask = (F.pad(x, (1, 0)) for x in (input_ids, attention_mask))
+            seen = Counter()
+            for row, (prompt, first) in enumerate(zip(input_ids.tolist(), (1 - attention_mask).sum(1), strict=True)):
+                ids[row, first], mask[row, first] = 250 + seen[tuple(prompt)], 1
+                seen[tuple(prompt)] += 1
             return generate(input_ids=ids, attention_mask=mask, **given)[:, 1:]
 
         model.generate = numbered
@@ -56,7 +70,7 @@ def draw(input_ids, scores):
     """A processor of logits that leaves one token for each row."""
     chosen = []
     for row, score in zip(input_ids.tolist(), scores, strict=True):
-        key = zlib.crc32(repr([row[0], *(x for x in row[1:] if x)]).encode())
+        key = zlib.crc32(repr([x for x in row if x]).encode())
         noise = torch.rand(len(score), generator=torch.Generator().manual_seed(key))
         chosen.append(int((score.log_softmax(-1) - (-noise.log()).log()).argmax()))
     return torch.full_like(scores, -math.inf).scatter(1, torch.tensor(chosen)[:, None], 0.0)
@@ -72,6 +86,7 @@ def keyed_noise():
     )
     generated = []
 
+    @functools.wraps(generate)
     def counted(self, *, input_ids, attention_mask, **given):
         generated.append([row[row > 0].tolist() for row in input_ids])
         return generate(self, input_ids=input_ids, attention_mask=attention_mask, **given)
@@ -106,10 +121,32 @@ def model(seed=0, **changes):
     return made
 
 
-def prompts(count, seed=5):
+def lora():
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def experts():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "pad_token_id": 0}
+    made = MixtralForCausalLM(MixtralConfig(**sizes))
+    made.generation_config.eos_token_id = ENDS
+    return made
+
+
+def scorer():
+    torch.manual_seed(7)
+    config = small(vocab_size=259, pad_token_id=0, num_labels=1).config
+    config._name_or_path = "scorer"
+    return LlamaForSequenceClassification(config).eval()
+
+
+def prompts(count, seed=5, talks=False):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 14, (count,), generator=generator).tolist()
-    return Dataset.from_list([{"prompt": chr(97 + i) * n, "number": n} for i, n in enumerate(lengths)])
+    texts = [chr(97 + i) * n for i, n in enumerate(lengths)]
+    rows = [[{"role": "user", "content": x}] for x in texts] if talks else texts
+    return Dataset.from_list([{"prompt": x, "number": n} for x, n in zip(rows, lengths, strict=True)])
 
 
 def figures(history):
@@ -118,34 +155,116 @@ def figures(history):
 
 
 # what is trained -> arguments of the trainer and of its configuration
+SAVES = {
+    **{"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3},
+    **{"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True},
+}
+OFF_POLICY = {"num_iterations": 2}  # the second time, ratios are not 1
 CASES = {
-    "grpo": lambda: ({}, {"loss_type": "grpo", "num_iterations": 2}),
-    "rloo": lambda: ({}, {}),
+    **{
+        f"{kind} of {level}s": lambda kind=kind, level=level: (
+            {},
+            {"loss_type": kind, "importance_sampling_level": level, **OFF_POLICY},
+        )
+        for kind in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+        for level in ("token", "sequence")
+    },
+    "a reference": lambda: ({}, {"beta": 0.1, "use_bias_correction_kl": True, **OFF_POLICY}),
+    "a reference that follows": lambda: (
+        {},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "stage": 3},
+    ),
+    "adapters": lambda: (
+        {"peft_config": lora()},
+        {"beta": 0.1, "loss_type": "dapo", "learning_rate": 3e-2, **OFF_POLICY},
+    ),
+    "adapters, in parts": lambda: ({"peft_config": lora()}, {"beta": 0.1, "stage": 3, "learning_rate": 3e-2}),
+    "in parts": lambda: ({}, {"stage": 3, "loss_type": "dapo", **OFF_POLICY}),
+    "in parts, by all ranks": lambda: ({}, {"stage": 3, "ds3_gather_for_generation": False}),
+    "fewer generations than steps": lambda: ({}, {"steps_per_generation": 4, "max_steps": 5}),
+    "more generations than steps": lambda: ({}, {"steps_per_generation": 1, "gradient_accumulation_steps": 4}),
+    "many masks": lambda: (
+        {},
+        {
+            **{"mask_truncated_completions": True, "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 1e-4},
+            **{"epsilon": 1e-3, "delta": 1.001, **OFF_POLICY},
+        },
+    ),
+    "entropy": lambda: ({}, {"entropy_coef": 0.1, "scale_rewards": "batch", "loss_type": "dr_grpo"}),
+    "entropy that adapts": lambda: (
+        {},
+        {"use_adaptive_entropy": True, "entropy_target": 5.6, "multi_objective_aggregation": "normalize_then_sum"},
+    ),
+    "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none", "repetition_penalty": 1.2}),
+    "experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, **OFF_POLICY}),
+    "conversations": lambda: ({"reward_funcs": [odd], "talks": True}, {"loss_type": "dapo"}),
+    "resumed": lambda: ({}, {**SAVES, "steps_per_generation": 2}),
+    "resumed, adapters in parts": lambda: (
+        {"peft_config": lora()},
+        {**SAVES, "stage": 3, "beta": 0.1, "learning_rate": 3e-2},
+    ),
+    "a stream": lambda: ({"stream": True}, {"eval_strategy": "steps", "eval_steps": 2}),
+    "a model of rewards": lambda: ({"reward_funcs": [letters, scorer(), odd]}, {"reward_weights": [1.0, 30.0, 0.5]}),
+    "a model of rewards, in parts": lambda: ({"reward_funcs": [scorer()]}, {"stage": 3}),
+    "long rows together": lambda: ({"group_generation_over": 14}, {}),
+    "evaluation": lambda: ({}, {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 4}),
+    "rloo": lambda: ({}, {"num_iterations": 2}),
+    "rloo, adapters": lambda: ({"peft_config": lora()}, {"learning_rate": 3e-2, "normalize_advantages": True}),
+    "rloo, in parts": lambda: ({}, {"stage": 3, "reward_clip_range": (0.2, 1.2), "mask_truncated_completions": True}),
+    "rloo, experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, "beta": 0.0}),
+    "rloo, evaluation": lambda: (
+        {"group_generation_over": 14},
+        {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1},
+    ),
 }
 
 
-def run(folder, name, size):
-    """(what is logged, the completions of the last steps, the prompts of each generation on this rank)."""
+def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes):
+    """A plain trainer, or one in which `size` ranks share sequences.
+
+    between: classes before trl's; parts: the trainer's own arguments; changes: of its configuration.
+    """
     import trl
 
     kind = "RLOO" if name.startswith("rloo") else "GRPO"
-    trainer, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
-    own, changes = CASES[name]()
+    plain, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    own, settings = CASES[name]()
+    talks, stream, tokenizer = own.pop("talks", False), own.pop("stream", False), ByT5Tokenizer(extra_ids=0)
+    if talks:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    data = {"train_dataset": prompts(24, talks=talks), "eval_dataset": prompts(4, 9, talks)}
+    if any(isinstance(x, torch.nn.Module) for x in own.get("reward_funcs", ())):
+        own["reward_processing_classes"] = [ByT5Tokenizer(extra_ids=0) for _ in own["reward_funcs"]]
+    if not size:
+        own.pop("group_generation_over", None)
     policy = own.pop("model", model)()
     policy.config._name_or_path = str(Path(folder).parents[1] / "reference")  # from where trl loads one
     how = {
         **{"max_steps": 3, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH},
-        **{"log_completions": True, "temperature": 0.9, **changes},
+        **{"log_completions": True, "temperature": 0.9, **settings, **changes},
     }
+    given = fields(4, size and {"size": size}, **how)
+    del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
+    return type("Tried", (*([SequenceParallelMixin] if size else []), *between, plain), {})(
+        model=policy, args=config(str(folder), **given),
+        **{name: x.to_iterable_dataset() if stream else x for name, x in data.items()}
+        | {"reward_funcs": [letters, odd], "processing_class": tokenizer, **own, **(parts or {})},
+    )  # fmt: skip
+
+
+def run(folder, name, size):
+    """(what is logged, the table of completions, the prompts of each generation on this rank)."""
     with keyed_noise() as generated:
-        made = type("Tried", (*([SequenceParallelMixin] if size else []), Keyed, trainer), {})(
-            model=policy, args=config(str(folder), **fields(4, size and {"size": size}, **how)),
-            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts(12), eval_dataset=prompts(4, 9),
-            **{"reward_funcs": [letters, odd], **own},
-        )  # fmt: skip
-        made.train()
-    tables = {name: dict(x) if isinstance(x, dict) else [*x] for name, x in made._logs.items()}
-    return figures(made.state.log_history), tables, generated
+        trainer = trainer_of(folder, name, size)
+        trainer.train()
+        if name.startswith("resumed"):
+            before, trainer = trainer, trainer_of(folder, name, size)
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+            trainer.evaluate()  # the best, which was loaded
+            best = trainer.state.best_model_checkpoint.rpartition("/")[2]
+            trainer.state.log_history += [*before.state.log_history, {"best": best}]
+    tables = {name: dict(x) if isinstance(x, dict) else [*x] for name, x in trainer._logs.items()}
+    return figures(trainer.state.log_history), tables, generated
 
 
 def runs(folder, names, size):
@@ -158,13 +277,13 @@ def same(one, other):
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, str) or not isinstance(one, collections.abc.Iterable):
-        return one == (pytest.approx(other, rel=1e-5, abs=1e-6) if isinstance(one, float) else other)
+        return one == (pytest.approx(other, rel=1e-5, abs=1e-5) if isinstance(one, float) else other)
     return len(one) == len(other) and all(map(same, one, other))
 
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    [(("grpo", "rloo"), 2), pytest.param(tuple(CASES), 4, marks=pytest.mark.whole)],
+    [(("grpo of tokens", "rloo"), 2), pytest.param(tuple(CASES), 4, marks=pytest.mark.whole)],
 )
 def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
     groups = ranks // 2
@@ -185,3 +304,147 @@ def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
                 rows = [row for of_rank in divided for row in of_rank[number]]
                 assert sorted(rows) == sorted(of_one), name  # each once
                 assert len(divided[0][number]) - len(divided[1][number]) in (0, 1)
+
+
+def search(query: str) -> str:
+    """
+    Looks something up.
+
+    Args:
+        query: What to look up.
+
+    Returns:
+        What was found.
+    """
+    return query
+
+
+class World:
+    """An environment."""
+
+    def reset(self, **_):
+        return None
+
+    def get_reward(self):
+        return 1.0
+
+
+class OwnRewards:
+    """A class before trl's with rewards of its own."""
+
+    def _calculate_rewards(self, *args):
+        return super()._calculate_rewards(*args) * 2
+
+
+def calls_tools():
+    """A tokenizer whose template has tools."""
+    import trl
+
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    return tokenizer
+
+
+def sees_images():
+    return LlavaProcessor(CLIPImageProcessorPil(), ByT5Tokenizer(extra_ids=0), patch_size=14)
+
+
+def broken(completions, **_):
+    raise KeyError("no such answer")
+
+
+# what is wrong -> (of `trainer_of`, words of the sentence)
+WRONG = {
+    "a rollout function": (lambda: {"parts": {"rollout_func": print}}, ["got rollout_func"]),
+    "tools": (lambda: {"parts": {"tools": [search], "processing_class": calls_tools()}}, ["got tools"]),
+    "an environment": (
+        lambda: {"parts": {"environment_factory": World, "processing_class": calls_tools()}},
+        ["got environment_factory"],
+    ),
+    "vLLM in the ranks": (lambda: {"use_vllm": True, "vllm_mode": "colocate"}, ["server", "vllm_mode='colocate'"]),
+    "continuous batching": (
+        lambda: {"use_transformers_continuous_batching": True},
+        ["got use_transformers_continuous_batching"],
+    ),
+    "images": (lambda: {"parts": {"processing_class": sees_images()}}, ["prompts of text", "its tokenizer"]),
+    "too few rows": (lambda: {"num_generations": 16}, ["num_generations, 16", "got 4 x 1 x 2", "a group"]),
+    "too few rows of an evaluation": (
+        lambda: {"num_generations_eval": 8, "eval_strategy": "steps", "eval_steps": 1},
+        ["per_device_eval_batch_size", "8; got 4 x 1"],
+    ),
+    "rewards of a class between": (lambda: {"between": [OwnRewards]}, ["got OwnRewards", "_calculate_rewards"]),
+    "prompts that differ": (
+        lambda: {"parts": {"train_dataset": prompts(24, dist.get_rank())}},
+        ["rank", "whole batches"],
+    ),
+    "no prompts": (
+        lambda: {"parts": {"train_dataset": prompts(24).rename_column("prompt", "text")}},
+        ["prompt", "got number, text"],
+    ),
+    "a reward that fails": (lambda: {"parts": {"reward_funcs": [broken]}}, ["computing rewards", "no such answer"]),
+    "rewards that are too few": (
+        lambda: {"parts": {"reward_funcs": [lambda completions, **_: completions[1:]]}},
+        ["computing rewards", "7 rewards", "8 were expected"],
+    ),
+    "a generation that fails": (lambda: {"between": [FailsOnOne]}, ["generating", "out of memory"]),
+}
+
+
+class FailsOnOne(Keyed):
+    """Whose model generates on the first rank alone."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        def generate(model, **_):
+            if dist.get_rank():
+                raise torch.OutOfMemoryError("out of memory")
+            return GenerationMixin.generate(model, **_)
+
+        type(unwrapped(self.model)).generate = generate
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            del type(unwrapped(self.model)).generate
+
+
+def try_wrong(folder, names):
+    """What is said of each, by name: (kind, sentence, steps made)."""
+    found, made = {}, []
+    for name in names:
+
+        def attempt(name=name):
+            made.append(trainer_of(f"{folder}/{name}", "entropy", 2, **WRONG[name][0]()))
+            made[-1].train()
+
+        found[name] = *refusal(attempt), sum(trainer.state.global_step for trainer in made)
+    return found
+
+
+def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(tmp_path):
+    for found in on_ranks(2, try_wrong, tmp_path / "x", list(WRONG)):
+        wrong = {}
+        for name, (_, words) in WRONG.items():
+            kind, sentence, steps = found[name]
+            if not kind or not is_one_sentence(sentence) or steps or missing(sentence, *words):
+                wrong[name] = found[name]
+        assert wrong == {}
+
+
+def noise(folder):
+    """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt)."""
+    runs = []
+    for number in range(2):
+        trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=(), max_steps=2)
+        trainer.train()
+        runs.append([*trainer._logs["completion"]])
+    before = torch.get_rng_state()
+    alike, _ = trainer._generate_single_turn([[100, 101, 1]] * 8, None, {}, 8)
+    return runs, bool(before.equal(torch.get_rng_state())), alike
+
+
+def test_ranks_draw_noise_of_their_own_which_a_second_run_draws_again(tmp_path):
+    found = on_ranks(2, noise, tmp_path / "x")
+    for (first, second), left_alone, alike in found:
+        assert first == second
+        assert left_alone
+        assert alike == found[0][2]
+        assert len({*map(tuple, alike)}) > 4  # as many as a rank draws
