@@ -2,12 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/dpo_loop.py --size 2
 
-A small LLaMA first learns additions of two digits from a teacher that is wrong half of the time, so it is too. Then it is
-shown pairs of a right answer and a wrong one, and learns to prefer the right one. A step prints the share of all 100
-additions that it answers rightly, and by how much it prefers right answers more than the model that it began as.
+A small LLaMA first learns additions of two digits from a teacher that is wrong half of the time. Then it is shown pairs
+of a right answer and a wrong one, and learns to prefer the right one. A step prints the share of all 100 additions that
+it answers rightly, and by how much it prefers right answers more than the model that it began as.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -54,10 +52,8 @@ def main() -> None:
 
     def answers_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
         """Return the log-probability of each row's answer."""
-        ids = ids.to(sp.device)
-        labels = ids.clone()
-        labels[:, :PROMPT] = -100
-        return sp.log_probs(model, ids, labels=labels).sum(1)
+        labels = ids.index_fill(1, torch.arange(PROMPT), -100)
+        return sp.log_probs(model, ids.to(sp.device), labels=labels.to(sp.device)).sum(1)
 
     def step_with(loss: Tensor) -> None:
         loss.backward()

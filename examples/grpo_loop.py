@@ -2,14 +2,12 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/grpo_loop.py --size 2
 
-A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 where they add up to the number,
-and less the farther off they are. A small LLaMA begins at random and learns it in half a minute.
+A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 where they add up to the
+number, and less the farther off they are. A small LLaMA begins at random and learns it within a minute.
 
 The ranks of a group divide the completions among them for sampling, then train on all of them together. Each completion
 has noise of its own, so that it is the same whichever rank samples it.
 """
-
-from __future__ import annotations
 
 import argparse
 
@@ -19,15 +17,31 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ds_seqpar import SequenceParallel
 from hf_integration import share_sequences, whole_sequences
 
-PROMPTS, SAMPLES, NEW, CLIP, EQUALS = 8, 8, 4, 0.2, 10  # a step's prompts, completions of each, their tokens, PPO's clip
+PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 3, 4  # prompts of a step, completions of each, tokens of both
+EQUALS, CLIP = 10, 0.2  # a token id, PPO's clip
 
 
 def reward_of(prompts: Tensor, completions: Tensor) -> Tensor:
     asked = 10 * prompts[:, 0] + prompts[:, 1]
     missed = (completions.clamp(max=9).sum(1) - asked).abs() + 9 * (completions == EQUALS).sum(1)
     return (1 - missed / 18).clamp(min=0)
+
+
+def sampled(policy: LlamaForCausalLM, sp: SequenceParallel, prompts: Tensor, noise: Tensor) -> Tensor:
+    """Return completions of all prompts, of which each rank of the group has sampled some."""
+    mine = torch.arange(len(prompts)).chunk(sp.size)[sp.rank]
+
+    def draw(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + noise[mine, ids.shape[1] - PROMPT]  # the largest is a sample
+
+    completions = torch.zeros_like(noise[..., 0], dtype=torch.int64)
+    with torch.no_grad(), whole_sequences(policy):
+        ids = policy.generate(prompts[mine], max_new_tokens=NEW, do_sample=False, logits_processor=[draw])
+    completions[mine] = ids[:, PROMPT:]
+    return sp.sum_over_ranks(completions)
 
 
 def main() -> None:
@@ -42,36 +56,28 @@ def main() -> None:
     sp = share_sequences(policy, size=args.size)
     model = DistributedDataParallel(policy.to(sp.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
     for step in range(args.steps):
         torch.manual_seed(1000 * step + sp.data_rank)  # the same prompts and noise on all ranks of a group
         asked = torch.randint(0, 37, (PROMPTS, 1))
-        prompts = torch.cat([asked // 10, asked % 10, torch.full_like(asked, EQUALS)], 1).repeat_interleave(SAMPLES, 0)
-        noise = -torch.empty(len(prompts), NEW, 11).exponential_().log().to(sp.device)  # argmax with it samples
-        mine = torch.arange(len(prompts)).chunk(sp.size)[sp.rank]
-        sampled = torch.zeros(len(prompts), NEW, dtype=torch.int64, device=sp.device)
-        with torch.no_grad(), whole_sequences(model):
-            draw = [lambda ids, scores: scores + noise[mine, ids.shape[1] - prompts.shape[1]]]
-            ids = policy.generate(prompts[mine].to(sp.device), max_new_tokens=NEW, do_sample=False, logits_processor=draw)
-            sampled[mine] = ids[:, prompts.shape[1] :]
-        completions = sp.sum_over_ranks(sampled)
-        ids = torch.cat([prompts.to(sp.device), completions], 1)
-        labels = ids.clone()
-        labels[:, : prompts.shape[1]] = -100
-        reward = reward_of(prompts.to(sp.device), completions).view(PROMPTS, SAMPLES)
+        prompts = torch.cat([asked // 10, asked % 10, torch.full_like(asked, EQUALS)], 1)
+        prompts = prompts.repeat_interleave(SAMPLES, 0).to(sp.device)
+        noise = -torch.empty(len(prompts), NEW, 11).exponential_().log().to(sp.device)
+        completions = sampled(policy, sp, prompts, noise)
+        ids = torch.cat([prompts, completions], 1)
+        labels = ids.index_fill(1, torch.arange(PROMPT, device=sp.device), -100)
+        reward = reward_of(prompts, completions).view(PROMPTS, SAMPLES)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
-        old = None
-        for _ in range(2):  # updates on the same completions
+        for update in range(2):  # on the same completions
             logps = sp.log_probs(model, ids, labels=labels)[:, -NEW:]
-            old = logps.detach() if old is None else old
+            old = logps.detach() if update == 0 else old
             ratio, gain = (logps - old).exp(), advantage.view(-1, 1)
             loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:
-            mean = reward.mean().item()
-            print(f"step {step:3}: reward {mean:.4f} loss {loss.item():8.5f} {'#' * round(50 * mean)}", flush=True)
+            mean, right = reward.mean().item(), (reward == 1).float().mean().item()
+            print(f"step {step:3}: reward {mean:.4f} right {right:.4f} {'#' * round(50 * mean)}", flush=True)
     dist.destroy_process_group()
 
 
