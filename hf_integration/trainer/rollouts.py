@@ -32,6 +32,8 @@ GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
+# field of a GenerationConfig -> its values with which nothing reads the padding before a prompt
+PADDING_UNREAD = {"repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0), "min_length": (None, 0)}
 Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
 
 
@@ -84,6 +86,12 @@ def check(trainer: Any, groups: int) -> None:
         )
 
 
+def check_row(row: Any) -> None:
+    """Raise ConfigError for a row of a data set without a prompt."""
+    if "prompt" not in row:
+        raise ConfigError(f"GRPO and RLOO need a column prompt; got {', '.join(sorted(row))} alone, rename one")
+
+
 class Rollouts(Behind):
     """Part of `SequenceParallelMixin` that extends what trl's GRPO and RLOO do with completions."""
 
@@ -130,6 +138,7 @@ class Rollouts(Behind):
         Raises:
             SeqParError: On all ranks of the world, if a rank fails.
         """
+        config = kwargs["generation_config"]
         inner, group, most = unwrapped(self.model), self.sp.groups.control, self.group_generation_over
         lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
         # a rank alone would wait for the others in each forward
@@ -140,7 +149,9 @@ class Rollouts(Behind):
         def completions(generate: Callable[..., Tensor], rows: list[int], seed: int) -> dict[int, list[int]]:
             if not rows:
                 return {}
-            width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
+            width = input_ids.shape[1]
+            if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
+                width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
             with rng_state.unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
@@ -166,8 +177,7 @@ class Rollouts(Behind):
         for _, others in all_gather_objects(group, ("completions", own)):
             by_row |= others
         width = max(map(len, by_row.values()))
-        padding = kwargs["generation_config"].pad_token_id
-        padded = [by_row[row] + [padding] * (width - len(by_row[row])) for row in range(len(lengths))]
+        padded = [by_row[row] + [config.pad_token_id] * (width - len(by_row[row])) for row in range(len(lengths))]
         return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:

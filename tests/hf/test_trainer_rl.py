@@ -14,12 +14,15 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from datasets import Dataset
 from transformers import (
     ByT5Tokenizer,
+    CLIPImageProcessorPil,
     GenerationMixin,
     LlamaForSequenceClassification,
+    LlavaProcessor,
     LogitsProcessorList,
     MixtralConfig,
     MixtralForCausalLM,
@@ -27,9 +30,11 @@ from transformers import (
 
 from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
+from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TIMES = ("runtime", "per_second", "step_time", "memory_gib")
@@ -136,10 +141,12 @@ def scorer():
     return LlamaForSequenceClassification(config).eval()
 
 
-def prompts(count, seed=5):
+def prompts(count, seed=5, talks=False):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 14, (count,), generator=generator).tolist()
-    return Dataset.from_list([{"prompt": chr(97 + i) * n, "number": n} for i, n in enumerate(lengths)])
+    texts = [chr(97 + i) * n for i, n in enumerate(lengths)]
+    rows = [[{"role": "user", "content": x}] for x in texts] if talks else texts
+    return Dataset.from_list([{"prompt": x, "number": n} for x, n in zip(rows, lengths, strict=True)])
 
 
 def figures(history):
@@ -148,6 +155,10 @@ def figures(history):
 
 
 # what is trained -> arguments of the trainer and of its configuration
+SAVES = {
+    **{"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3},
+    **{"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True},
+}
 OFF_POLICY = {"num_iterations": 2}  # the second time, ratios are not 1
 CASES = {
     **{
@@ -184,8 +195,14 @@ CASES = {
         {},
         {"use_adaptive_entropy": True, "entropy_target": 5.6, "multi_objective_aggregation": "normalize_then_sum"},
     ),
-    "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none"}),
+    "a head in fp32": lambda: ({}, {"cast_lm_head_to_fp32": True, "scale_rewards": "none", "repetition_penalty": 1.2}),
     "experts": lambda: ({"model": experts}, {"router_aux_loss_coef": 0.5, **OFF_POLICY}),
+    "conversations": lambda: ({"reward_funcs": [odd], "talks": True}, {"loss_type": "dapo"}),
+    "resumed": lambda: ({}, {**SAVES, "steps_per_generation": 2}),
+    "resumed, adapters in parts": lambda: (
+        {"peft_config": lora()},
+        {**SAVES, "stage": 3, "beta": 0.1, "learning_rate": 3e-2},
+    ),
     "a stream": lambda: ({"stream": True}, {"eval_strategy": "steps", "eval_steps": 2}),
     "a model of rewards": lambda: ({"reward_funcs": [letters, scorer(), odd]}, {"reward_weights": [1.0, 30.0, 0.5]}),
     "a model of rewards, in parts": lambda: ({"reward_funcs": [scorer()]}, {"stage": 3}),
@@ -202,36 +219,52 @@ CASES = {
 }
 
 
-def run(folder, name, size):
-    """(what is logged, the completions of the last steps, the prompts of each generation on this rank)."""
+def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes):
+    """A plain trainer, or one in which `size` ranks share sequences.
+
+    between: classes before trl's; parts: the trainer's own arguments; changes: of its configuration.
+    """
     import trl
 
     kind = "RLOO" if name.startswith("rloo") else "GRPO"
-    trainer, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
-    own, changes = CASES[name]()
-    stream, policy = own.pop("stream", False), own.pop("model", model)()
-    scores = sum(isinstance(x, torch.nn.Module) for x in own.get("reward_funcs", ()))
-    if scores:
+    plain, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    own, settings = CASES[name]()
+    talks, stream, tokenizer = own.pop("talks", False), own.pop("stream", False), ByT5Tokenizer(extra_ids=0)
+    if talks:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    data = {"train_dataset": prompts(24, talks=talks), "eval_dataset": prompts(4, 9, talks)}
+    if any(isinstance(x, torch.nn.Module) for x in own.get("reward_funcs", ())):
         own["reward_processing_classes"] = [ByT5Tokenizer(extra_ids=0) for _ in own["reward_funcs"]]
     if not size:
         own.pop("group_generation_over", None)
-    data = [x.to_iterable_dataset() if stream else x for x in (prompts(12), prompts(4, 9))]
+    policy = own.pop("model", model)()
     policy.config._name_or_path = str(Path(folder).parents[1] / "reference")  # from where trl loads one
     how = {
         **{"max_steps": 3, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH},
-        **{"log_completions": True, "temperature": 0.9, **changes},
+        **{"log_completions": True, "temperature": 0.9, **settings, **changes},
     }
     given = fields(4, size and {"size": size}, **how)
     del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
+    return type("Tried", (*([SequenceParallelMixin] if size else []), *between, plain), {})(
+        model=policy, args=config(str(folder), **given),
+        **{name: x.to_iterable_dataset() if stream else x for name, x in data.items()}
+        | {"reward_funcs": [letters, odd], "processing_class": tokenizer, **own, **(parts or {})},
+    )  # fmt: skip
+
+
+def run(folder, name, size):
+    """(what is logged, the table of completions, the prompts of each generation on this rank)."""
     with keyed_noise() as generated:
-        made = type("Tried", (*([SequenceParallelMixin] if size else []), Keyed, trainer), {})(
-            model=policy, args=config(str(folder), **given),
-            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=data[0], eval_dataset=data[1],
-            **{"reward_funcs": [letters, odd], **own},
-        )  # fmt: skip
-        made.train()
-    tables = {name: dict(x) if isinstance(x, dict) else [*x] for name, x in made._logs.items()}
-    return figures(made.state.log_history), tables, generated
+        trainer = trainer_of(folder, name, size)
+        trainer.train()
+        if name.startswith("resumed"):
+            before, trainer = trainer, trainer_of(folder, name, size)
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+            trainer.evaluate()  # the best, which was loaded
+            best = trainer.state.best_model_checkpoint.rpartition("/")[2]
+            trainer.state.log_history += [*before.state.log_history, {"best": best}]
+    tables = {name: dict(x) if isinstance(x, dict) else [*x] for name, x in trainer._logs.items()}
+    return figures(trainer.state.log_history), tables, generated
 
 
 def runs(folder, names, size):
@@ -244,7 +277,7 @@ def same(one, other):
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, str) or not isinstance(one, collections.abc.Iterable):
-        return one == (pytest.approx(other, rel=1e-5, abs=1e-6) if isinstance(one, float) else other)
+        return one == (pytest.approx(other, rel=1e-5, abs=1e-5) if isinstance(one, float) else other)
     return len(one) == len(other) and all(map(same, one, other))
 
 
@@ -271,3 +304,147 @@ def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
                 rows = [row for of_rank in divided for row in of_rank[number]]
                 assert sorted(rows) == sorted(of_one), name  # each once
                 assert len(divided[0][number]) - len(divided[1][number]) in (0, 1)
+
+
+def search(query: str) -> str:
+    """
+    Looks something up.
+
+    Args:
+        query: What to look up.
+
+    Returns:
+        What was found.
+    """
+    return query
+
+
+class World:
+    """An environment."""
+
+    def reset(self, **_):
+        return None
+
+    def get_reward(self):
+        return 1.0
+
+
+class OwnRewards:
+    """A class before trl's with rewards of its own."""
+
+    def _calculate_rewards(self, *args):
+        return super()._calculate_rewards(*args) * 2
+
+
+def calls_tools():
+    """A tokenizer whose template has tools."""
+    import trl
+
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    return tokenizer
+
+
+def sees_images():
+    return LlavaProcessor(CLIPImageProcessorPil(), ByT5Tokenizer(extra_ids=0), patch_size=14)
+
+
+def broken(completions, **_):
+    raise KeyError("no such answer")
+
+
+# what is wrong -> (of `trainer_of`, words of the sentence)
+WRONG = {
+    "a rollout function": (lambda: {"parts": {"rollout_func": print}}, ["got rollout_func"]),
+    "tools": (lambda: {"parts": {"tools": [search], "processing_class": calls_tools()}}, ["got tools"]),
+    "an environment": (
+        lambda: {"parts": {"environment_factory": World, "processing_class": calls_tools()}},
+        ["got environment_factory"],
+    ),
+    "vLLM in the ranks": (lambda: {"use_vllm": True, "vllm_mode": "colocate"}, ["server", "vllm_mode='colocate'"]),
+    "continuous batching": (
+        lambda: {"use_transformers_continuous_batching": True},
+        ["got use_transformers_continuous_batching"],
+    ),
+    "images": (lambda: {"parts": {"processing_class": sees_images()}}, ["prompts of text", "its tokenizer"]),
+    "too few rows": (lambda: {"num_generations": 16}, ["num_generations, 16", "got 4 x 1 x 2", "a group"]),
+    "too few rows of an evaluation": (
+        lambda: {"num_generations_eval": 8, "eval_strategy": "steps", "eval_steps": 1},
+        ["per_device_eval_batch_size", "8; got 4 x 1"],
+    ),
+    "rewards of a class between": (lambda: {"between": [OwnRewards]}, ["got OwnRewards", "_calculate_rewards"]),
+    "prompts that differ": (
+        lambda: {"parts": {"train_dataset": prompts(24, dist.get_rank())}},
+        ["rank", "whole batches"],
+    ),
+    "no prompts": (
+        lambda: {"parts": {"train_dataset": prompts(24).rename_column("prompt", "text")}},
+        ["prompt", "got number, text"],
+    ),
+    "a reward that fails": (lambda: {"parts": {"reward_funcs": [broken]}}, ["computing rewards", "no such answer"]),
+    "rewards that are too few": (
+        lambda: {"parts": {"reward_funcs": [lambda completions, **_: completions[1:]]}},
+        ["computing rewards", "7 rewards", "8 were expected"],
+    ),
+    "a generation that fails": (lambda: {"between": [FailsOnOne]}, ["generating", "out of memory"]),
+}
+
+
+class FailsOnOne(Keyed):
+    """Whose model generates on the first rank alone."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        def generate(model, **_):
+            if dist.get_rank():
+                raise torch.OutOfMemoryError("out of memory")
+            return GenerationMixin.generate(model, **_)
+
+        type(unwrapped(self.model)).generate = generate
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            del type(unwrapped(self.model)).generate
+
+
+def try_wrong(folder, names):
+    """What is said of each, by name: (kind, sentence, steps made)."""
+    found, made = {}, []
+    for name in names:
+
+        def attempt(name=name):
+            made.append(trainer_of(f"{folder}/{name}", "entropy", 2, **WRONG[name][0]()))
+            made[-1].train()
+
+        found[name] = *refusal(attempt), sum(trainer.state.global_step for trainer in made)
+    return found
+
+
+def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(tmp_path):
+    for found in on_ranks(2, try_wrong, tmp_path / "x", list(WRONG)):
+        wrong = {}
+        for name, (_, words) in WRONG.items():
+            kind, sentence, steps = found[name]
+            if not kind or not is_one_sentence(sentence) or steps or missing(sentence, *words):
+                wrong[name] = found[name]
+        assert wrong == {}
+
+
+def noise(folder):
+    """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt)."""
+    runs = []
+    for number in range(2):
+        trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=(), max_steps=2)
+        trainer.train()
+        runs.append([*trainer._logs["completion"]])
+    before = torch.get_rng_state()
+    alike, _ = trainer._generate_single_turn([[100, 101, 1]] * 8, None, {}, 8)
+    return runs, bool(before.equal(torch.get_rng_state())), alike
+
+
+def test_ranks_draw_noise_of_their_own_which_a_second_run_draws_again(tmp_path):
+    found = on_ranks(2, noise, tmp_path / "x")
+    for (first, second), left_alone, alike in found:
+        assert first == second
+        assert left_alone
+        assert alike == found[0][2]
+        assert len({*map(tuple, alike)}) > 4  # as many as a rank draws
