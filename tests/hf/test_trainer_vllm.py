@@ -95,8 +95,8 @@ def test_whatever_the_server_does_wrong_is_an_error_on_all_ranks():
 
 # what is trained -> arguments of the trainer and of its configuration
 CASES = {
-    "grpo": lambda: ({}, {"vllm_importance_sampling_mode": "token_truncate"}),
-    "rloo": lambda: ({}, {"stage": 3, "beta": 0.0}),
+    "grpo, in parts": lambda: ({}, {"stage": 3, "vllm_importance_sampling_mode": "token_truncate"}),
+    "rloo": lambda: ({}, {"beta": 0.0, "num_iterations": 2, "max_steps": 3}),
     "grpo, adapters in parts": lambda: (
         {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
         {"stage": 3, "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1},
@@ -132,7 +132,7 @@ def runs(folder, size, urls):
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    [(("grpo", "rloo"), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.whole)],
+    [(("grpo, in parts",), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.whole)],
 )
 def test_requests_and_all_that_is_logged_are_trls(names, ranks, tmp_path):
     with contextlib.ExitStack() as end:
@@ -173,7 +173,7 @@ def test_a_vllm_on_the_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["rloo", "grpo, adapters in parts"])
+@pytest.mark.parametrize("name", ["grpo, in parts", "grpo, adapters in parts"])
 def test_weights_that_are_lost_halfway_are_an_error_on_all_ranks_of_zero_3(name, tmp_path):
     with Server() as server:
         kinds, sentences = zip(*on_trainer_ranks(2, failing, tmp_path, name, server.url), strict=True)
