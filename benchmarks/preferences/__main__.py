@@ -6,7 +6,8 @@
 Ranks are fresh gloo processes of this machine with one thread each. All contenders train the same LLaMA, whose layers
 are checkpointed, with the same rows, whose losses and gradient norms must be those of the first to 1e-3. DPO: a pair
 and a reference model. GRPO: --completions rows and no reference; they are drawn, and not generated. Rows have one
-prompt, of which --share is the part of a row.
+prompt, of which --share is the part of a row. trl's head has tiles of --tile tokens. trl's own 4,096 are meant for
+GPUs, where kernels compute in a tile's place; on CPUs torch makes seven copies of it.
 
 trl plain, 1 rank: trl's `add_fused_lm_head`, which its trainers call, on the unpatched model.
 whole logits gathered: ranks share sequences, and each gathers all logits, of which trl's `selective_log_softmax`
@@ -47,8 +48,8 @@ def main() -> None:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """given: the words of the command line; None: those of this process."""
     parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths="4096", vocabs="32768", ranks="2", share=0.75,
-                           completions=4, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192, layers=2,
-                           heads=8, kv_heads=4)  # fmt: skip
+                           completions=4, tile=512, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192,
+                           layers=2, heads=8, kv_heads=4)  # fmt: skip
     args = parser.parse_args(given)
     args.memory = args.memory or available() / GIB
     return args
@@ -60,7 +61,7 @@ def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> It
     from benchmarks.preferences.ranks import GATHERING, PARTS, PLAIN, SHARED, measure
 
     model = Model(vocab, args.hidden, args.intermediate, args.layers, args.heads, args.kv_heads)
-    shape = 2 if task == "dpo" else args.completions, tokens, tokens - int(args.share * tokens)
+    shape = 2 if task == "dpo" else args.completions, tokens, tokens - int(args.share * tokens), args.tile
     contenders = [(1, PLAIN), *itertools.product(numbers(args.ranks), (GATHERING, PARTS, SHARED))]
     first: Any = None
     for world, kind in contenders:

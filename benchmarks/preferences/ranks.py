@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head, selective_log_softmax
 
 from benchmarks.memory.ranks import Figures, Mark, Model, Step, measured
@@ -20,12 +21,16 @@ IGNORE, CLIP, BETA = -100, 0.2, 0.1
 OUTPUTS = {"dpo": ("log_probs", "entropy", "mean_logits", "is_top1"), "grpo": ("log_probs", "entropy")}
 
 
-def measure(model: Model, task: str, kind: str, shape: tuple[int, int, int], timed: int, limit: int) -> Figures:
-    """As `memory.ranks.measure`. shape: rows, their tokens, tokens of the completion."""
+Shape = tuple[int, int, int, int]  # rows, their tokens, tokens of the completion and of a tile of the head
+
+
+def measure(model: Model, task: str, kind: str, shape: Shape, timed: int, limit: int) -> Figures:
+    """As `memory.ranks.measure`."""
+    chunked_logprob.TOKEN_CHUNK_SIZE = shape[3]
     return measured(lambda: made(model, task, kind, shape), timed, False, limit)
 
 
-def made(model: Model, task: str, kind: str, shape: tuple[int, int, int]) -> Step:
+def made(model: Model, task: str, kind: str, shape: Shape) -> Step:
     """How to make a step: policy, and for DPO a reference, give numbers a token to the loss. Ranks add up gradients."""
     policy, ids = model.make(), rows(model, shape)
     policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -63,9 +68,9 @@ def made(model: Model, task: str, kind: str, shape: tuple[int, int, int]) -> Ste
     return step
 
 
-def rows(model: Model, shape: tuple[int, int, int]) -> Tensor:
+def rows(model: Model, shape: Shape) -> Tensor:
     """Rows of one prompt."""
-    count, tokens, completion = shape
+    count, tokens, completion, _ = shape
     ids = model.tokens(tokens).repeat(count, 1)
     ids[:, -completion:] = torch.randint(model.vocab, (count, completion), generator=torch.Generator().manual_seed(2))
     return ids

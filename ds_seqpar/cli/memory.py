@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> None:
         fitting = fit_lines(memory, budget, longest_fit) if budget and longest_fit else []
         if cache is not None:
             fitting += ["", f"a prompt of {prompt:,} tokens keeps {cache / GIB:.3f} GiB of keys and values on a rank"]
-        shared = shared_lines(step)
+        rows = step.objective.completions
+        alone = rows * step.objective.row(step.seq)
+        text = f"a prompt with {rows} completions is a sequence: {step.seq / alone:.1%} of {alone:,} tokens"
+        shared = [text] if rows > 1 else []
         print("\n".join([head, *answer.lines(), *shared, *chosen, *rest, *fitting, "", *answer.json_lines()]))
     if args.png is not None:
         draw(memory, args.png, budget, inputs)
@@ -124,17 +127,6 @@ def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
     job = dataclasses.replace(job, model=model, batch=batch, seq=seq, objective=objective)
     content = {**inputs.content, "train_micro_batch_size_per_gpu": batch} if args.completions else inputs.content
     return dataclasses.replace(inputs, content=content, model=model, seq=seq, job=job)
-
-
-def shared_lines(step: TrainingStep) -> list[str]:
-    """Return a line about prompts that are computed once."""
-    objective = step.objective
-    if objective.completions == 1:
-        return []
-    alone = objective.completions * objective.row(step.seq)
-    return [
-        f"a prompt with {objective.completions} completions is a sequence: {step.seq / alone:.1%} of {alone:,} tokens"
-    ]
 
 
 def machine_budget(inputs: Inputs) -> MemoryBudget | None:

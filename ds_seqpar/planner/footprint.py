@@ -296,22 +296,15 @@ class _StepMemory:
         ]  # fmt: skip
 
     def reference(self) -> list[Moment]:
-        """Return the moments of the reference's forward, which keeps nothing: as that of a checkpointed layer. trl's
-        trainers that generate make it before the policy's forward, the others after it."""
+        """Return the moments of the reference's layers, which keep nothing: as checkpointed ones. trl's trainers that
+        generate make this forward before the policy's, the others after it."""
         step, held = self.step, {"checkpoints": self.rope}
         if not step.objective.generated:
             held = self.layers(self.model.layers)
             held["checkpoints"] += self.norm + self.residual
         config = dataclasses.replace(self.config, recompute_attention=True, offload_checkpoints=False)
-        alone, gathered = (
-            dataclasses.replace(step, checkpointing=True, config=config),
-            self.gathered(self.model.embedding),
-        )
-        tile = {"layer": self.norm + self.residual, "loss": self.tile(forward=True)}
-        return [
-            *_StepMemory(alone).forward("reference", **held),
-            self.moment("reference: loss", gathered=gathered, **tile, **held),
-        ]
+        alone = dataclasses.replace(step, checkpointing=True, config=config)
+        return _StepMemory(alone).forward("reference", **held)
 
     def tile(self, forward: bool) -> int:
         """Return the bytes of trl's tile of logits. Without Triton torch makes copies of what is used of it."""
@@ -320,20 +313,17 @@ class _StepMemory:
         return rows * TILE[1] * self.size + int(copies * rows * vocab * 4)
 
     def fused_head(self) -> list[Moment]:
-        m, held, gathered = self.model, self.layers(self.model.layers), self.gathered(self.model.embedding)
+        m = self.model
+        held = {**self.layers(m.layers), "gathered": self.gathered(m.embedding)}
         end = self.norm + self.residual + self.hidden * self.step.objective.triton  # which picks the tokens that count
-        grads, fp32 = m.embedding * 4, self.rows * m.hidden * 4  # of the head and of hidden states
+        width = self.rows * m.hidden
+        grads, fp32 = m.embedding * 4, width * 4  # of the head and of hidden states
+        cast = self.size if self.fp32_copy else 0
         return [
-            self.moment("forward: loss", gathered=gathered, layer=end, loss=self.tile(forward=True), **held),
-            self.moment(
-                "backward: loss", gathered=gathered, grads=grads, layer=end + fp32, loss=self.tile(forward=False),
-                **held,
-            ),
-            self.moment(
-                "backward: head", gathered=gathered, grads=grads + (m.embedding * self.size if self.fp32_copy else 0),
-                layer=end + fp32 + (self.hidden if self.fp32_copy else 0), **held,
-            ),
-        ]  # fmt: skip
+            self.moment("forward: loss", layer=end, loss=self.tile(forward=True), **held),
+            self.moment("backward: loss", grads=grads, layer=end + fp32, loss=self.tile(forward=False), **held),
+            self.moment("backward: head", grads=grads + cast * m.embedding, layer=end + fp32 + cast * width, **held),
+        ]
 
     def generation(self) -> list[Moment]:
         """Return the moments of generating by `generate` on each rank alone, with all parameters (trl's
@@ -348,8 +338,8 @@ class _StepMemory:
         attention = tokens * 3 * (m.hidden + m.heads * m.head_dim) + (1 + self.size) * mask
         return [
             self.moment(
-                "generation: prompts", gathered=m.parameters, cache=m.attending * layer * prompt,
-                layer=max(mlp, attention),
+                "generation: prompts", gathered=m.parameters, layer=max(mlp, attention),
+                cache=m.attending * layer * prompt,
             ),
             self.moment(  # a longer cache of a layer takes the place of the one before
                 "generation: last token", gathered=m.parameters, cache=(m.attending * layer + layer // 2) * row,

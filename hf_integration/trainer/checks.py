@@ -25,9 +25,10 @@ from ds_seqpar import SequenceParallel, engine
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.data.batches import check_batch
 from ds_seqpar.data.loader import Loader
-from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 
 from ..compat import TRL_BASE, collator_of
+from ..model.agreement import common_misuse
 from ..model.patch import sees_whole_outputs
 from .rollouts import ROLLOUTS, check_row
 
@@ -172,11 +173,11 @@ def has_custom_loss(trainer: Any) -> bool:
     return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in LOSS_OF_WHOLE for base in classes)
 
 
-def unseen_file(reason: FileNotFoundError) -> ConfigError:
+def unseen_file() -> ConfigError:
     """Return the error for a rank that does not see the file in which trl's first rank keeps log-probabilities."""
     return ConfigError(
-        "precompute_ref_log_probs needs a data set in files that all ranks see, where the first rank writes results; "
-        f"got one in memory or on a disk that is not shared ({reason}), use save_to_disk and load_from_disk"
+        "precompute_ref_log_probs needs a data set in files that all ranks see, beside which the first rank writes "
+        "results; got one in memory or on a disk that is not shared, use save_to_disk and load_from_disk"
     )
 
 
@@ -247,7 +248,7 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
             raise
         except Exception as reason:
             _refuse_if_text(examples[0], reason)
-            if len(batch) == 1:
+            if len(batch) == 1 or not all(_makes_batch(collate, example) for example in batch):
                 raise as_seqpar_error("making a batch failed", reason) from reason
             name = getattr(trainer.data_collator, "__name__", type(trainer.data_collator).__name__)
             raise ConfigError(
@@ -258,15 +259,25 @@ def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
         if not isinstance(collated, Mapping):  # rows of prompts
             check_row(examples[0])
             continue
+        if wrong := common_misuse(collated):
+            raise InputError(wrong)
         if not TOKENS.intersection(collated):
             _refuse_if_text(examples[0])
         if not has_custom_loss(trainer):
             check_batch(trainer.sp, collated, causal=True)
 
 
+def _makes_batch(collate: Any, example: Any) -> bool:
+    try:
+        collate([example])
+    except Exception:
+        return False
+    return True
+
+
 def _refuse_if_text(example: object, reason: Exception | None = None) -> None:
     """Raise ConfigError for an example that was not tokenized."""
-    if isinstance(example, Mapping) and not TOKENS.intersection(example):
+    if isinstance(example, Mapping) and not TOKENS.intersection(example) and not _ids(example):
         raise ConfigError(
             f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
             f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
@@ -274,5 +285,10 @@ def _refuse_if_text(example: object, reason: Exception | None = None) -> None:
         ) from reason
 
 
+def _ids(example: object) -> list[Any]:
+    """Return the columns of ids of an example: trl's preferences have "prompt_ids", "chosen_ids" and others."""
+    return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []
+
+
 def _length(example: object) -> int:
-    return len(example["input_ids"]) if isinstance(example, Mapping) and "input_ids" in example else 0
+    return sum(map(len, _ids(example)))

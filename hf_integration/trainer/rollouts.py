@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.errors import ConfigError, as_seqpar_error
+from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
 
 from .. import compat
@@ -155,7 +155,8 @@ class Rollouts(Behind):
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
             with rng_state.unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                ids = generate(input_ids=ids, attention_mask=mask, **kwargs)
+                # no step waits for ranks that generate other rows, or none
+                ids = generate(input_ids=ids, attention_mask=mask, synced_gpus=False, **kwargs)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
 
         own, error = {}, None
@@ -165,7 +166,14 @@ class Rollouts(Behind):
         except Exception as reason:  # other ranks wait for this one's completions
             error = as_seqpar_error("generating completions failed", reason)
         assert_ranks_agree(self.sp.control_world, "completions", None, error=error, peers=group)
-        by_row = completions(together, long, seed("together", self.sp.data_rank))
+        by_row: dict[int, list[int]] = {}
+        try:
+            by_row = completions(together, long, seed("together", self.sp.data_rank))
+        except CommunicationError:
+            raise
+        except SeqParError as reason:  # of this group; others wait for its completions
+            error = reason
+        assert_ranks_agree(self.sp.control_world, "completions of long prompts", None, error=error, peers=group)
         for _, others in all_gather_objects(group, ("completions", own)):
             by_row |= others
         width = max(map(len, by_row.values()))

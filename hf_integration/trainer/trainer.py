@@ -153,8 +153,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         dataset = error = None
         try:
             dataset = super()._precompute_ref_logps(*args)
-        except FileNotFoundError as reason:
-            error = checks.unseen_file(reason)
+        except FileNotFoundError:
+            error = checks.unseen_file()
         assert_ranks_agree(self.sp.control_world, "precomputed log-probabilities", None, error=error)
         return dataset
 

@@ -53,7 +53,7 @@ def noted(failure=None):
         GenerationMixin.generate = generate
 
 
-def trained(folder, stage, failure=None):
+def trained(folder, stage, failure=None, rows=4):
     """(the shapes of this rank's generations, whether random numbers go on as if there were none, completions)."""
     from trl import GRPOConfig, GRPOTrainer
 
@@ -67,7 +67,7 @@ def trained(folder, stage, failure=None):
             return found
 
     how = {"max_steps": 1, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH, "stage": stage}
-    args = fields(4, {"size": 2}, gradient_accumulation_steps=4 // dist.get_world_size(), **how)
+    args = fields(rows, {"size": 2}, gradient_accumulation_steps=4 // dist.get_world_size(), **how)
     with noted(failure) as shapes:
         trainer = Trained(
             model=model(), args=GRPOConfig(str(folder), **args), reward_funcs=letters, group_generation_over=LIMIT,
@@ -86,6 +86,14 @@ def test_a_long_prompt_pads_no_other_and_takes_no_random_numbers(stage, tmp_path
         assert sum(rows for rows, width in shapes if width <= LIMIT - LENGTH) == 3
         assert completions == found[0][2]
     assert len(found[0][2]) == 8
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_without_a_row_wait_for_the_others(stage, tmp_path):
+    found = on_trainer_ranks(4, trained, tmp_path, stage, None, 1)
+    assert [len(shapes) for shapes, *_ in found] in ([1, 0, 1, 0], [1, 1, 1, 1])  # the second where it is the long one
+    assert all(len(completions) == 2 for *_, completions in found)
 
 
 @pytest.mark.whole

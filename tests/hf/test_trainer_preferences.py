@@ -1,11 +1,16 @@
 """trl's DPOTrainer and KTOTrainer with the mixin before them log what they log alone."""
 
 import numpy as np
+import peft
 import pytest
+from datasets import Dataset
 
+from tests.dist.ranks import is_one_sentence
 from tests.hf import trl_runs
 from tests.hf.llama import with_lora
 from tests.hf.trl_runs import experts, lora, policy, reference
+from tests.launch import on_trainer_ranks as on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LOSSES = (
@@ -100,3 +105,39 @@ OF_TWO_GROUPS = {
 )
 def test_all_that_is_logged_is_the_plain_trainers(cases, groups, tmp_path):
     trl_runs.compare(tmp_path, cases, groups)
+
+
+def virtual_tokens():
+    return {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+
+
+def in_memory():
+    return {"train_dataset": trl_runs.examples("DPO", 8, 1), **reference()}
+
+
+def half_of_the_margins():
+    rows = list(trl_runs.examples("Reward", 16, 1))
+    return {"train_dataset": Dataset.from_list([*rows[:8], *({**row, "margin": None} for row in rows[8:])])}
+
+
+# what is wrong -> (the Trainer, words of the sentence)
+REFUSED = {
+    "virtual tokens": (kto(virtual_tokens), ["prompt learning", "use LoRA"]),
+    "no file of log-probabilities": (dpo(in_memory, **BEFORE), ["precompute_ref_log_probs", "save_to_disk"]),
+    "tiles of a loss in chunks": (
+        dpo(deepspeed_changes={"sequence_parallel": {"size": 2, "loss_tiles": 2}}),
+        ["sequence_parallel.loss_tiles"],
+    ),
+    "margins of some rows": ({"kind": "Reward", "parts": half_of_the_margins}, ["making a batch failed", "NoneType"]),
+}
+
+
+def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
+    trl_runs.save_examples(tmp_path)
+    cases = {name: case for name, (case, _) in REFUSED.items()}
+    for found in on_ranks(2, trl_runs.refused, tmp_path, cases):
+        for name, (_, words) in REFUSED.items():
+            kind, sentence, steps = found[name]
+            assert kind, name
+            assert is_one_sentence(sentence), sentence
+            assert (missing(sentence, *words), steps) == ([], 0), sentence

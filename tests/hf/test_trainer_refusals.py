@@ -159,6 +159,10 @@ WRONG = {
         lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
         ["labels"],
     ),
+    "pictures": (
+        lambda: parts(train_dataset=equal(24), data_collator=with_pictures),
+        ["text alone", "got pixel_values"],
+    ),
     "raw text in columns": (
         lambda: parts(train_dataset=Dataset.from_list([{"text": "a", "id": 1}] * 8), data_collator=right_padded()),
         ["input_ids", "got id, text alone", "tokenize"],
@@ -187,6 +191,10 @@ WRONG = {
 
 def holes():
     return [{**example, "attention_mask": (torch.arange(24) % 9 > 0).long()} for example in equal(24)]
+
+
+def with_pictures(examples):
+    return {**default_data_collator(examples), "pixel_values": torch.zeros(2, 2)}
 
 
 def labelled_padding():

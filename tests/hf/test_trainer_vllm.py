@@ -173,7 +173,7 @@ def failing(folder, name, url):
 def test_a_vllm_on_the_ranks_is_refused(tmp_path):
     for kind, sentence in on_ranks(2, failing, tmp_path, "on the ranks", ""):
         assert kind == "ConfigError"
-        assert missing(sentence, 'vllm_mode="server"', "'colocate'") == []
+        assert missing(sentence, "vLLM in server mode", "vllm_mode='colocate'") == []
 
 
 @pytest.mark.whole

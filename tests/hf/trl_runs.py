@@ -8,6 +8,8 @@ from transformers import AutoModelForSequenceClassification, ByT5Tokenizer, Mixt
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_integration import SequenceParallelMixin
+from hf_integration.trainer.job import objective_of
+from tests.dist.ranks import refusal
 from tests.hf.llama import small
 from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
@@ -108,7 +110,26 @@ def logged(trainer):
 
 
 def logs(folder, cases, size):
-    return {name: logged(made(folder, size=size, **given)) for name, given in cases.items()}
+    found = {}
+    for name, given in cases.items():
+        trainer = made(folder, size=size, **given)
+        planned = objective_of(trainer)  # of what "auto" counts
+        assert (planned.head, planned.rows) == {"KTO": ("fused", 1), "DPO": ("fused", 2)}.get(
+            given["kind"], ("score", 2)
+        )
+        assert planned.reference == (getattr(trainer, "ref_model", None) is not None)
+        found[name] = logged(trainer)
+    return found
+
+
+def refused(folder, cases):
+    """(kind, sentence, steps made) of what each Trainer raises, by name."""
+    found, run = {}, []
+    for name, given in cases.items():
+        run.clear()
+        said = refusal(lambda given=given: logged(run.append(made(folder, size=2, **given)) or run[0]))
+        found[name] = *said, sum(trainer.state.global_step for trainer in run)
+    return found
 
 
 def compare(folder, cases, groups=1, size=2, run=logs):
