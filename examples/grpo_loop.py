@@ -67,9 +67,10 @@ def main() -> None:
         labels = ids.index_fill(1, torch.arange(PROMPT, device=sp.device), -100)
         reward = reward_of(prompts, completions).view(PROMPTS, SAMPLES)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
-        for update in range(2):  # on the same completions
+        old = None
+        for _ in range(2):  # updates on the same completions
             logps = sp.log_probs(model, ids, labels=labels)[:, -NEW:]
-            old = logps.detach() if update == 0 else old
+            old = logps.detach() if old is None else old
             ratio, gain = (logps - old).exp(), advantage.view(-1, 1)
             loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
             loss.backward()
