@@ -500,3 +500,22 @@ def with_own_noise(folder, size):
 def test_one_rank_a_group_draws_and_logs_what_plain_trl_does(tmp_path):
     plain, alone = (on_ranks(2, with_own_noise, tmp_path / "x", size) for size in (None, 1))
     assert all(map(same, plain, alone))
+
+
+def few_rows(folder, size):
+    """Of two rows in a batch: (what is logged, the rows that this rank generates)."""
+    with keyed_noise() as generated:
+        for name in ("rloo", "in parts"):
+            changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+            trainer = trainer_of(f"{folder}/{size} {name}", name, size, **changes)
+            trainer.train()
+    return figures(trainer.state.log_history), sum(len(rows) for _, rows in generated)
+
+
+@pytest.mark.whole
+def test_ranks_without_a_row_wait_for_the_others(tmp_path):
+    model(seed=1).save_pretrained(tmp_path / "reference")
+    (plain, rows), *_ = on_ranks(1, few_rows, tmp_path / "x", None)
+    found = on_ranks(4, few_rows, tmp_path / "x", 4)
+    assert all(same(logs, plain) for logs, _ in found)
+    assert [divided for _, divided in found] == [rows // 2, rows // 2, 0, 0]
