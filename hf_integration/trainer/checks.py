@@ -49,6 +49,10 @@ ARGUMENTS = {
         True,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
+    "activation_offloading": (
+        True,
+        "activation_offloading=False, which moves what attention saves; set sequence_parallel.offload_checkpoints",
+    ),
 }
 # setting of accelerate's data loaders -> (the needed value, why)
 BATCHING = {
