@@ -26,6 +26,7 @@ from transformers import (
     LogitsProcessorList,
     MixtralConfig,
     MixtralForCausalLM,
+    TrainerCallback,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -282,6 +283,8 @@ def run(folder, name, size, steps):
             trainer.evaluate()  # the best, which was loaded
             best = trainer.state.best_model_checkpoint.rpartition("/")[2]
             trainer.state.log_history += [*before.state.log_history, {"best": best}]
+    models = [x for x in trainer.reward_funcs if isinstance(x, torch.nn.Module)]
+    assert not size or all(patch_of(unwrapped(x)) for x in models)  # they share sequences too
     tables = {name: dict(x) if isinstance(x, dict) else [*x] for name, x in trainer._logs.items()}
     return figures(trainer.state.log_history), tables, generated
 
@@ -459,21 +462,60 @@ def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(tm
 
 
 def noise(folder):
-    """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt)."""
-    runs = []
+    """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt, the
+    speeds that are logged)."""
+    runs, speeds = [], []
+
+    class Speeds(TrainerCallback):
+        def on_log(self, args, state, control, logs, **_):
+            speeds.append(logs.get("tokens_per_second"))
+
     for number in range(2):
         trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=(), steps=1)
+        trainer.add_callback(Speeds)
         trainer.train()
         runs.append([*trainer._logs["completion"]])
     before = torch.get_rng_state()
     alike, _ = trainer._generate_single_turn([[100, 101, 1]] * 8, None, {}, 8)
-    return runs, bool(before.equal(torch.get_rng_state())), alike
+    return runs, bool(before.equal(torch.get_rng_state())), alike, speeds
 
 
 def test_ranks_draw_noise_of_their_own_which_a_second_run_draws_again(tmp_path):
     found = on_ranks(2, noise, tmp_path / "x")
-    for (first, second), left_alone, alike in found:
+    for (first, second), left_alone, alike, speeds in found:
+        assert len([x for x in speeds if x]) == 2
         assert first == second
         assert left_alone
         assert alike == found[0][2]
         assert len({*map(tuple, alike)}) > 4  # as many as a rank draws
+
+
+def with_own_noise(folder, size):
+    trainer = trainer_of(f"{folder}/{size}", "fewer generations than steps", size, between=())
+    trainer.train()
+    return figures(trainer.state.log_history), [*trainer._logs["completion"]]
+
+
+@pytest.mark.whole
+def test_one_rank_a_group_draws_and_logs_what_plain_trl_does(tmp_path):
+    plain, alone = (on_ranks(2, with_own_noise, tmp_path / "x", size) for size in (None, 1))
+    assert all(map(same, plain, alone))
+
+
+def few_rows(folder, size):
+    """Of two rows in a batch: (what is logged, the rows that this rank generates)."""
+    with keyed_noise() as generated:
+        for name in ("rloo", "in parts"):
+            changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+            trainer = trainer_of(f"{folder}/{size} {name}", name, size, **changes)
+            trainer.train()
+    return figures(trainer.state.log_history), sum(len(rows) for _, rows in generated)
+
+
+@pytest.mark.whole
+def test_ranks_without_a_row_wait_for_the_others(tmp_path):
+    model(seed=1).save_pretrained(tmp_path / "reference")
+    (plain, rows), *_ = on_ranks(1, few_rows, tmp_path / "x", None)
+    found = on_ranks(4, few_rows, tmp_path / "x", 4)
+    assert all(same(logs, plain) for logs, _ in found)
+    assert [divided for _, divided in found] == [rows // 2, rows // 2, 0, 0]
