@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from transformers import ByT5Tokenizer
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
@@ -20,8 +19,7 @@ from hf_integration.trainer import vllm
 from tests.hf.test_trainer_rl import LENGTH, figures, letters, model, odd, prompts, same
 from tests.hf.trainers import fields
 from tests.hf.vllm_server import CONFIG, Server, vllm_stands_in
-from tests.launch import free_port
-from tests.launch import on_trainer_ranks as on_ranks
+from tests.launch import free_port, on_ranks, on_trainer_ranks
 from tests.words import missing
 
 NOT_THERE = f"http://127.0.0.1:{free_port()}"
@@ -62,8 +60,6 @@ def failures(urls):
     from trl.generation.vllm_generation import VLLMGeneration
 
     sp = SequenceParallel(SequenceParallelConfig(size=2))
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
     accelerator = share_accelerator(Accelerator(cpu=True), sp)
     kind = type("OfGroups", (vllm.ServerOfGroups, VLLMGeneration), {})
     ids, found = [[100, 101]] * 4, {}
@@ -99,8 +95,8 @@ def test_whatever_the_server_does_wrong_is_an_error_on_all_ranks():
 
 # what is trained -> arguments of the trainer and of its configuration
 CASES = {
-    "grpo": lambda: ({}, {"vllm_importance_sampling_mode": "token_truncate"}),
-    "rloo": lambda: ({}, {"stage": 3, "beta": 0.0}),
+    "grpo, in parts": lambda: ({}, {"stage": 3, "vllm_importance_sampling_mode": "token_truncate"}),
+    "rloo": lambda: ({}, {"beta": 0.0, "num_iterations": 2, "max_steps": 3}),
     "grpo, adapters in parts": lambda: (
         {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
         {"stage": 3, "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1},
@@ -136,14 +132,14 @@ def runs(folder, size, urls):
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    [(("grpo", "rloo"), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.whole)],
+    [(("grpo, in parts",), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.whole)],
 )
 def test_requests_and_all_that_is_logged_are_trls(names, ranks, tmp_path):
     with contextlib.ExitStack() as end:
         asked = [{name: end.enter_context(Server()) for name in names} for _ in range(2)]
         urls = [{name: server.url for name, server in servers.items()} for servers in asked]
-        plain = on_ranks(ranks // 2, runs, tmp_path / "plain", None, urls[0], timeout=250)
-        shared = on_ranks(ranks, runs, tmp_path / "shared", 2, urls[1], timeout=250)
+        plain = on_trainer_ranks(ranks // 2, runs, tmp_path / "plain", None, urls[0], timeout=250)
+        shared = on_trainer_ranks(ranks, runs, tmp_path / "shared", 2, urls[1], timeout=250)
     for name in names:
         requests = [servers[name].requests for servers in asked]
         assert len(asked[1][name].asked("/v1/completions")) > 1
@@ -171,15 +167,15 @@ def failing(folder, name, url):
 
 
 def test_a_vllm_on_the_ranks_is_refused(tmp_path):
-    for kind, sentence in on_ranks(2, failing, tmp_path, "on the ranks", ""):
+    for kind, sentence in on_trainer_ranks(2, failing, tmp_path, "on the ranks", ""):
         assert kind == "ConfigError"
         assert missing(sentence, "vLLM in server mode", "vllm_mode='colocate'") == []
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["rloo", "grpo, adapters in parts"])
+@pytest.mark.parametrize("name", ["grpo, in parts", "grpo, adapters in parts"])
 def test_weights_that_are_lost_halfway_are_an_error_on_all_ranks_of_zero_3(name, tmp_path):
     with Server() as server:
-        kinds, sentences = zip(*on_ranks(2, failing, tmp_path, name, server.url), strict=True)
+        kinds, sentences = zip(*on_trainer_ranks(2, failing, tmp_path, name, server.url), strict=True)
     assert kinds == ("InputError", "DisagreementError")
     assert all(missing(x, "giving weights", "RuntimeError", "lost") == [] for x in sentences)
