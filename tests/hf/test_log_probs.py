@@ -183,11 +183,14 @@ WRAPPERS = {
     "compiled": (("llama", {}), {}, lambda model: torch.compile(model, backend="aot_eager")),
     "checkpoints": (("qwen3", {}), {}, as_it_is),
 }
+FEW = ["DDP, LoRA on the head", "FSDP2", "tied, in loss tiles", "scaled logits"]
 
 
+@pytest.mark.parametrize("names", grids.few_then_rest(FEW, [name for name in WRAPPERS if name not in FEW]))
 @on_each_of(2, keep="deepspeed")
-def test_wrappers_and_settings_change_nothing():
-    for name, ((family, changes), section, wrap) in WRAPPERS.items():
+def test_wrappers_and_settings_change_nothing(names):
+    for name in names:
+        (family, changes), section, wrap = WRAPPERS[name]
         alone, model = (model_for(family, **changes) for _ in range(2))
         if "LoRA" in name:
             alone, model = (with_lora(x, "q_proj", "lm_head") for x in (alone, model))
