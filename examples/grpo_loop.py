@@ -1,12 +1,13 @@
-"""GRPO in a custom training loop in which ranks share each sequence. It prints the same numbers on 1 rank and on 2:
+"""GRPO without trl, in a loop in which ranks share each sequence. It prints the same numbers on 1 rank and on 2:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/grpo_loop.py --size 2
 
-Ranks that share sequences sample completions together, with the seed of their group. The model then takes whole
-completions and returns whole log-probabilities, from which any loss can be computed.
-"""
+A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 where they add up to the
+number, and less the farther off they are. A small LLaMA begins at random and learns it within a minute.
 
-from __future__ import annotations
+The ranks of a group divide the completions among them for sampling, then train on all of them together. Each completion
+has noise of its own, so that it is the same whichever rank samples it.
+"""
 
 import argparse
 
@@ -16,61 +17,67 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_integration import share_sequences
+from ds_seqpar import SequenceParallel
+from hf_integration import share_sequences, whole_sequences
 
-SAMPLES, PROMPT, NEW, CLIP, BETA = 4, 8, 56, 0.2, 0.04  # completions of a prompt, tokens, PPO's clip, KL weight
-
-
-def small_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)  # the same model on every rank
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, eos_token_id=None, **sizes))
+PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 3, 4  # prompts of a step, completions of each, tokens of both
+EQUALS, CLIP = 10, 0.2  # a token id, PPO's clip
 
 
-def logps_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Return the log-probability of each completed token, (samples, NEW): one number for each token is gathered."""
-    logits = model(input_ids=ids).logits[:, PROMPT - 1 : -1]
-    return logits.float().log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
+def reward_of(prompts: Tensor, completions: Tensor) -> Tensor:
+    asked = 10 * prompts[:, 0] + prompts[:, 1]
+    missed = (completions.clamp(max=9).sum(1) - asked).abs() + 9 * (completions == EQUALS).sum(1)
+    return (1 - missed / 18).clamp(min=0)
 
 
-def reward_of(ids: Tensor) -> Tensor:
-    """Return the share of even completed tokens, (samples,). It stands in for a verifier or a reward model."""
-    return (ids[:, PROMPT:] % 2 == 0).float().mean(1)
+def sampled(policy: LlamaForCausalLM, sp: SequenceParallel, prompts: Tensor, noise: Tensor) -> Tensor:
+    """Return completions of all prompts, of which each rank of the group has sampled some."""
+    mine = torch.arange(len(prompts)).chunk(sp.size)[sp.rank]
+
+    def draw(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + noise[mine, ids.shape[1] - PROMPT]  # the largest is a sample
+
+    completions = torch.zeros_like(noise[..., 0], dtype=torch.int64)
+    with torch.no_grad(), whole_sequences(policy):
+        ids = policy.generate(prompts[mine], max_new_tokens=NEW, do_sample=False, logits_processor=[draw])
+    completions[mine] = ids[:, PROMPT:]
+    return sp.sum_over_ranks(completions)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2, help="ranks that share a sequence")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     dist.init_process_group()
-    policy, reference = small_llama(), small_llama().eval()
+    torch.manual_seed(0)  # the same model on every rank
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    policy = LlamaForCausalLM(LlamaConfig(vocab_size=11, eos_token_id=None, **sizes))
     sp = share_sequences(policy, size=args.size)
-    reference.patch_attention(sp)
     model = DistributedDataParallel(policy.to(sp.device))
-    reference.to(sp.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
     for step in range(args.steps):
-        torch.manual_seed(1000 * step + sp.data_rank)  # one seed for each group: its ranks sample the same tokens
-        prompt = torch.randint(0, 256, (1, PROMPT)).repeat(SAMPLES, 1).to(sp.device)
-        with torch.no_grad():
-            ids = policy.generate(prompt, do_sample=True, max_new_tokens=NEW, min_new_tokens=NEW)
-            old_logps, reference_logps = logps_of(policy, ids), logps_of(reference, ids)
-        reward = reward_of(ids)
-        advantage = ((reward - reward.mean()) / (reward.std() + 1e-4))[:, None]
-        for _ in range(2):  # updates on the same completions
-            logps = logps_of(model, ids)
-            ratio = (logps - old_logps).exp()
-            gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-            kl = (reference_logps - logps).exp() - (reference_logps - logps) - 1
-            loss = (BETA * kl - gain).mean()  # the same on all ranks of a group
+        torch.manual_seed(1000 * step + sp.data_rank)  # the same prompts and noise on all ranks of a group
+        asked = torch.randint(0, 37, (PROMPTS, 1))
+        prompts = torch.cat([asked // 10, asked % 10, torch.full_like(asked, EQUALS)], 1)
+        prompts = prompts.repeat_interleave(SAMPLES, 0).to(sp.device)
+        noise = -torch.empty(len(prompts), NEW, 11).exponential_().log().to(sp.device)
+        ids = torch.cat([prompts, sampled(policy, sp, prompts, noise)], 1)
+        labels = ids.index_fill(1, torch.arange(PROMPT, device=sp.device), -100)
+        reward = reward_of(prompts, ids[:, PROMPT:]).view(PROMPTS, SAMPLES)
+        advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
+        for update in range(2):  # on the same completions
+            logps = sp.log_probs(model, ids, labels=labels)[:, -NEW:]
+            if update == 0:
+                old = logps.detach()
+            ratio, gain = (logps - old).exp(), advantage.view(-1, 1)
+            loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        mean_kl = kl.mean().item()  # on all ranks, each of which has a part of it
         if dist.get_rank() == 0:
-            print(f"step {step}: reward {reward.mean():.4f} loss {loss.item():.5f} kl {mean_kl:.6f}")
+            mean, right = reward.mean().item(), (reward == 1).float().mean().item()
+            print(f"step {step:3}: reward {mean:.4f} right {right:.4f} {'#' * round(50 * mean)}", flush=True)
     dist.destroy_process_group()
 
 

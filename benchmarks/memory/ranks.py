@@ -111,8 +111,10 @@ def measure(
     return measured(lambda: made(model, kind, options, seq), timed, follow, limit)
 
 
-def measured(make: Callable[[], Step], timed: int, follow: bool, limit: int) -> Figures:
-    """As `measure`, of any step."""
+def measured(
+    make: Callable[[], Step], timed: int, follow: bool, limit: int, read: Callable[[], float] = time.perf_counter
+) -> Figures:
+    """As `measure`, of any step. read: gives the time."""
     threading.Thread(target=watch, args=(limit,), daemon=True).start()
     step = make()
     rest, found, seconds, highest = memory("VmRSS"), [], [], 0
@@ -120,7 +122,7 @@ def measured(make: Callable[[], Step], timed: int, follow: bool, limit: int) -> 
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")  # VmHWM begins again
         dist.barrier()
-        seconds.append(wall(lambda: found.append(step())))
+        seconds.append(wall(lambda: found.append(step()), read))
         highest = max(highest, memory("VmHWM"))
     losses, norms = map(list, zip(*found, strict=True))
     return Figures(rest, highest, seconds[1:], losses, norms, followed(step) if follow else {})

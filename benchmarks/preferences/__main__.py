@@ -18,7 +18,8 @@ in parts, shared prompts: `shared_prompts` true.
 MiB: the greatest resident memory during a step (VmHWM, begun again before it) beyond that before the first step, of
 the rank with the most. A contender one of whose ranks needs more than its part of --memory GiB (default: what is
 available) ends, and its row says so. Seconds: the least of --steps steps after one that does not count, of the slowest
-rank. On fewer cores than ranks these wait for each other.
+rank. On fewer cores than ranks these wait for each other, and beside other work for that: --clock processor counts
+a rank's processor time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """given: the words of the command line; None: those of this process."""
     parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths="4096", vocabs="32768", ranks="2", share=0.75,
                            completions=4, tile=512, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192,
-                           layers=2, heads=8, kv_heads=4)  # fmt: skip
+                           layers=2, heads=8, kv_heads=4, clock=("wall", "processor"))  # fmt: skip
     args = parser.parse_args(given)
     args.memory = args.memory or available() / GIB
     return args
@@ -67,7 +68,8 @@ def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> It
     for world, kind in contenders:
         limit, place = int(args.memory * GIB / world), [task, f"{tokens:,}", f"{vocab:,}", world, kind]
         name = f"{task}, {tokens} tokens, {vocab} words, {world} ranks, {kind}"
-        found = figures(world, measure, model, task, kind, shape, args.steps, limit, timeout=args.timeout, name=name)
+        given = model, task, kind, shape, args.steps, args.clock, limit
+        found = figures(world, measure, *given, timeout=args.timeout, name=name)
         if isinstance(found, str):
             yield [*place, "-", "-", found, "-"]
             continue

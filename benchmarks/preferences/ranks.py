@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ OUTPUTS = {"dpo": ("log_probs", "entropy", "mean_logits", "is_top1"), "grpo": ("
 Shape = tuple[int, int, int, int]  # rows, their tokens, tokens of the completion and of a tile of the head
 
 
-def measure(model: Model, task: str, kind: str, shape: Shape, timed: int, limit: int) -> Figures:
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def measure(model: Model, task: str, kind: str, shape: Shape, timed: int, clock: str, limit: int) -> Figures:
     """As `memory.ranks.measure`."""
     chunked_logprob.TOKEN_CHUNK_SIZE = shape[3]
-    return measured(lambda: made(model, task, kind, shape), timed, False, limit)
+    return measured(lambda: made(model, task, kind, shape), timed, False, limit, CLOCKS[clock])
 
 
 def made(model: Model, task: str, kind: str, shape: Shape) -> Step:

@@ -56,6 +56,8 @@ def log_probs(
         raise
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}
+    if getattr(inner.config.get_text_config(decoder=True), "output_router_logits", False):
+        inputs["output_router_logits"] = False  # for a balance of experts that is not asked for
     call = _Call(sp, inner, temperature, return_entropy)
     hooks = [base_of(inner).register_forward_hook(call.after_base)]
     for head in patch.heads:  # peft may call a model without its hooks

@@ -49,6 +49,10 @@ ARGUMENTS = {
         True,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
+    "activation_offloading": (
+        True,
+        "activation_offloading=False, which moves what attention saves; set sequence_parallel.offload_checkpoints",
+    ),
 }
 # setting of accelerate's data loaders -> (the needed value, why)
 BATCHING = {
@@ -205,7 +209,13 @@ def settings(trainer: Any) -> dict[str, object]:
     content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     stage = content.get("zero_optimization", {}).get("stage")
     in_json = {name: content.get(name) for name in EQUAL_IN_JSON} | {"zero_optimization stage": stage}
-    return {name: getattr(trainer.args, name, None) for name in EQUAL_ARGUMENTS} | {"deepspeed": in_json}
+    configs = [vars(base) for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")]
+    of_trl = {name for config in configs for name in config.get("__annotations__", ())} - {"dataset_num_proc"}
+    names = [*EQUAL_ARGUMENTS, *sorted(of_trl)]
+    return {name: getattr(trainer.args, name, None) for name in names} | {
+        "deepspeed": in_json,
+        "group_generation_over": trainer.group_generation_over,
+    }
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:

@@ -69,5 +69,5 @@ class SharedDraws(TrainerCallback):
         share(self.sp.groups.control if self.by_group else self.sp.control_world)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.train_sampling_strategy == "group_by_length":
+        if args.train_sampling_strategy == "group_by_length" and not self.by_group:
             share(self.sp.control_world)

@@ -17,13 +17,15 @@ import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planner.auto import Job
 from ds_seqpar.planner.machine import PRESETS
-from hf_integration import PackingCollator, Packs, job_of
+from ds_seqpar.planner.request import Objective
+from hf_integration import PackingCollator, Packs, SequenceParallelMixin, job_of
 from hf_integration.trainer.job import longest_example
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.grids import each_then_rest
+from tests.hf import trl_runs
 from tests.hf.families import model_of
 from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
-from tests.hf.trainers import collate, documents, make, trained
+from tests.hf.trainers import collate, documents, fields, make, trained
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
@@ -197,6 +199,47 @@ def test_a_row_of_a_trainers_batch_is_what_its_collator_makes(tmp_path):
     assert rest == [1, 2, "float32", 3]
     assert found["arrow"] == (2 * document, (document,) * 2, 1, 2, "float32", 3)
     assert found["padded"] == (document, (), 2, 2, "float32", 3)
+
+
+def objectives(folder):
+    import trl
+    from transformers import ByT5Tokenizer
+
+    from hf_integration.trainer.job import job_of_trainer, model_sizes
+
+    class Rollouts(SequenceParallelMixin, trl.GRPOTrainer):
+        pass
+
+    grpo = {"num_generations": 4, "steps_per_generation": 3, "max_completion_length": 16, "beta": 0.1}
+    given = fields(4, {"size": 1}, bf16=False, **grpo)
+    policy = trl_runs.policy()
+    policy.save_pretrained(f"{folder}/reference")  # from where trl loads it
+    policy.config._name_or_path = f"{folder}/reference"
+    prompts = datasets.Dataset.from_list([{"prompt": "a"}] * 12)
+    made = {
+        "pairs": trl_runs.made(folder, "DPO", 1, trl_runs.reference),
+        "adapters": trl_runs.made(folder, "DPO", 1, trl_runs.lora),
+        "rollouts": Rollouts(
+            model=policy, args=trl.GRPOConfig(f"{folder}/grpo", **given), reward_funcs=lambda **_: [0.0] * 12,
+            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts,
+        ),
+    }  # fmt: skip
+    job = {name: job_of_trainer(trainer, {"zero_optimization": {"stage": 2}}) for name, trainer in made.items()}
+    adapted = made["adapters"].model
+    trained = sum(x.numel() for x in adapted.parameters() if x.requires_grad)
+    assert model_sizes(adapted.get_base_model()).trained == trained
+    return {name: (x.batch, x.objective) for name, x in job.items()}
+
+
+@pytest.mark.whole  # three Trainers of trl's, for what is read of them
+def test_a_trainer_of_trls_says_what_its_steps_compute(tmp_path):
+    trl_runs.save_examples(tmp_path)
+    (found,) = on_ranks(1, objectives, tmp_path)
+    pairs = {"rows": 2, "head": "fused", "triton": False}
+    assert found["pairs"] == (trl_runs.SEQUENCES, Objective(reference=True, **pairs))
+    assert found["adapters"] == (trl_runs.SEQUENCES, Objective(**pairs))
+    rows = {"head": "fused", "triton": False, "reference": True, "generated": 12, "completion": 16}
+    assert found["rollouts"] == (4, Objective(**rows))
 
 
 def test_what_a_model_says_of_itself():

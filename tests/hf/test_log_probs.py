@@ -1,5 +1,8 @@
 """Numbers a token of a patched model, by trl's head and by `sp.log_probs`: the plain model's, without its logits."""
 
+import re
+from pathlib import Path
+
 import deepspeed
 import pytest
 import torch
@@ -14,7 +17,7 @@ from transformers import LlamaForCausalLM
 import ds_seqpar
 from ds_seqpar.whole import WholeTensor
 from hf_integration import share_accelerator, share_sequences, whole_sequences
-from tests import grids
+from tests import grids, scripts
 from tests.dist.ranks import lacking, refusal
 from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, array, averaged, gap, settings, small, with_lora
@@ -22,6 +25,7 @@ from tests.launch import on_each_of
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
+ROOT = Path(__file__).parents[2]
 ROWS, TOKENS, HEAT = 2, 51, 0.7
 FAMILIES = {
     "llama": {"num_hidden_layers": 1},
@@ -310,3 +314,15 @@ def test_what_has_no_such_numbers_is_refused_on_every_rank():
         assert lacking(refused, kind or ("DisagreementError" if first else "InputError"), *words) == [], refused
     expected, _ = plain(small(), batch)  # the ranks are still in step
     check(by_us(sp, model, **batch), expected, "after all")
+
+
+# --- the examples
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "word", "gain"), [("dpo_loop", "right", 0.15), ("grpo_loop", "reward", 0.3)])
+def test_an_example_learns(name, word, gain, tmp_path):
+    ran = scripts.run(2, tmp_path, ROOT / f"examples/{name}.py")
+    assert not ran.failed, ran.stderr[-3000:]
+    curve = [float(x) for x in re.findall(rf"{word} ([0-9.]+)", ran.stdout)]
+    assert sum(curve[-5:]) / 5 > curve[0] + gain

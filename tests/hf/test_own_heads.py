@@ -284,7 +284,7 @@ def test_an_engine_gives_the_plain_models_numbers():
 # --- the examples
 
 
-@pytest.mark.parametrize("name", each_then_rest(["reward_loop"], ["grpo_loop"]))
+@pytest.mark.parametrize("name", each_then_rest(["reward_loop"], ["dpo_loop", "grpo_loop"]))
 def test_an_example_prints_the_same_on_one_rank_and_on_two(name, tmp_path):
     printed = []
     for size in (1, 2):

@@ -86,11 +86,11 @@ CASES = {
     "KTO, synced": kto(**SYNCED),
     "KTO, computed before, ZeRO-3": kto(dict, stage=3, **BEFORE),
     "KTO, experts": kto(of_experts, router_aux_loss_coef=0.3),
-    "KTO, metrics": kto(measured),
 }
 OF_TWO_GROUPS = {
     **COVER,
-    **{name: CASES[name] for name in ("aot", "experts", "two sets", "KTO, unpaired", "KTO, metrics")},
+    **{name: CASES[name] for name in ("aot", "experts", "KTO, unpaired")},
+    "KTO, metrics": kto(measured),
 }
 
 
@@ -98,7 +98,7 @@ OF_TWO_GROUPS = {
     ("cases", "groups"),
     [
         ({name: {**given, "max_steps": 2, "eval_steps": 2} for name, given in COVER.items()}, 1),
-        pytest.param({**COVER, **CASES}, 1, marks=pytest.mark.whole),
+        pytest.param(CASES, 1, marks=pytest.mark.whole),
         pytest.param(OF_TWO_GROUPS, 2, marks=pytest.mark.whole),
     ],
     ids=["cover", "all", "two groups"],
@@ -128,6 +128,7 @@ REFUSED = {
         dpo(deepspeed_changes={"sequence_parallel": {"size": 2, "loss_tiles": 2}}),
         ["sequence_parallel.loss_tiles"],
     ),
+    "offloading by trl": (dpo(activation_offloading=True), ["activation_offloading=True", "offload_checkpoints"]),
     "margins of some rows": ({"kind": "Reward", "parts": half_of_the_margins}, ["making a batch failed", "NoneType"]),
 }
 

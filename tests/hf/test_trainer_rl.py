@@ -26,10 +26,13 @@ from transformers import (
     LogitsProcessorList,
     MixtralConfig,
     MixtralForCausalLM,
+    TrainerCallback,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
+from hf_integration.model.forward import patch_of
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import fields
@@ -78,7 +81,7 @@ def draw(input_ids, scores):
 
 @contextlib.contextmanager
 def keyed_noise():
-    """Yields the prompts of each generation on this rank, without padding."""
+    """Yields of each generation on this rank (whether other ranks share in it, its prompts without padding)."""
     processors, generate, multinomial = (
         GenerationMixin._get_logits_processor,
         GenerationMixin.generate,
@@ -88,7 +91,8 @@ def keyed_noise():
 
     @functools.wraps(generate)
     def counted(self, *, input_ids, attention_mask, **given):
-        generated.append([row[row > 0].tolist() for row in input_ids])
+        alone = patch_of(self) is None or patch_of(self).whole
+        generated.append((not alone, [row[row > 0].tolist() for row in input_ids]))
         return generate(self, input_ids=input_ids, attention_mask=attention_mask, **given)
 
     GenerationMixin._get_logits_processor = lambda *args, **given: LogitsProcessorList(
@@ -186,7 +190,12 @@ CASES = {
     "many masks": lambda: (
         {},
         {
-            **{"mask_truncated_completions": True, "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 1e-4},
+            **{
+                "log_completions": True,
+                "mask_truncated_completions": True,
+                "top_entropy_quantile": 0.4,
+                "off_policy_mask_threshold": 1e-4,
+            },
             **{"epsilon": 1e-3, "delta": 1.001, **OFF_POLICY},
         },
     ),
@@ -219,7 +228,17 @@ CASES = {
 }
 
 
-def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes):
+QUICK = ("adapters", "in parts", "a model of rewards", "long rows together", "many masks", "resumed", "rloo")
+# what groups do together, or each in its own way
+OF_GROUPS = (
+    *("dapo of tokens", "grpo of sequences", "a reference that follows", "adapters, in parts", "in parts", "resumed"),
+    *("in parts, by all ranks", "entropy that adapts", "many masks", "a stream", "a model of rewards, in parts"),
+    *("long rows together", "more generations than steps", "experts", "rloo", "rloo, evaluation"),
+)
+TOGETHER = ("in parts, by all ranks", "long rows together", "rloo, evaluation")  # where ranks share a generation
+
+
+def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, steps=2, **changes):
     """A plain trainer, or one in which `size` ranks share sequences.
 
     between: classes before trl's; parts: the trainer's own arguments; changes: of its configuration.
@@ -228,6 +247,7 @@ def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes)
 
     kind = "RLOO" if name.startswith("rloo") else "GRPO"
     plain, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    unset_hf_deepspeed_config()  # by that of the trainer before, models would be made in parts
     own, settings = CASES[name]()
     talks, stream, tokenizer = own.pop("talks", False), own.pop("stream", False), ByT5Tokenizer(extra_ids=0)
     if talks:
@@ -240,8 +260,8 @@ def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes)
     policy = own.pop("model", model)()
     policy.config._name_or_path = str(Path(folder).parents[1] / "reference")  # from where trl loads one
     how = {
-        **{"max_steps": 3, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH},
-        **{"log_completions": True, "temperature": 0.9, **settings, **changes},
+        **{"max_steps": steps, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH},
+        **{"temperature": 0.9, **settings, **changes},
     }
     given = fields(4, size and {"size": size}, **how)
     del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
@@ -252,10 +272,10 @@ def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, **changes)
     )  # fmt: skip
 
 
-def run(folder, name, size):
+def run(folder, name, size, steps):
     """(what is logged, the table of completions, the prompts of each generation on this rank)."""
     with keyed_noise() as generated:
-        trainer = trainer_of(folder, name, size)
+        trainer = trainer_of(folder, name, size, steps=steps)
         trainer.train()
         if name.startswith("resumed"):
             before, trainer = trainer, trainer_of(folder, name, size)
@@ -263,13 +283,15 @@ def run(folder, name, size):
             trainer.evaluate()  # the best, which was loaded
             best = trainer.state.best_model_checkpoint.rpartition("/")[2]
             trainer.state.log_history += [*before.state.log_history, {"best": best}]
+    models = [x for x in trainer.reward_funcs if isinstance(x, torch.nn.Module)]
+    assert not size or all(patch_of(unwrapped(x)) for x in models)  # they share sequences too
     tables = {name: dict(x) if isinstance(x, dict) else [*x] for name, x in trainer._logs.items()}
     return figures(trainer.state.log_history), tables, generated
 
 
-def runs(folder, names, size):
+def runs(folder, names, size, steps):
     torch.manual_seed(3)
-    return {name: run(f"{folder}/{name} {size}", name, size) for name in names}
+    return {name: run(f"{folder}/{name} {size}", name, size, steps) for name in names}
 
 
 def same(one, other):
@@ -283,13 +305,17 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    [(("grpo of tokens", "rloo"), 2), pytest.param(tuple(CASES), 4, marks=pytest.mark.whole)],
+    [
+        (QUICK, 2),
+        *(pytest.param([*CASES][part::5], 2, marks=pytest.mark.whole) for part in range(5)),
+        *(pytest.param(OF_GROUPS[part::3], 4, marks=pytest.mark.whole) for part in range(3)),
+    ],
 )
 def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
-    groups = ranks // 2
+    groups, steps = ranks // 2, 2 if names is QUICK else 5
     model(seed=1).save_pretrained(tmp_path / "reference")
-    plain = on_ranks(groups, runs, tmp_path / "plain", names, None, timeout=250)
-    shared = on_ranks(ranks, runs, tmp_path / "shared", names, 2, timeout=250)
+    plain = on_ranks(groups, runs, tmp_path / "plain", names, None, steps, timeout=250)
+    shared = on_ranks(ranks, runs, tmp_path / "shared", names, 2, steps, timeout=250)
     for name in names:
         for rank, found in enumerate(shared):
             (history, tables, _), (of_trl, trls_tables, _) = found[name], plain[rank // 2][name]
@@ -299,11 +325,13 @@ def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
                     assert same(entry[figure], trls[figure]), (name, rank, figure, entry[figure], trls[figure])
             assert same(tables, trls_tables), (name, tables, trls_tables)
         for group in range(groups):
-            divided = [shared[rank][name][2] for rank in (2 * group, 2 * group + 1)]
-            for number, of_one in enumerate(plain[group][name][2]):
-                rows = [row for of_rank in divided for row in of_rank[number]]
-                assert sorted(rows) == sorted(of_one), name  # each once
-                assert len(divided[0][number]) - len(divided[1][number]) in (0, 1)
+            first, second = (shared[2 * group + rank][name][2] for rank in range(2))
+            assert [rows for together, rows in first if together] == [rows for together, rows in second if together]
+            rows = [row for _, rows in first for row in rows]
+            rows += [row for together, rows in second for row in rows if not together]
+            assert sorted(rows) == sorted(row for _, rows in plain[group][name][2] for row in rows), name  # each once
+            if name not in TOGETHER:
+                assert len(rows) // 2 <= len([row for _, rows in first for row in rows]) <= len(rows) // 2 + 1
 
 
 def search(query: str) -> str:
@@ -373,6 +401,10 @@ WRONG = {
         ["per_device_eval_batch_size", "8; got 4 x 1"],
     ),
     "rewards of a class between": (lambda: {"between": [OwnRewards]}, ["got OwnRewards", "_calculate_rewards"]),
+    "settings that differ": (
+        lambda: {"temperature": 1.0 + dist.get_rank()},
+        ["temperature 1.0", "temperature 2.0"],
+    ),
     "prompts that differ": (
         lambda: {"parts": {"train_dataset": prompts(24, dist.get_rank())}},
         ["rank", "whole batches"],
@@ -430,21 +462,60 @@ def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(tm
 
 
 def noise(folder):
-    """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt)."""
-    runs = []
+    """(completions of two equal runs, whether a generation leaves random numbers alone, 8 completions of a prompt, the
+    speeds that are logged)."""
+    runs, speeds = [], []
+
+    class Speeds(TrainerCallback):
+        def on_log(self, args, state, control, logs, **_):
+            speeds.append(logs.get("tokens_per_second"))
+
     for number in range(2):
-        trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=(), max_steps=2)
+        trainer = trainer_of(f"{folder}/{number}", "entropy", 2, between=(), steps=1)
+        trainer.add_callback(Speeds)
         trainer.train()
         runs.append([*trainer._logs["completion"]])
     before = torch.get_rng_state()
     alike, _ = trainer._generate_single_turn([[100, 101, 1]] * 8, None, {}, 8)
-    return runs, bool(before.equal(torch.get_rng_state())), alike
+    return runs, bool(before.equal(torch.get_rng_state())), alike, speeds
 
 
 def test_ranks_draw_noise_of_their_own_which_a_second_run_draws_again(tmp_path):
     found = on_ranks(2, noise, tmp_path / "x")
-    for (first, second), left_alone, alike in found:
+    for (first, second), left_alone, alike, speeds in found:
+        assert len([x for x in speeds if x]) == 2
         assert first == second
         assert left_alone
         assert alike == found[0][2]
         assert len({*map(tuple, alike)}) > 4  # as many as a rank draws
+
+
+def with_own_noise(folder, size):
+    trainer = trainer_of(f"{folder}/{size}", "fewer generations than steps", size, between=())
+    trainer.train()
+    return figures(trainer.state.log_history), [*trainer._logs["completion"]]
+
+
+@pytest.mark.whole
+def test_one_rank_a_group_draws_and_logs_what_plain_trl_does(tmp_path):
+    plain, alone = (on_ranks(2, with_own_noise, tmp_path / "x", size) for size in (None, 1))
+    assert all(map(same, plain, alone))
+
+
+def few_rows(folder, size):
+    """Of two rows in a batch: (what is logged, the rows that this rank generates)."""
+    with keyed_noise() as generated:
+        for name in ("rloo", "in parts"):
+            changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+            trainer = trainer_of(f"{folder}/{size} {name}", name, size, **changes)
+            trainer.train()
+    return figures(trainer.state.log_history), sum(len(rows) for _, rows in generated)
+
+
+@pytest.mark.whole
+def test_ranks_without_a_row_wait_for_the_others(tmp_path):
+    model(seed=1).save_pretrained(tmp_path / "reference")
+    (plain, rows), *_ = on_ranks(1, few_rows, tmp_path / "x", None)
+    found = on_ranks(4, few_rows, tmp_path / "x", 4)
+    assert all(same(logs, plain) for logs, _ in found)
+    assert [divided for _, divided in found] == [rows // 2, rows // 2, 0, 0]
