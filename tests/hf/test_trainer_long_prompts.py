@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, GenerationMixin
 from hf_integration import SequenceParallelMixin
 from tests.dist.ranks import SECONDS
 from tests.hf.test_trainer_rl import letters, model
-from tests.hf.trainers import fields
+from tests.hf.trainers import fields, split
 from tests.launch import on_ranks, on_trainer_ranks
 from tests.words import missing
 
@@ -66,7 +66,8 @@ def trained(folder, stage, failure=None, rows=4):
             states.append(torch.get_rng_state())
             return found
 
-    how = {"max_steps": 1, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH, "stage": stage}
+    how = {"deepspeed_changes": split()} if stage == 3 else {}
+    how |= {"max_steps": 1, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH}
     args = fields(rows, {"size": 2}, gradient_accumulation_steps=4 // dist.get_world_size(), **how)
     with noted(failure) as shapes:
         trainer = Trained(

@@ -17,7 +17,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelMixin, share_accelerator
 from hf_integration.trainer import vllm
 from tests.hf.test_trainer_rl import LENGTH, figures, letters, model, odd, prompts, same
-from tests.hf.trainers import fields
+from tests.hf.trainers import fields, split
 from tests.hf.vllm_server import CONFIG, Server, vllm_stands_in
 from tests.launch import free_port, on_ranks, on_trainer_ranks
 from tests.words import missing
@@ -95,11 +95,11 @@ def test_whatever_the_server_does_wrong_is_an_error_on_all_ranks():
 
 # what is trained -> arguments of the trainer and of its configuration
 CASES = {
-    "grpo, in parts": lambda: ({}, {"stage": 3, "vllm_importance_sampling_mode": "token_truncate"}),
+    "grpo, in parts": lambda: ({}, {"deepspeed_changes": split(), "vllm_importance_sampling_mode": "token_truncate"}),
     "rloo": lambda: ({}, {"beta": 0.0, "num_iterations": 2, "max_steps": 3}),
     "grpo, adapters in parts": lambda: (
         {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
-        {"stage": 3, "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1},
+        {"deepspeed_changes": split(), "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1},
     ),
     "on the ranks": lambda: ({}, {"vllm_mode": "colocate"}),
 }

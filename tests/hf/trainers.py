@@ -43,14 +43,17 @@ def settings(section, stage):
         "gradient_accumulation_steps": "auto",
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {
-            **{"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-            "stage3_param_persistence_threshold": 0,  # or no rank gives any of a small model away
-        },
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "bf16": {"enabled": "auto"},
         "steps_per_print": 2**30,
         **({"sequence_parallel": section} if section else {}),
     }
+
+
+def split():
+    """What changes `settings` of ZeRO-3 so that no rank keeps the parameters of a small model."""
+    zero = settings(None, 3)["zero_optimization"]
+    return {"zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}}
 
 
 def fields(sequences, section=None, stage=2, deepspeed_changes=None, **changes):
