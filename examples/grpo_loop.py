@@ -62,15 +62,14 @@ def main() -> None:
         prompts = torch.cat([asked // 10, asked % 10, torch.full_like(asked, EQUALS)], 1)
         prompts = prompts.repeat_interleave(SAMPLES, 0).to(sp.device)
         noise = -torch.empty(len(prompts), NEW, 11).exponential_().log().to(sp.device)
-        completions = sampled(policy, sp, prompts, noise)
-        ids = torch.cat([prompts, completions], 1)
+        ids = torch.cat([prompts, sampled(policy, sp, prompts, noise)], 1)
         labels = ids.index_fill(1, torch.arange(PROMPT, device=sp.device), -100)
-        reward = reward_of(prompts, completions).view(PROMPTS, SAMPLES)
+        reward = reward_of(prompts, ids[:, PROMPT:]).view(PROMPTS, SAMPLES)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
-        old = None
-        for _ in range(2):  # updates on the same completions
+        for update in range(2):  # on the same completions
             logps = sp.log_probs(model, ids, labels=labels)[:, -NEW:]
-            old = logps.detach() if old is None else old
+            if update == 0:
+                old = logps.detach()
             ratio, gain = (logps - old).exp(), advantage.view(-1, 1)
             loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
             loss.backward()

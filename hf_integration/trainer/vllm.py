@@ -22,6 +22,7 @@ from ..accelerators import GroupAccelerator
 from ..rebinding import rebound
 
 Behind: Any = object  # stands in for the class after the mixin
+CLIENT = "VLLMClient"  # what trl's file calls its client's class
 SHARE = 0.9  # of the time for which ranks wait for one another, in which the server must answer
 
 
@@ -32,7 +33,8 @@ class ServerOfGroups(Behind):
 
     def _init_vllm(self) -> None:
         self._world = groups.control_world()
-        connect = rebound(super()._init_vllm.__func__, {"VLLMClient": _client})
+        connect = super()._init_vllm.__func__
+        connect = rebound(connect, {CLIENT: functools.partial(_client, connect.__globals__[CLIENT])})
         self._together("connecting to", lambda: connect(self), self.accelerator.wait_for_everyone)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -87,10 +89,8 @@ class ServerOfGroups(Behind):
         broadcast_object_list(answer, from_process=from_process)
 
 
-def _client(**settings: Any) -> Any:
-    from trl.generation.vllm_client import VLLMClient
-
-    client = _in_time(VLLMClient)(**settings)
+def _client(make: Callable, **settings: Any) -> Any:
+    client = _in_time(make)(**settings)
     client.session.request = _in_time(client.session.request)
     return client
 

@@ -43,7 +43,10 @@ def settings(section, stage):
         "gradient_accumulation_steps": "auto",
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {
+            **{"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+            "stage3_param_persistence_threshold": 0,  # or no rank gives any of a small model away
+        },
         "bf16": {"enabled": "auto"},
         "steps_per_print": 2**30,
         **({"sequence_parallel": section} if section else {}),
