@@ -42,15 +42,13 @@ def rolls_out(trainer: Any) -> bool:
     return any(base.__name__ in ROLLOUTS for base in type(trainer).__mro__)
 
 
-def check(trainer: Any, groups: int) -> None:
-    """Check GRPO's and RLOO's arguments, with groups of ranks in place of trl's processes, before they are used.
-
-    `generation_batch_size`, in which trl has counted ranks, becomes that of `steps_per_generation` for groups.
+def check(trainer: Any) -> None:
+    """Check GRPO's and RLOO's arguments before they are used.
 
     Raises:
-        ConfigError: If completions would not be divided among the ranks of a group, or prompts among groups.
+        ConfigError: If completions would not be divided among the ranks of a group.
     """
-    args, classes = trainer.args, [*type(trainer).__mro__]
+    classes = [*type(trainer).__mro__]
     for base in itertools.takewhile(lambda x: x.__name__ not in ROLLOUTS, classes[classes.index(Rollouts) + 1 :]):
         if own := sorted({*compat.REBOUND} & {*vars(base)}):
             raise ConfigError(
@@ -70,6 +68,16 @@ def check(trainer: Any, groups: int) -> None:
             "sequence parallel GRPO and RLOO need prompts of text; got a processor of images too, give its tokenizer "
             "as processing_class"
         )
+
+
+def count_groups(args: Any, groups: int) -> None:
+    """Let GRPO's and RLOO's arguments count groups of ranks, where trl has counted ranks.
+
+    `generation_batch_size` becomes that of `steps_per_generation` for groups.
+
+    Raises:
+        ConfigError: If the completions of a prompt would not be those of whole generations.
+    """
     rows, of_prompt = args.per_device_train_batch_size, args.num_generations
     args.generation_batch_size = rows * groups * args.steps_per_generation
     if args.generation_batch_size % of_prompt:

@@ -116,7 +116,9 @@ class SequenceParallelMixin(rollouts.Rollouts):
             self._patch_models()
         self._throughput = SequenceParallelCallback(self.sp)
         # after the callback that decides whether a step is logged, before those that report logs
-        if rolls_out := rollouts.rolls_out(self):  # trl has set the state of a process, which is a group's
+        if rolls_out := rollouts.rolls_out(self):
+            rollouts.count_groups(self.args, self.sp.data_size)
+            # trl has set the state of a process, which is a group's
             set_seed(self.args.seed + self.sp.data_rank)
         self.callback_handler.callbacks[1:1] = [rng_state.SharedDraws(self.sp, by_group=rolls_out), self._throughput]
         self._preemption = preemption.take_over(self)
@@ -136,7 +138,9 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self._section = accelerate_config.joined(json.section, parallelism, self.accelerator.num_processes)
         size, world = SequenceParallelConfig.from_dict(self._section).size, self.accelerator.num_processes
         if rollouts.rolls_out(self):
-            rollouts.check(self, 1 if size == "auto" else max(1, world // size))
+            rollouts.check(self)
+            if isinstance(size, int):  # else the groups are known once the model is patched
+                rollouts.count_groups(self.args, max(1, world // size))
         for key in json.left_out:  # accelerate would replace every "auto" in our section
             plugin.deepspeed_config.pop(key, None)
         self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
