@@ -83,7 +83,8 @@ _GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # which would gat
 @contextlib.contextmanager
 def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
     """Context manager in which trl's trainers make their `VLLMGeneration` with a mixin before it."""
-    scopes = [vars(sys.modules[x.__module__]) for x in trainer_class.__mro__]
+    modules = {x.__module__ for x in trainer_class.__mro__} & {*sys.modules}
+    scopes = [vars(sys.modules[name]) for name in modules]
     before = [(scope, scope[_GENERATION]) for scope in scopes if _GENERATION in scope]
     for scope, generation in before:
         scope[_GENERATION] = type(_GENERATION, (mixin, generation), {})
