@@ -1,11 +1,15 @@
 """One step in bf16 on one device, by `initialize` and by the Trainer, beside the plain model in fp32."""
 
+import contextlib
+
 import pytest
 import torch
 
 import ds_seqpar
 from ds_seqpar.engine import start
+from hf_integration import whole_sequences
 from tests.gpu import STEPS, both
+from tests.hf import test_prompts_once as prompts_once
 from tests.hf import trainers
 from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, SEQ, llama, norm, one_process, settings, small, update
@@ -92,3 +96,28 @@ def test_fp32(device):
     out = sp.attention(q, k, v)
     found = out, *torch.autograd.grad(out, (q, k, v), do)
     assert_exact([x.detach().cpu() for x in found], dense(*(x.detach().cpu() for x in (q, k, v, do))), limit=1e-5)
+
+
+def numbers(device):
+    """Of the plain model in fp32, and of the patched one in bf16 with prompts computed once: log-probabilities of
+    completions, and the gradient of their mean by the embedding."""
+    start()
+    found, rows = [], prompts_once.batch()
+    ids, mask, labels = (rows[name] for name in ("input_ids", "attention_mask", "labels"))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small().to(device, dtype)
+        sp = prompts_once.make(shared_prompts=True)
+        model.patch_attention(sp)
+        with contextlib.nullcontext() if dtype is torch.bfloat16 else whole_sequences(model):
+            on_device = {"attention_mask": mask, "labels": labels.to(device)}
+            logps = sp.log_probs(model, ids.to(device), **on_device)
+        logps.mean().backward()
+        found.append([logps.detach().cpu(), model.get_input_embeddings().weight.grad.float().cpu()])
+    return [(x, y, device) for x, y in zip(*found, strict=True)]
+
+
+@both()
+def test_numbers_a_token_of_shared_prompts(device):
+    (found,) = on_ranks(1, numbers, device, patience=None)
+    for expected, ours, _ in found:
+        assert float((ours - expected).abs().max() / expected.abs().max()) < 3e-2
