@@ -14,7 +14,7 @@ from tests.hf.families import model_of
 from tests.hf.llama import IGNORE
 from tests.launch import on_each_of, on_ranks
 
-ROWS = ((0, 6), (1, 3), (0, 1), (0, 4), (2, 5), (1, 7))  # (prompt, tokens of the completion); the third has one row
+ROWS = ((0, 7), (1, 3), (0, 1), (0, 4), (2, 5), (1, 6))  # (prompt, tokens of the completion); the third has one row
 PROMPTS = (9, 5, 4)
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 WAYS = {
@@ -68,6 +68,7 @@ def batch(padding="both"):
         ids[row, begin:first], mask[row, begin:end] = prompts[prompt], 1
         ids[row, first:end] = labels[row, first:end] = torch.randint(3, 60, (length,), generator=draw)
     labels[1, max(PROMPTS) + 1] = IGNORE  # in a completion, as a tool's answer
+    labels[0, 0] = ids[0, 0]  # which nothing predicts
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "fused_lm_head": True}
 
 
