@@ -183,6 +183,13 @@ def test_what_cannot_be_shared_is_refused_where_it_must_be():
         _, model, _ = patched(model, ulysses=1)
         refused = refusal(model, **chosen(slice(None), **inputs))
         assert lacking(refused, "ConfigError", "shared_prompts", *words) == []
+    _, model, _ = patched(model_of("llama"), ulysses=1)
+    for labels, words in (
+        (batch()["labels"][:, :-1], ("(6, 15)", "input_ids (6, 16)")),
+        (batch()["labels"][0], ("shape (batch, seq)",)),
+        (batch()["labels"].int(), ("int64", "int32")),
+    ):
+        assert lacking(refusal(model, **chosen(slice(None), labels=labels)), "InputError", *words) == []
 
 
 @on_each_of(2)
