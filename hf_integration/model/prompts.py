@@ -61,12 +61,12 @@ def prompts_of_call(
     known = {**inputs, **on_cpu}
     mask = checked_mask(known.get("attention_mask"), inputs["input_ids"].shape)
     least = 0.0 if setting is True else LEAST
-    found = shared_prompts(
+    prompts = shared_prompts(
         known["input_ids"].cpu(), mask, known["labels"].cpu(), least, keep_all=_balances(model, inputs)
     )
-    if found is not None:
+    if prompts is not None:
         log_once("sequence_parallel: prompts that rows of a batch share are computed once (shared_prompts)")
-    return found
+    return prompts
 
 
 def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
