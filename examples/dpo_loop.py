@@ -1,4 +1,4 @@
-"""DPO without trl, in a loop in which ranks share each sequence. It prints the same numbers on 1 rank and on 2:
+"""DPO without trl, in a loop whose ranks share sequences. It prints the same on 1 rank and on 2, but for rounding:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/dpo_loop.py --size 2
 

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ds_seqpar import SequenceParallel
 from hf_integration import share_sequences, whole_sequences
 
-PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 3, 4  # prompts of a step, completions of each, tokens of both
-EQUALS, CLIP = 10, 0.2  # a token id, PPO's clip
+# prompts of a step, completions of each, tokens of both, a token id, PPO's clip
+PROMPTS, SAMPLES, PROMPT, NEW, EQUALS, CLIP = 8, 8, 3, 4, 10, 0.2
 
 
 def reward_of(prompts: Tensor, completions: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def shard_shared_prompts(
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
-    shifted, device = tensors["labels"].roll(-1, 1), batch["input_ids"].device
+    shifted, device = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE), batch["input_ids"].device
     whole = {"input_ids": shared.joined(tensors["input_ids"]), "shift_labels": shared.joined(shifted)}
     shard: dict[str, Any] = {name: sp.shard(x, 1, placement) for name, x in whole.items()}
     shard |= {"labels": shard["shift_labels"], "placement": placement}

@@ -37,8 +37,8 @@ class SharedPrompts:
         """Return (rows, tokens, ...) of a tensor (1, tokens here, ...), 0 where no label that counts is predicted."""
         own = self.own.to(x.device)
         places = self.tokens.to(x.device)[own]
-        found = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
-        return found.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
+        rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
+        return rows.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
 
 
 def shared_prompts(

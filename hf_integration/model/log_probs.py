@@ -50,6 +50,8 @@ def log_probs(
             raise InputError(f"log_probs needs a temperature above 0; got {temperature!r:.80}, leave it out for 1")
         if labels is None:
             labels = _labels_of(input_ids, attention_mask)
+        if sharded := {"shift_labels", "placement"} & inputs.keys():
+            raise InputError(f"log_probs needs whole rows; got {min(sharded)} of a shard, give it the rows before that")
     except Exception as reason:
         if sp.size > 1 and not patch.whole:
             patch.agreement.compare_batch(None, as_seqpar_error("asking for log-probabilities failed", reason))
@@ -94,10 +96,11 @@ def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return the labels of all tokens but padding, and those that only padding could predict."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
-    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-        return input_ids  # the call judges the mask
-    real = mask.bool().to(input_ids.device)
-    return input_ids.masked_fill(~(real & nn.functional.pad(real[:, :-1], (1, 0))), IGNORE)
+    labels = input_ids.long()
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        return labels  # the call judges the mask
+    real = mask.bool().to(labels.device)
+    return labels.masked_fill(~(real & nn.functional.pad(real[:, :-1], (1, 0))), IGNORE)
 
 
 class _Call:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batches import checked_mask
+from ds_seqpar.data.checks import labels_of
 from ds_seqpar.data.shared_prompts import SharedPrompts, shared_prompts
 from ds_seqpar.errors import SECTION, ConfigError
 from ds_seqpar.runtime.log import log_once
@@ -46,7 +47,7 @@ def prompts_of_call(
 
     Raises:
         ConfigError: The setting says that shared prompts must be computed once, and this call's cannot be.
-        InputError: The mask is none of padding.
+        InputError: The mask is none of padding, or labels are none of tokens.
     """
     setting = sp.config.shared_prompts
     if setting is False or not wants_token_numbers(inputs):
@@ -55,15 +56,17 @@ def prompts_of_call(
         if setting is True:
             raise ConfigError(f'{SECTION}.shared_prompts true needs {refusal}, leave the setting out, or say "auto"')
         return None
+    if labels_of(inputs).shape != inputs["input_ids"].shape:
+        return None  # sharding the rows refuses them
     known = {**inputs, **on_cpu}
     mask = checked_mask(known.get("attention_mask"), inputs["input_ids"].shape)
     least = 0.0 if setting is True else LEAST
-    found = shared_prompts(
+    prompts = shared_prompts(
         known["input_ids"].cpu(), mask, known["labels"].cpu(), least, keep_all=_balances(model, inputs)
     )
-    if found is not None:
+    if prompts is not None:
         log_once("sequence_parallel: prompts that rows of a batch share are computed once (shared_prompts)")
-    return found
+    return prompts
 
 
 def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:

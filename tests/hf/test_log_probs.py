@@ -312,6 +312,7 @@ def test_what_has_no_such_numbers_is_refused_on_every_rank():
         (lambda: sp.log_probs(model, **batch, temperature=1.0 + first), "DisagreementError", ("temperature",)),
         (lambda: sp.log_probs(model, **batch, return_entropy=first), "DisagreementError", ("entropy",)),
         (lambda: sp.log_probs(model, **wide), "DisagreementError", ("labels",)),
+        (lambda: sp.log_probs(model, **sp.shard_batch(batch)), "InputError", ("whole rows", "placement")),
     ):
         refused = refusal(call)
         assert lacking(refused, kind or ("DisagreementError" if first else "InputError"), *words) == [], refused

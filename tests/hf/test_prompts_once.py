@@ -14,7 +14,7 @@ from tests.hf.families import model_of
 from tests.hf.llama import IGNORE
 from tests.launch import on_each_of, on_ranks
 
-ROWS = ((0, 6), (1, 3), (0, 1), (0, 4), (2, 5), (1, 7))  # (prompt, tokens of the completion); the third has one row
+ROWS = ((0, 7), (1, 3), (0, 1), (0, 4), (2, 5), (1, 6))  # (prompt, tokens of the completion); the third has one row
 PROMPTS = (9, 5, 4)
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 WAYS = {
@@ -68,6 +68,7 @@ def batch(padding="both"):
         ids[row, begin:first], mask[row, begin:end] = prompts[prompt], 1
         ids[row, first:end] = labels[row, first:end] = torch.randint(3, 60, (length,), generator=draw)
     labels[1, max(PROMPTS) + 1] = IGNORE  # in a completion, as a tool's answer
+    labels[0, 0] = ids[0, 0]  # which nothing predicts
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "fused_lm_head": True}
 
 
@@ -182,6 +183,13 @@ def test_what_cannot_be_shared_is_refused_where_it_must_be():
         _, model, _ = patched(model, ulysses=1)
         refused = refusal(model, **chosen(slice(None), **inputs))
         assert lacking(refused, "ConfigError", "shared_prompts", *words) == []
+    _, model, _ = patched(model_of("llama"), ulysses=1)
+    for labels, words in (
+        (batch()["labels"][:, :-1], ("(6, 15)", "input_ids (6, 16)")),
+        (batch()["labels"][0], ("shape (batch, seq)",)),
+        (batch()["labels"].int(), ("int64", "int32")),
+    ):
+        assert lacking(refusal(model, **chosen(slice(None), labels=labels)), "InputError", *words) == []
 
 
 @on_each_of(2)
