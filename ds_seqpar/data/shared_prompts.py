@@ -29,14 +29,17 @@ class SharedPrompts:
     documents: Lengths
     parents: tuple[int, ...]
 
+    def to(self, device: torch.device) -> SharedPrompts:
+        """Return them with what `joined` and `by_row` read on a device."""
+        return dataclasses.replace(self, tokens=self.tokens.to(device), own=self.own.to(device))
+
     def joined(self, x: Tensor) -> Tensor:
         """Return (1, tokens here, ...) of a tensor (rows, tokens, ...) of the batch."""
         return x.flatten(0, 1).index_select(0, self.tokens.to(x.device))[None]
 
     def by_row(self, x: Tensor) -> Tensor:
         """Return (rows, tokens, ...) of a tensor (1, tokens here, ...), 0 where no label that counts is predicted."""
-        own = self.own.to(x.device)
-        places = self.tokens.to(x.device)[own]
+        places, own = self.tokens[self.own].to(x.device), self.own.to(x.device)
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
 

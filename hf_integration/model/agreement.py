@@ -211,6 +211,11 @@ class Agreement:
         self.sp.journal.later(torch.stack([*sizes.values()]), fields)
 
 
+def raise_in_call(sp: SequenceParallel, error: SeqParError) -> None:
+    """Raise an error of this rank on all ranks of the sequence, which compare the batch of a whole call."""
+    sp.journal.note("whole batch", None, error=error, call=FORWARD, advice=_advice, like=())
+
+
 def _advice(fields_by_rank: Mapping[int, Fields]) -> str | None:
     """Return why ranks were given different batches, or have different models, and what to do."""
     if not (reason := mismatch_hints.of_batches(fields_by_rank)):

@@ -38,7 +38,7 @@ from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
-from .prompts import wants_token_numbers
+from .prompts import may_share
 
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
@@ -115,7 +115,7 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
         return bool(patch.whole)
     sharded = inputs.get("shift_labels") is not None or inputs.get("placement") is not None
     moved = inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs))
-    shares = patch.sp.config.shared_prompts is not False and wants_token_numbers(inputs)
+    shares = may_share(patch.sp, unwrapped(module), patch.facts, inputs)
     return not (sharded or moved or shares) or takes_cache(module, inputs)
 
 

@@ -24,6 +24,7 @@ from ds_seqpar.whole import plain
 from ..families import base_of, is_causal_lm, unwrapped, vocabulary
 from ..memory.tiled_function import GradientSums, tiled_by_token
 from ..memory.tiled_loss import Instead, class_forward, loss_tiles, through, without_tokens
+from .agreement import raise_in_call
 from .forward import Patch, patch_of
 
 TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
@@ -44,8 +45,11 @@ def log_probs(
     labels: Tensor | None = None, temperature: float = 1.0, return_entropy: bool = False, **inputs: Any,
 ) -> Any:  # fmt: skip
     """See `SequenceParallel.log_probs`."""
-    inner, patch = _patched(sp, model)
+    patch = None
     try:
+        inner, patch = _patched(sp, model)
+        if isinstance(input_ids, Tensor) and not input_ids.numel():
+            raise InputError(f"log_probs needs a row of tokens; got {describe(input_ids)}")
         if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
             raise InputError(f"log_probs needs a temperature above 0; got {temperature!r:.80}, leave it out for 1")
         if labels is None:
@@ -53,8 +57,8 @@ def log_probs(
         if sharded := {"shift_labels", "placement"} & inputs.keys():
             raise InputError(f"log_probs needs whole rows; got {min(sharded)} of a shard, give it the rows before that")
     except Exception as reason:
-        if sp.size > 1 and not patch.whole:
-            patch.agreement.compare_batch(None, as_seqpar_error("asking for log-probabilities failed", reason))
+        if sp.size > 1 and not (patch and patch.whole):  # other ranks compare the batch of the call
+            raise_in_call(sp, as_seqpar_error("asking for log-probabilities failed", reason))
         raise
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}

@@ -29,6 +29,14 @@ def wants_token_numbers(inputs: Mapping[str, Any]) -> bool:
     return bool(inputs.get("fused_lm_head")) and inputs.get("labels") is not None
 
 
+def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a call's rows may share prompts, as far as its arguments say."""
+    setting = sp.config.shared_prompts
+    if setting is False or not wants_token_numbers(inputs):
+        return False
+    return setting is True or not _refusal(model, facts, inputs, noisy=False)
+
+
 def prompts_of_call(
     sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor], noisy: bool
 ) -> SharedPrompts | None:
@@ -49,9 +57,9 @@ def prompts_of_call(
         ConfigError: The setting says that shared prompts must be computed once, and this call's cannot be.
         InputError: The mask is none of padding, or labels are none of tokens.
     """
-    setting = sp.config.shared_prompts
-    if setting is False or not wants_token_numbers(inputs):
+    if not may_share(sp, model, facts, inputs):
         return None
+    setting = sp.config.shared_prompts
     if refusal := _refusal(model, facts, inputs, noisy):
         if setting is True:
             raise ConfigError(f'{SECTION}.shared_prompts true needs {refusal}, leave the setting out, or say "auto"')
@@ -64,9 +72,10 @@ def prompts_of_call(
     prompts = shared_prompts(
         known["input_ids"].cpu(), mask, known["labels"].cpu(), least, keep_all=_balances(model, inputs)
     )
-    if prompts is not None:
-        log_once("sequence_parallel: prompts that rows of a batch share are computed once (shared_prompts)")
-    return prompts
+    if prompts is None:
+        return None
+    log_once("sequence_parallel: prompts that rows of a batch share are computed once (shared_prompts)")
+    return prompts.to(inputs["input_ids"].device)
 
 
 def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:

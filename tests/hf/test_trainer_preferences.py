@@ -107,6 +107,13 @@ def test_all_that_is_logged_is_the_plain_trainers(cases, groups, tmp_path):
     trl_runs.compare(tmp_path, cases, groups)
 
 
+@pytest.mark.whole
+def test_runs_that_stop_go_on_and_predict_as_the_plain_trainers(tmp_path):
+    cases = {"DPO": dpo(lora), "KTO": kto(reference, stage=3)}
+    cases = {name: {**given, "prediction_loss_only": True} for name, given in cases.items()}
+    trl_runs.compare(tmp_path, cases, run=trl_runs.stopped)
+
+
 def virtual_tokens():
     return {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
 

@@ -2,14 +2,11 @@
 
 import numpy as np
 import pytest
-import torch
 
 from tests.hf import trl_runs
-from tests.hf.trl_runs import lora, made
+from tests.hf.trl_runs import lora
 
 pytestmark = pytest.mark.usefixtures("compiled")
-SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
-BEST = {**SAVED, "load_best_model_at_end": True, "metric_for_best_model": "eval_spread", "save_total_limit": 1}
 
 
 class OnTheLeft:
@@ -73,22 +70,11 @@ def test_all_that_is_logged_is_the_plain_trainers(cases, groups, tmp_path):
     trl_runs.compare(tmp_path, cases, groups)
 
 
-def stopped(folder, cases, size):
-    """What is logged by runs that stop and go on, with what they predict then."""
-    found = {}
-    for name, given in cases.items():
-        trainer = made(f"{folder}", size=size, **given, **BEST)
-        trainer.train()
-        best = trainer.state.best_global_step, trainer.state.best_metric
-        log, trainer = trainer.state.log_history, made(f"{folder}", size=size, **given, **{**BEST, "max_steps": 6})
-        trainer.train(resume_from_checkpoint=True)
-        predicted = trainer.predict(trainer.eval_dataset)
-        scores = torch.as_tensor(predicted.predictions).flatten().tolist()
-        last = {"step": 6, "best": best[1], **{f"score {i}": x for i, x in enumerate(scores)}, **predicted.metrics}
-        found[name] = [*log, *trainer.state.log_history, {**last, "best step": best[0]}]
-    return found
-
-
 @pytest.mark.whole
 def test_runs_that_stop_go_on_and_predict_as_the_plain_trainers(tmp_path):
-    trl_runs.compare(tmp_path, {"ZeRO-3": reward(measured, stage=3)}, groups=2, run=stopped)
+    trl_runs.compare(
+        tmp_path,
+        {"ZeRO-3": reward(measured, stage=3, metric_for_best_model="eval_spread")},
+        groups=2,
+        run=trl_runs.stopped,
+    )

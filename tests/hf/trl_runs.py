@@ -16,6 +16,8 @@ from tests.launch import on_trainer_ranks as on_ranks
 
 SEQUENCES = 4  # a group's in a micro-step; a pair counts as one
 OF_TIME = ("runtime", "per_second")
+STOPS = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4, "save_total_limit": 1}
+STOPS |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_rewards/margins"}
 SUMS = ("rewards", "kl", "margin")  # differences of sums over tokens, of a size of 100
 
 
@@ -119,6 +121,22 @@ def logs(folder, cases, size):
         )
         assert planned.reference == (getattr(trainer, "ref_model", None) is not None)
         found[name] = logged(trainer)
+    return found
+
+
+def stopped(folder, cases, size):
+    """What is logged by runs that stop and go on, with what they predict then."""
+    found = {}
+    for name, given in cases.items():
+        trainer = made(folder, size=size, **{**STOPS, **given})
+        trainer.train()
+        best = trainer.state.best_global_step, trainer.state.best_metric
+        log, trainer = trainer.state.log_history, made(folder, size=size, **{**STOPS, **given, "max_steps": 6})
+        trainer.train(resume_from_checkpoint=True)
+        predicted = trainer.predict(trainer.eval_dataset)
+        scores = [] if predicted.predictions is None else torch.as_tensor(predicted.predictions).flatten().tolist()
+        last = {"step": 6, "best": best[1], **{f"score {i}": x for i, x in enumerate(scores)}, **predicted.metrics}
+        found[name] = [*log, *trainer.state.log_history, {**last, "best step": best[0]}]
     return found
 
 

@@ -35,10 +35,10 @@ def batches(draw):
 
 
 @examples(300)
-@given(batches())
-def test_each_label_is_predicted_once_from_the_tokens_before_it(batch):
+@given(batches(), st.booleans())
+def test_each_label_is_predicted_once_from_the_tokens_before_it(batch, keep_all):
     ids, mask, labels = batch
-    shared = shared_prompts(ids, mask, labels)
+    shared = shared_prompts(ids, mask, labels, keep_all=keep_all)
     if shared is None:
         return
     flat = Mask(documents=Mask.documents_of(shared.documents), parents=shared.parents)
@@ -52,7 +52,7 @@ def test_each_label_is_predicted_once_from_the_tokens_before_it(batch):
         before = shared.tokens[seen[place]]
         assert torch.equal(ids.flatten()[before], ids[row, int(begins[row]) : token + 1])
         assert positions[seen[place]].tolist() == list(range(token + 1 - int(begins[row])))
-        if labels[row, token + 1] != IGNORE:
+        if token + 1 < COLUMNS and labels[row, token + 1] != IGNORE:
             predicted.append((row, token + 1))
     counted = (labels != IGNORE).nonzero().tolist()
     assert sorted(predicted) == sorted(map(tuple, counted))
@@ -62,4 +62,6 @@ def test_each_label_is_predicted_once_from_the_tokens_before_it(batch):
         if place in own:
             assert back.flatten()[token] == place + 1
     assert int((back != 0).sum()) == len(own)
-    assert len(shared.tokens) < (ids.numel() if mask is None else int(mask.sum()))
+    real = ids.numel() if mask is None else int(mask.sum())
+    assert len(shared.tokens) < real
+    assert not keep_all or int(shared.weights.sum()) == real
