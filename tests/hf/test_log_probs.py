@@ -306,6 +306,11 @@ def test_what_has_no_such_numbers_is_refused_on_every_rank():
     wide = {**batch, "labels": torch.full_like(batch["labels"], 5)} if first else batch
     for call, kind, words in (
         (lambda: sp.log_probs(other, **batch), "ConfigError", ("patched with this", "share_sequences")),
+        (
+            lambda: sp.log_probs(model if first else other, **batch),
+            "DisagreementError" if first else "ConfigError",
+            ("patched with this",),
+        ),
         (lambda: sp.log_probs(torch.nn.Linear(2, 2), **batch), "ConfigError", ("transformers model", "Linear")),
         (lambda: of_own.log_probs(own, **batch), "ConfigError", ("forward of transformers", "WithPenalty")),
         (lambda: sp.log_probs(model, **batch, temperature=float(first)), None, ("temperature above 0",)),
