@@ -191,6 +191,7 @@ REFUSED = [
     (["--trainer", "grpo"], ("--prompt", "got none")),
     (["--trainer", "grpo", "--prompt", 512], ("--prompt", "less than --seq-len", "got 512")),
     (["--trainer", "dpo", "--prompt", 64, "--completions", 3], ("--completions", "divide", "got 3")),
+    (["--trainer", "reward", "--prompt", 64, "--completions", 2], ("--completions", "got reward")),
     (["--lora", "all"], ("--lora", "got 'all'")),
     (["--seq-len", "many"], ("--seq-len", "got 'many'")),
     (["--ranks", 0], ("--ranks", "got '0'")),
