@@ -65,6 +65,7 @@ def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> It
     shape = 2 if task == "dpo" else args.completions, tokens, tokens - int(args.share * tokens), args.tile
     contenders = [(1, PLAIN), *itertools.product(numbers(args.ranks), (GATHERING, PARTS, SHARED))]
     first: Any = None
+    plain: tuple[float, float] | None = None
     for world, kind in contenders:
         limit, place = int(args.memory * GIB / world), [task, f"{tokens:,}", f"{vocab:,}", world, kind]
         name = f"{task}, {tokens} tokens, {vocab} words, {world} ranks, {kind}"
@@ -75,12 +76,13 @@ def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> It
             continue
         seconds = min(map(max, zip(*(one.seconds for one in found), strict=True)))
         taken = max(one.rss - one.rest for one in found) / MIB
-        first = first or (found[0], seconds, taken)
-        work = [(one.losses, one.norms) for one in (first[0], found[0])]
+        first, plain = first or found[0], (seconds, taken) if kind == PLAIN else plain
+        work = [(one.losses, one.norms) for one in (first, found[0])]
         if wrong := unlike(*work, 1e-3):
             raise ArithmeticError(f"{name}: {wrong}")
         tables.say(f"{name}: {seconds:.2f} s, {taken:.0f} MiB")
-        yield [*place, f"{seconds:.2f}", f"{seconds / first[1]:.2f}", f"{taken:.0f}", f"{taken / first[2]:.2f}"]
+        ratios = [f"{x / y:.2f}" for x, y in zip((seconds, taken), plain, strict=True)] if plain else ["-", "-"]
+        yield [*place, f"{seconds:.2f}", ratios[0], f"{taken:.0f}", ratios[1]]
 
 
 def numbers(text: str) -> list[int]:

@@ -110,6 +110,8 @@ def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
         raise ConfigError("--trainer grpo and rloo, and --completions, need --prompt, the tokens of a prompt; got none")
     if prompt >= inputs.seq:
         raise ConfigError(f"--prompt must be less than --seq-len, a row with its completion; got {prompt:,}")
+    if args.completions and objective.head == "score":
+        raise ConfigError(f"--completions are of trainers whose rows share prompts; got {args.trainer}, leave it out")
     completions = 1 if args.completions is None else count("--completions", args.completions)
     generates, default = objective.generated, objective.reference and args.lora is None
     if generates:

@@ -142,6 +142,8 @@ def memory_options(
     """Return (memory settings, whether they are a last resort) to try one after another, each of which saves more. None
     of them changes a setting of the request or of `settings`."""
     given = {*given_common_settings(request.given), *settings}
+    if request.objective.head != "logits":  # trl's head is in tiles already, and is refused beside others
+        given.add("loss_tiles")
     head_chunks = [{"head_chunks": n} for n in free_head_chunk_counts(*request.heads, ulysses) if n > 1]
     options: list[tuple[dict[str, Any], bool]] = [({}, False)]
     for tried in (*TILES, *head_chunks):

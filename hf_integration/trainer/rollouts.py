@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_seqpar.compiler.schedules.base import is_count
 from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
 
@@ -33,13 +34,32 @@ GENERATED_ELSEWHERE = {
     "environment_factories": "environment_factory",
 }
 # field of a GenerationConfig -> its values with which nothing reads the padding before a prompt
-PADDING_UNREAD = {"repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0), "min_length": (None, 0)}
+PADDING_UNREAD = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)),
+}
 Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
 
 
 def rolls_out(trainer: Any) -> bool:
     """Return whether a Trainer trains on what it generates."""
-    return any(base.__name__ in ROLLOUTS for base in type(trainer).__mro__)
+    return any(map(_is_trls, type(trainer).__mro__))
+
+
+def _is_trls(base: type) -> bool:
+    return base.__name__ in ROLLOUTS and base.__module__.startswith("trl.")
+
+
+def check_length(trainer: Any, group_generation_over: object) -> None:
+    """Raise ConfigError for a `group_generation_over` that is no length, or of which nothing would be made."""
+    if group_generation_over is None:
+        return
+    if not is_count(group_generation_over):
+        raise ConfigError(f"group_generation_over must be a whole number from 1; got {group_generation_over!r}")
+    if not rolls_out(trainer):
+        raise ConfigError(
+            f"group_generation_over is of trl's {' and '.join(ROLLOUTS)}; got a {type(trainer).__name__}, leave it out"
+        )
 
 
 def check(trainer: Any) -> None:
@@ -49,7 +69,7 @@ def check(trainer: Any) -> None:
         ConfigError: If completions would not be divided among the ranks of a group.
     """
     classes = [*type(trainer).__mro__]
-    for base in itertools.takewhile(lambda x: x.__name__ not in ROLLOUTS, classes[classes.index(Rollouts) + 1 :]):
+    for base in itertools.takewhile(lambda x: not _is_trls(x), classes[classes.index(Rollouts) + 1 :]):
         if own := sorted({*compat.REBOUND} & {*vars(base)}):
             raise ConfigError(
                 f"a class between SequenceParallelMixin and trl's trainer must not have a method {own[0]}, whose "
@@ -226,7 +246,7 @@ class Rollouts(Behind):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         prepared = super()._prepare_inputs(inputs)
-        if self.model.training and hasattr(self, "reward_funcs"):
+        if self.model.training and rolls_out(self):
             ids, mask = (
                 torch.cat([prepared[f"{part}_{name}"] for part in ("prompt", "completion")], dim=1)
                 for name in ("ids", "mask")

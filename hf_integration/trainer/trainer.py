@@ -102,6 +102,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
     ) -> None:
         compat.check_trainer(Trainer)
         checks.check_kind(type(self))
+        rollouts.check_length(self, group_generation_over)
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
@@ -166,7 +167,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self._patch(self.model)
         if (reference := getattr(self, "ref_model", None)) is not None:
             patch_attention(unwrapped(reference), self.sp)
-        for reward in getattr(self, "reward_funcs", ()):
+        for reward in self.reward_funcs if rollouts.rolls_out(self) else ():
             self._patch_reward(reward)
 
     def _patch_reward(self, reward: Any) -> None:

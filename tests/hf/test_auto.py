@@ -210,6 +210,9 @@ def objectives(folder):
     class Rollouts(SequenceParallelMixin, trl.GRPOTrainer):
         pass
 
+    class Texts(SequenceParallelMixin, trl.SFTTrainer):
+        pass
+
     grpo = {"num_generations": 4, "steps_per_generation": 3, "max_completion_length": 16, "beta": 0.1}
     given = fields(4, {"size": 1}, bf16=False, **grpo)
     policy = trl_runs.policy()
@@ -217,6 +220,10 @@ def objectives(folder):
     policy.config._name_or_path = f"{folder}/reference"
     prompts = datasets.Dataset.from_list([{"prompt": "a"}] * 12)
     made = {
+        "texts": Texts(
+            model=trl_runs.policy(), args=trl.SFTConfig(f"{folder}/sft", **fields(4, {"size": 1}, bf16=False)),
+            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts.rename_column("prompt", "text"),
+        ),
         "pairs": trl_runs.made(folder, "DPO", 1, trl_runs.reference),
         "adapters": trl_runs.made(folder, "DPO", 1, trl_runs.lora),
         "rollouts": Rollouts(
@@ -235,6 +242,7 @@ def objectives(folder):
 def test_a_trainer_of_trls_says_what_its_steps_compute(tmp_path):
     trl_runs.save_examples(tmp_path)
     (found,) = on_ranks(1, objectives, tmp_path)
+    assert found["texts"] == (4, Objective(head="fused", triton=False))
     pairs = {"rows": 2, "head": "fused", "triton": False}
     assert found["pairs"] == (trl_runs.SEQUENCES, Objective(reference=True, **pairs))
     assert found["adapters"] == (trl_runs.SEQUENCES, Objective(**pairs))

@@ -401,6 +401,11 @@ WRONG = {
         ["per_device_eval_batch_size", "8; got 4 x 1"],
     ),
     "rewards of a class between": (lambda: {"between": [OwnRewards]}, ["got OwnRewards", "_calculate_rewards"]),
+    "rewards of a class with the name of trl's": (
+        lambda: {"between": [type("GRPOTrainer", (), dict(_calculate_rewards=OwnRewards._calculate_rewards))]},
+        ["got GRPOTrainer", "_calculate_rewards"],
+    ),
+    "a length in words": (lambda: {"parts": {"group_generation_over": "8K"}}, ["whole number", "got '8K'"]),
     "settings that differ": (
         lambda: {"temperature": 1.0 + dist.get_rank()},
         ["temperature 1.0", "temperature 2.0"],

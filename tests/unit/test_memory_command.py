@@ -186,11 +186,22 @@ def test_completions_share_a_prompt_and_generate_before_they_train(capsys, place
     assert not any(cache.values())
 
 
+def test_no_tiles_are_planned_beside_those_of_trls_head(capsys, place):
+    words = ["--seq-len", "16M", "--machine", "h100-ib", "--memory", 1, "--set", "memory=auto", "--json", None]
+    sections = [
+        json.loads(_memory(capsys, place, *words, *trainer)[0])["deepspeed_json"]["sequence_parallel"]
+        for trainer in ((), ("--trainer", "dpo"))
+    ]
+    assert [section.get("loss_tiles") for section in sections] == ["auto", None]
+    assert [section.get("mlp_tiles") for section in sections] == ["auto", "auto"]
+
+
 REFUSED = [
     (["--completions", 2], ("--completions", "no --trainer")),
     (["--trainer", "grpo"], ("--prompt", "got none")),
     (["--trainer", "grpo", "--prompt", 512], ("--prompt", "less than --seq-len", "got 512")),
     (["--trainer", "dpo", "--prompt", 64, "--completions", 3], ("--completions", "divide", "got 3")),
+    (["--trainer", "reward", "--prompt", 64, "--completions", 2], ("--completions", "got reward")),
     (["--lora", "all"], ("--lora", "got 'all'")),
     (["--seq-len", "many"], ("--seq-len", "got 'many'")),
     (["--ranks", 0], ("--ranks", "got '0'")),
