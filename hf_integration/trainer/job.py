@@ -101,7 +101,8 @@ def objective_of(trainer: Trainer) -> Objective:
     args: Any = trainer.args
     names = (base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
     kinds = (name.removesuffix("Trainer").lower() for name in names)
-    known = {**TRAINERS, "sft": Objective(head="fused")}
+    sees_logits = args.label_smoothing_factor or trainer.compute_loss_func is not None
+    known = {**TRAINERS, "sft": Objective(head="logits" if sees_logits else "fused")}
     objective = next((known[kind] for kind in kinds if kind in known), Objective())
     generates = objective.generated and not args.use_vllm
     return dataclasses.replace(

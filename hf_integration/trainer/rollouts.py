@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ds_seqpar.compiler.schedules.base import is_count
 from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
+from ds_seqpar.runtime.log import log_once
 
 from .. import compat
 from ..families import unwrapped
@@ -99,7 +101,12 @@ def count_groups(args: Any, groups: int) -> None:
         ConfigError: If the completions of a prompt would not be those of whole generations.
     """
     rows, of_prompt = args.per_device_train_batch_size, args.num_generations
-    args.generation_batch_size = rows * groups * args.steps_per_generation
+    counted, args.generation_batch_size = args.generation_batch_size, rows * groups * args.steps_per_generation
+    if counted != args.generation_batch_size:
+        log_once(
+            f"sequence_parallel: generation_batch_size is {args.generation_batch_size}, of {rows} rows x {groups} "
+            f"groups x {args.steps_per_generation} steps_per_generation; with ranks for groups it was {counted}"
+        )
     if args.generation_batch_size % of_prompt:
         raise ConfigError(
             f"per_device_train_batch_size x groups of ranks x steps_per_generation must be divisible by "
@@ -210,19 +217,20 @@ class Rollouts(Behind):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Score this group's completions: functions on its first rank alone, models on all its ranks."""
-        group, known, error = self.sp.groups.control, None, None
+        group, told, error = self.sp.groups.control, b"", None
         args = inputs, prompts, completions, completion_ids_list
+        logs = compat.extra_logs(self), compat.extra_metrics(self)
         models = [isinstance(function, nn.Module) for function in self.reward_funcs]
         if self.sp.size == 1 or dist.get_rank(group) == 0:
             try:
                 nothing = functools.partial(_given, [0.0] * len(prompts))
                 known = self._scored_by([nothing if models[i] else x for i, x in enumerate(self.reward_funcs)], *args)
-                known = known.cpu()
+                told = pickle.dumps((known.cpu(), *map(dict, logs)))
             except Exception as reason:  # other ranks wait for this one's rewards
                 error = as_seqpar_error("computing rewards failed", reason)
         assert_ranks_agree(self.sp.control_world, "rewards", None, error=error, peers=group)
-        logs = compat.extra_logs(self), compat.extra_metrics(self)
-        _, known, *logged = all_gather_objects(group, ("rewards", known, *map(dict, logs)))[0]
+        _, told = all_gather_objects(group, ("rewards", told))[0]
+        known, *logged = pickle.loads(told)
         for log, of_first in zip(logs, logged, strict=True):
             log.update(of_first)
         rng_state.share(group)  # functions may draw

@@ -92,6 +92,7 @@ class ServerOfGroups(Behind):
 def _client(make: Callable, **settings: Any) -> Any:
     client = _in_time(make)(**settings)
     client.session.request = _in_time(client.session.request)
+    client.get_server_info = functools.cache(client.get_server_info)  # trl asks again where other ranks do not wait
     return client
 
 
