@@ -49,7 +49,7 @@ def main() -> None:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """given: the words of the command line; None: those of this process."""
     parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths="4096", vocabs="32768", ranks="2", share=0.75,
-                           completions=4, tile=512, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192,
+                           completions=4, tile=64, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192,
                            layers=2, heads=8, kv_heads=4, clock=("wall", "processor"))  # fmt: skip
     args = parser.parse_args(given)
     args.memory = args.memory or available() / GIB
