@@ -117,12 +117,17 @@ class Objective:
         return -(-examples * self.rows // self.completions)
 
     def sequence(self, row: int) -> int:
-        """Return the tokens of a sequence, if a row has `row` tokens. A prompt's last token is before each
-        completion."""
-        return row + (self.completions - 1) * (self.completion + 1)
+        """Return the tokens of a sequence, if a row has `row` tokens. A prompt's last token is before each completion,
+        whose last one is left out."""
+        return row + self._shared
 
     def row(self, sequence: int) -> int:
-        return max(self.completion, sequence - (self.completions - 1) * (self.completion + 1))
+        return max(self.completion, sequence - self._shared)
+
+    @property
+    def _shared(self) -> int:
+        """Tokens of a sequence beyond those of a row."""
+        return (self.completions - 1) * self.completion - (self.completions > 1)
 
 
 # trl's trainers whose steps are known; each has its default of a reference

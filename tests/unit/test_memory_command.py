@@ -177,7 +177,7 @@ def test_completions_share_a_prompt_and_generate_before_they_train(capsys, place
     words = ["--trainer", "grpo", "--seq-len", 9216, "--prompt", 8192, "--completions", 8]
     out, err, code = _memory(capsys, place, *words)
     assert (err, code) == ("", 0)
-    assert missing(out, "16391 tokens on 4 ranks", "22.2% of 73,728 tokens", "_train_batch_size 8") == []
+    assert missing(out, "16383 tokens on 4 ranks", "22.2% of 73,728 tokens", "_train_batch_size 8") == []
     found = json.loads(_memory(capsys, place, *words, "--json", None)[0])
     cache = {moment["moment"]: moment["parts"].get("cache", 0) for moment in found["moments"]}
     token = 2 * 2 * 2 * 8 * 2  # two layers, k and v of two heads of 8, bf16
