@@ -27,6 +27,13 @@ def rows(count, seed=5, labels=True):
     return Dataset.from_list([{name: x[name].tolist() for name in names} for x in documents(count, seed)])
 
 
+def after_a_prompt(count, seed):
+    """Rows that begin with the same tokens, which do not count."""
+    prompt = list(range(3, 23))
+    found = [[3 + x for x in row["input_ids"]] for row in rows(count, seed)]
+    return Dataset.from_list([{"input_ids": prompt + x, "labels": [IGNORE] * len(prompt) + x} for x in found])
+
+
 def sft(folder, size, parts=None, **changes):
     from trl import SFTConfig, SFTTrainer
 
@@ -35,7 +42,8 @@ def sft(folder, size, parts=None, **changes):
 
     sequences = SEQUENCES * (size or 1) // int(os.environ["WORLD_SIZE"])  # a group's
     how = {"max_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 1, **changes}
-    own = {"train_dataset": rows(how.pop("documents", 48)), "eval_dataset": rows(8, seed=9), **(parts or {})}
+    made = how.pop("made_by", rows)
+    own = {"train_dataset": made(how.pop("documents", 48), 5), "eval_dataset": made(8, 9), **(parts or {})}
     return (Shared if size else SFTTrainer)(
         model=small(vocab_size=300, pad_token_id=0),
         args=SFTConfig(str(folder), **fields(sequences, size and {"size": size, "mlp_tiles": 2}, **how)),
@@ -73,6 +81,7 @@ CASES = {
     "wrapped": {**OF_TWO_STEPS, "packing_strategy": "wrapped", "eval_packing": True},
     "padding-free": {"padding_free": True, "max_length": None},
     "a loss of one's own": {"parts": {"compute_loss_func": by_items}},
+    "a prompt of all rows": {"made_by": after_a_prompt},
     "smoothed": {"label_smoothing_factor": 0.1},
 }
 FEW = ["padded", "bfd", "wrapped", "a loss of one's own"]
