@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +46,20 @@ class SharedPrompts:
         return rows.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
 
 
+class Piece(NamedTuple):
+    """A document of the rows without repeated prompts."""
+
+    row: int  # whose tokens it has
+    begin: int  # its first token there, and one more than its last
+    end: int
+    rows: int  # how many rows have it
+    parent: int  # the number of the piece before it in each of these rows, or -1
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
 def shared_prompts(
     ids: Tensor, mask: Tensor | None, labels: Tensor, least: float = 0.0, keep_all: bool = False
 ) -> SharedPrompts | None:
@@ -80,32 +96,37 @@ def shared_prompts(
             prompt = begins[row], ids[row, begins[row] : first[row] - 1].contiguous().numpy().tobytes()
         if labelled[row] or (keep_all and lengths[row]):
             by_prompt.setdefault(prompt, []).append(row)
-    pieces: list[tuple[int, int, int, int]] = []  # (row, first token, token after the last, rows that have it)
-    parents: list[int] = []
-    for members in by_prompt.values():
-        row, parent = members[0], -1
-        shares = len(members) > 1 and first[row] - 1 > begins[row]
-        if shares:
+    ends = [begin + length for begin, length in zip(begins, lengths, strict=True)] if keep_all else last
+    pieces = _pieces(by_prompt.values(), begins, first, ends)
+    saves = sum(piece.length for piece in pieces) <= (1 - least) * sum(lengths)
+    return _joined(pieces, (rows, columns), begins) if saves and any(piece.parent >= 0 for piece in pieces) else None
+
+
+def _pieces(by_prompt: Iterable[list[int]], begins: list[int], first: list[int], ends: list[int]) -> list[Piece]:
+    """Return the documents of rows by prompt; of each row: where it begins, its first label that counts, its end."""
+    pieces: list[Piece] = []
+    for members in by_prompt:
+        head, parent = members[0], -1
+        if len(members) > 1 and first[head] - 1 > begins[head]:
             parent = len(pieces)
-            pieces.append((row, begins[row], first[row] - 1, len(members)))
-            parents.append(-1)
+            pieces.append(Piece(head, begins[head], first[head] - 1, len(members), -1))
         for row in members:
-            end = begins[row] + lengths[row] if keep_all else last[row]
-            pieces.append((row, first[row] - 1 if shares else begins[row], end, 1))
-            parents.append(parent)
-    documents, shared = tuple(end - start for _, start, end, _ in pieces), {*parents}
-    if max(shared, default=-1) < 0 or sum(documents) > (1 - least) * sum(lengths):
-        return None
-    batch = [torch.arange(row * columns + start, row * columns + end, device="cpu") for row, start, end, _ in pieces]
-    here = torch.arange(sum(documents), device="cpu").split(documents)
-    by_document = torch.tensor([(begins[row], number) for row, *_, number in pieces], device="cpu")
-    offsets, weights = by_document.repeat_interleave(torch.tensor(documents, device="cpu"), dim=0).unbind(1)
+            pieces.append(Piece(row, begins[row] if parent < 0 else first[row] - 1, ends[row], 1, parent))
+    return pieces
+
+
+def _joined(pieces: list[Piece], shape: tuple[int, int], begins: list[int]) -> SharedPrompts:
+    lengths, parents = tuple(piece.length for piece in pieces), tuple(piece.parent for piece in pieces)
+    shared = {*parents}
+    here = torch.arange(sum(lengths), device="cpu").split(lengths)
+    by_piece = torch.tensor([(x.row * shape[1] + x.begin, begins[x.row], x.rows) for x in pieces], device="cpu")
+    starts, offsets, weights = by_piece.repeat_interleave(torch.tensor(lengths, device="cpu"), dim=0).unbind(1)
     return SharedPrompts(
-        shape=(rows, columns),
-        tokens=torch.cat(batch),
+        shape=shape,
+        tokens=starts + torch.cat([places - places[0] for places in here]),
         own=torch.cat([places for number, places in enumerate(here) if number not in shared]),
         offsets=offsets if bool(offsets.any()) else None,
         weights=weights,
-        documents=documents,
-        parents=tuple(parents),
+        documents=lengths,
+        parents=parents,
     )
