@@ -102,6 +102,15 @@ def check_trainer(trainer_class: type) -> None:
             raise missing(f"transformers.trainer:Trainer.{name}", breaks)
 
 
+def check_rollouts(trainer_class: type) -> None:
+    """Raise ConfigError for a GRPO or RLOO of trl's without a method that `Rollouts` extends."""
+    for name in EXTENDED_OF_ROLLOUTS:
+        if name not in vars(trainer_class):
+            raise missing(
+                f"{trainer_class.__module__}:{trainer_class.__name__}.{name}", "what counts groups in GRPO and RLOO"
+            )
+
+
 _jit_manager = attribute(
     "transformers.trainer_jit_checkpoint:JITCheckpointCallback.jit_manager", "enable_jit_checkpoint=True"
 )

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.compiler.schedules.base import is_count
-from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error, whole_number
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
 from ds_seqpar.runtime.log import log_once
 
@@ -56,7 +55,7 @@ def check_length(trainer: Any, group_generation_over: object) -> None:
     """Raise ConfigError for a `group_generation_over` that is no length, or of which nothing would be made."""
     if group_generation_over is None:
         return
-    if not is_count(group_generation_over):
+    if (whole_number(group_generation_over) or 0) < 1:
         raise ConfigError(f"group_generation_over must be a whole number from 1; got {group_generation_over!r}")
     if not rolls_out(trainer):
         raise ConfigError(
@@ -71,6 +70,7 @@ def check(trainer: Any) -> None:
         ConfigError: If completions would not be divided among the ranks of a group.
     """
     classes = [*type(trainer).__mro__]
+    compat.check_rollouts(next(filter(_is_trls, classes)))
     for base in itertools.takewhile(lambda x: not _is_trls(x), classes[classes.index(Rollouts) + 1 :]):
         if own := sorted({*compat.REBOUND} & {*vars(base)}):
             raise ConfigError(

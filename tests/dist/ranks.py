@@ -111,3 +111,14 @@ def only_one(*words, kind="InputError"):
 def differ(*words):
     """All ranks are told what differs, and which ranks were given what."""
     return everywhere("the same", f"rank {WRONG}: ", *words, kind="DisagreementError")
+
+
+def not_refused(found, wrong):
+    """Cases that were not refused by one sentence before the first step. found: name -> (kind, sentence, steps made);
+    wrong: name -> (the case, words of the sentence)."""
+    cases = {}
+    for name, (_, words) in wrong.items():
+        kind, sentence, steps = found[name]
+        if not kind or not is_one_sentence(sentence) or steps or missing(sentence, *words):
+            cases[name] = found[name]
+    return cases

@@ -20,7 +20,7 @@ from transformers import (
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelTrainer
-from tests.dist.ranks import is_one_sentence, refusal
+from tests.dist.ranks import is_one_sentence, not_refused, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import documents, make, settings, trained
 from tests.launch import on_trainer_ranks as on_ranks
@@ -235,12 +235,7 @@ def try_wrong(folder, names):
 
 def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
     for found in on_ranks(2, try_wrong, tmp_path, list(WRONG)):
-        wrong = {}
-        for name, (_, words) in WRONG.items():
-            kind, sentence, steps = found[name]
-            if not kind or not is_one_sentence(sentence) or steps or missing(sentence, *words):
-                wrong[name] = found[name]
-        assert wrong == {}
+        assert not_refused(found, WRONG) == {}
 
 
 class ScaledLoss(SequenceParallelTrainer):

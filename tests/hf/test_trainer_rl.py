@@ -33,11 +33,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
 from hf_integration.model.forward import patch_of
-from tests.dist.ranks import is_one_sentence, refusal
+from tests.dist.ranks import not_refused, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
-from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 TIMES = ("runtime", "per_second", "step_time", "memory_gib")
@@ -458,12 +457,7 @@ def try_wrong(folder, names):
 
 def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(tmp_path):
     for found in on_ranks(2, try_wrong, tmp_path / "x", list(WRONG)):
-        wrong = {}
-        for name, (_, words) in WRONG.items():
-            kind, sentence, steps = found[name]
-            if not kind or not is_one_sentence(sentence) or steps or missing(sentence, *words):
-                wrong[name] = found[name]
-        assert wrong == {}
+        assert not_refused(found, WRONG) == {}
 
 
 def noise(folder):

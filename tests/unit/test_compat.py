@@ -12,7 +12,14 @@ from torch import nn
 
 from ds_seqpar.compat import SEEN, attribute, private
 from ds_seqpar.errors import ConfigError
-from hf_integration.compat import EXTENDED, EXTENDED_OF_ROLLOUTS, EXTENDED_OF_TRL, EXTENDED_OF_VLLM, check_trainer
+from hf_integration.compat import (
+    EXTENDED,
+    EXTENDED_OF_ROLLOUTS,
+    EXTENDED_OF_TRL,
+    EXTENDED_OF_VLLM,
+    check_rollouts,
+    check_trainer,
+)
 from tests.unit.test_imports import MODULES, ROOT, imported, tree_of
 
 COMPAT = ("ds_seqpar.compat", "hf_integration.compat")
@@ -71,6 +78,8 @@ def test_the_trainers_have_what_ours_extends():
     assert all(f"    def {name}(" in source("trl.generation.vllm_generation") for name in EXTENDED_OF_VLLM)
     with pytest.raises(ConfigError, match="_prepare_for_training"):
         check_trainer(object)
+    with pytest.raises(ConfigError, match="_calculate_rewards"):
+        check_rollouts(type("GRPOTrainer", (), {"__module__": "trl.trainer.grpo_trainer"}))
 
 
 def test_the_newest_releases_that_were_seen_are_those_installed_here():
