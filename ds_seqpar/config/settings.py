@@ -168,6 +168,18 @@ class SequenceParallelConfig:
     prove: Literal["auto", "always", "never"] = "auto"
     """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
     `"auto"`: unless the repository tests its family."""
+    doctor: bool = False
+    """Whether `initialize` and the Trainer examine the job for some seconds before the first step: ranks, links, kernels,
+    attention, and a small copy of the model with its loss, gradients and an optimizer step."""
+    watchdog: Literal["end", "report"] = "end"
+    """What happens once ranks have waited for others for `watchdog_s`, and one report has said who waits for whom:
+    `"end"` ends the job, `"report"` waits on."""
+    watchdog_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """How many seconds a rank waits for others until then. `"auto"`: half of the process groups' timeout, at least
+    60."""
+    check_finite: bool = False
+    """Whether to look for NaN and inf, and to name the first place where one appears. It waits for the device in each
+    layer."""
     schedule_options: tuple[tuple[str, Any], ...] = ()
     """The schedule's own settings that are not `"auto"`, sorted by name."""
     auto_fields: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ KEYS = (
     "comm_dtype", "kernel", "head_chunks", "recompute_attention", "save_qkv_after_all_to_all", "offload_checkpoints",
     "mlp_tiles", "loss_tiles", "seq_len",
     "machine", "memory", "agreement", "recurrent_layers", "latent_attention", "shared_prompts", "prove",
+    "doctor", "watchdog", "watchdog_s", "check_finite",
     "rows", "cols", "ring_size", "mesh", "strips", "team",
 )  # fmt: skip
 

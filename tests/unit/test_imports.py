@@ -39,7 +39,7 @@ ENGINE = (
     "cpu_launch",
     "top",
 )
-BELOW = ("analysis", "planner", "cli")
+BELOW = ("analysis", "planner", "doctor", "cli")
 HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.generation", "hf.model", "hf.trainer", "hf.names")
 ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
 # the module of the engine that asks the planner, in functions: for "auto" settings, and machines' files
