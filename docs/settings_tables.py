@@ -9,7 +9,11 @@ from ds_seqpar.cli.schema import properties
 
 PAGE = Path(__file__).with_name("settings_reference.md")
 TABLE = re.compile(r"(<!-- settings: (.*?) -->\n)(?:\|.*\n)*")  # names, then the table, which is made anew
-WORDS = {"integer": "a number", "number": "a number", "boolean": "`false`, `true`", "array": "a list", "string": "a text"}
+WORDS = dict.fromkeys(("integer", "number"), "a number") | {
+    "boolean": "`false`, `true`",
+    "array": "a list",
+    "string": "a text",
+}
 
 
 def with_tables(page: str) -> str:

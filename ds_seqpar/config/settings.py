@@ -169,8 +169,8 @@ class SequenceParallelConfig:
     """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
     `"auto"`: unless the repository tests its family."""
     doctor: bool = False
-    """Whether `initialize` and the Trainer examine the job for some seconds before the first step: ranks, links, kernels,
-    attention, and a small copy of the model with its loss, gradients and an optimizer step."""
+    """Whether `initialize` and the Trainer examine the job for some seconds before the first step: ranks, links,
+    kernels, attention, and a small copy of the model with its loss, gradients and an optimizer step."""
     watchdog: Literal["end", "report"] = "end"
     """What happens once ranks have waited for others for `watchdog_s`, and one report has said who waits for whom:
     `"end"` ends the job, `"report"` waits on."""
