@@ -237,6 +237,7 @@ profiled_engine = attribute("deepspeed.profiling.flops_profiler.profiler:FlopsPr
 # ---- DeepSpeed: what an optimizer step has changed
 
 basic_optimizer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.basic_optimizer", '"check_finite": true')
+SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # of an optimizer of ZeRO, before its step
 PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # this rank's part of a ZeRO-3 parameter
 
 # ---- datasets

@@ -28,6 +28,7 @@ from .walk import Walk
 NAME = "numbers that must be finite"
 SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
 ADVICE = "see its operands, or take another kernel"
+SUMMED = "though the gradients of each rank are finite"
 MADE = 1 << 30  # the step of what a call returns, after all of its program
 
 
@@ -133,11 +134,14 @@ class Finite:
             if not engine.is_gradient_accumulation_boundary():
                 return step(*args, **kwargs)
             number, self.microbatches = engine.global_steps + 1, max(0, self.microbatches - 1)
+            scaled = engine.fp16_enabled()  # whose loss scaling makes inf, and leaves such steps out
+            for x in compat.tree_leaves(None if scaled else getattr(engine.optimizer, compat.SUMMED, None)):
+                self.look("a gradient that ZeRO has summed", SUMMED, x, "see the links between ranks")
             self._look_at_states(engine, f"before optimizer step {number}")
             self.agree(world)
             result = step(*args, **kwargs)
             self.microbatches = 0
-            if not engine.fp16_enabled():  # whose loss scaling leaves such steps out
+            if not scaled:
                 self._compare_norms(engine.get_global_grad_norm(), number, world)
             for name, x in engine.module.named_parameters():
                 x = getattr(x, compat.PARTITION, x)
@@ -160,7 +164,7 @@ class Finite:
         norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))])
         if not torch.isclose(norms, norms[:1], rtol=SPREAD, atol=0.0, equal_nan=True).all():
             assert_ranks_agree(world, f"gradient norm of step {number}", {"norm": float(f"{norm:.6g}")})
-        self.look("the gradient norm", "though each rank's gradients are finite", norm, "see the sum over ranks")
+        self.look("the gradient norm", SUMMED, norm, "see the links between ranks")
 
 
 def not_finite(x: object, negative: bool = False) -> str:

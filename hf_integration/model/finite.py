@@ -1,4 +1,4 @@
-"""What a patched model's modules are given and make, looked at where `check_finite` is set. Compiled modules are not."""
+"""What a patched model's modules are given and make, looked at where `check_finite` is set and nothing is compiled."""
 
 from __future__ import annotations
 
