@@ -123,6 +123,7 @@ def initialize(
     EngineCheckpoints(engine, sp, of_loop=True)
     if patcher is None or patcher.patched_with(model) is None:
         _check_first_step(engine, sp)
+    check_steps(engine, sp)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
@@ -180,6 +181,12 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
         engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
+
+
+def check_steps(engine: Any, sp: SequenceParallel) -> None:
+    """Look for NaN and inf in an engine's losses and steps, where `check_finite` is set."""
+    if sp.runtime.finite is not None:
+        sp.runtime.finite.watch(engine, sp.control_world)
 
 
 class _PartsOfSequences:

@@ -358,6 +358,9 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
         context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:
         return output
+    if patch.sp.runtime.finite is not None and not torch.compiler.is_compiling():
+        patch.sp.runtime.finite.forwards += 1
+        patch.sp.runtime.agree_on_finite()
     if context.cached is not None:
         context.cached.end()
     if context.mode == "decode":
