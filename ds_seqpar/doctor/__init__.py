@@ -2,5 +2,6 @@
 must be."""
 
 from .findings import Check, Finding, Job, examine
+from .report import examined, require_sound, table
 
-__all__ = ["Check", "Finding", "Job", "examine"]
+__all__ = ["Check", "Finding", "Job", "examine", "examined", "require_sound", "table"]

@@ -1,0 +1,59 @@
+"""Examine a job by all checks that there are, and say what was found: in a table, or in the error that ends the job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..models import doctor_of_models, patcher_of_class
+from ..runtime.process_exit import printed_by
+from . import data
+from .findings import Finding, Job, examine
+
+MARKS = {"pass": "pass", "fail": "FAIL", "not tried": "-"}
+
+
+def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
+    """Run every check on a job, and return what all ranks found, the same on each. Collective over the world.
+
+    Args:
+        job: What is examined.
+        progress: Called with the name of the check that begins.
+    """
+    knows_model = job.model is not None and patcher_of_class(job.model) is not None
+    checks = [*data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
+    try:
+        return examine(job, checks, progress)
+    finally:
+        job.sp.journal.settle(last=True)
+
+
+def require_sound(job: Job) -> None:
+    """Run every check before training. Rank 0 prints the table. Collective over the world.
+
+    Raises:
+        ConfigError: A check failed; on all ranks.
+    """
+    findings = examined(job, lambda name: None)
+    if dist.get_rank() == 0:
+        print(f"sequence_parallel: what the doctor found\n{table(findings)}", file=sys.stderr, flush=True)
+    for finding in findings:
+        if finding.status == "fail":
+            sentence = f"the doctor must find nothing before training; got {finding.check}: {finding.detail}"
+            error = ConfigError(f"{sentence}, {finding.advice}" if finding.advice else sentence)
+            raise printed_by(error, 0, f"doctor/{finding.check}")
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return a line for each check, and one with what to do below each that failed."""
+    widest = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(
+            f"{MARKS[finding.status]:<5} {finding.check:<{widest}} {finding.seconds:6.1f} s  {finding.detail}".rstrip()
+        )
+        lines += [f"      {'':<{widest}}           what to do: {finding.advice}"] if finding.advice else []
+    return "\n".join(lines)
