@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..compiler import schedules
 from ..config.deepspeed_json import DeepSpeedJson, without_auto
 from ..config.settings import SequenceParallelConfig
-from ..doctor import Finding, Job, examined, table
+from ..doctor.findings import Finding, Job
+from ..doctor.report import examined, table
 from ..errors import SECTION, as_seqpar_error
 from ..models import doctor_of_models
 from ..parallel import SequenceParallel

@@ -2,6 +2,9 @@
 must be."""
 
 from .findings import Check, Finding, Job, examine
-from .report import examined, require_sound, table
+from .ranks import agreement, environment
 
-__all__ = ["Check", "Finding", "Job", "examine", "examined", "require_sound", "table"]
+# what needs no model; each with what it looks at
+RANKS_CHECKS: tuple[tuple[str, Check], ...] = (("environment", environment), ("agreement", agreement))
+
+__all__ = ["RANKS_CHECKS", "Check", "Finding", "Job", "examine"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def _named(job: Job, name: str, got: Tensor, right: Tensor, shard: Mapping[str, 
     return f"{name} is {got[row, token]} in place of {right[row, token]} at token {token} of row {row}"
 
 
-def loaders(job: Job) -> list[Finding]:
+def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     """Compare which sequences each rank is given: the same in a group, and others in other groups."""
     sp = job.sp
     numbers = [*range(2 * BATCHES * sp.data_size)]
@@ -95,10 +95,10 @@ def loaders(job: Job) -> list[Finding]:
     if sampler is not None:
         with torch.random.fork_rng(devices=[]):
             given["the job's loader"] = [list(batch) for batch in itertools.islice(iter(sampler), BATCHES)]
+    by_rank = yield sp.data_rank, given
     findings = []
-    for name, local in given.items():
-        by_rank = all_gather_objects(sp.groups.world, ("examples", (sp.data_rank, local)))
-        wrong = _split(name, [content for _, content in by_rank])
+    for name in given:
+        wrong = _split(name, [(group, of_rank[name]) for group, of_rank in by_rank])
         detail = wrong or f"{sp.data_size} group{'s' * (sp.data_size > 1)} of {sp.size}"
         advice = DEALING if wrong else ""
         findings.append(Finding(check=name, status="fail" if wrong else "pass", detail=detail, advice=advice))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..models import doctor_of_models, patcher_of_class
 from ..runtime.process_exit import printed_by
-from . import data
+from . import RANKS_CHECKS, data
 from .findings import Finding, Job, examine
 
 MARKS = {"pass": "pass", "fail": "FAIL", "not tried": "-"}
@@ -24,7 +24,7 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
         progress: Called with the name of the check that begins.
     """
     knows_model = job.model is not None and patcher_of_class(job.model) is not None
-    checks = [*data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
+    checks = [*RANKS_CHECKS, *data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
     try:
         return examine(job, checks, progress)
     finally:

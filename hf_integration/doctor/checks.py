@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -19,7 +19,6 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson, without_auto
 from ds_seqpar.doctor import Check, Finding, Job
 from ds_seqpar.engine import initialize, start
 from ds_seqpar.errors import ranks_in_words
-from ds_seqpar.runtime.agreement import all_gather_objects
 
 from ..families import is_causal_lm, set_balance_weight, unwrapped
 from ..look.facts import text_config
@@ -45,11 +44,11 @@ TRAINING = (
 CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
 
 
-def weights(job: Job) -> list[Finding]:
+def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     """Compare every weight's bits between all ranks."""
     parameters = {name: p for name, p in job.model.named_parameters() if is_whole(p)}
     sums = {name: _sum_of_bits(p) for name, p in parameters.items()}
-    by_rank = [sums for _, sums in all_gather_objects(job.sp.groups.world, ("weights", sums))]
+    by_rank = yield sums
     if not sums:
         detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
         return [Finding(check="weights", status="not tried", detail=detail)]
