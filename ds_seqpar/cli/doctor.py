@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examined(args: argparse.Namespace, progress: Any) -> list[Finding]:
-    config, heads, job, error = None, None, {}, None
+    config, job, error = None, dict[str, Any](), None
     try:
         content = options.content_of(args)
         section, known = content.get(SECTION, {}), DeepSpeedJson.read(without_auto(content)).known
@@ -55,10 +55,9 @@ def _examined(args: argparse.Namespace, progress: Any) -> list[Finding]:
             section = {name: x for name, x in section.items() if name not in OF_SEVERAL_RANKS}
         models = doctor_of_models()
         model = models.model_of(args.model, dist.get_world_size())
-        heads, head_dim = models.shape_of(model)
-        config, dtype = SequenceParallelConfig.from_dict(section), getattr(torch, known.dtype)
-        job = {"model": model, "heads": heads, "head_dim": head_dim, "dtype": dtype, "content": content}
+        job = {"model": model, "dtype": getattr(torch, known.dtype), "content": content, **models.shape_of(model)}
+        config = SequenceParallelConfig.from_dict(section)
     except Exception as reason:
         error = as_seqpar_error("reading what the doctor examines failed", reason)
-    with SequenceParallel(config, heads=heads, error=error) as sp:
+    with SequenceParallel(config, heads=job.get("heads"), error=error) as sp:
         return examined(Job(sp=sp, quick=args.quick, **job), progress)

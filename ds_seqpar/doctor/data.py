@@ -17,6 +17,7 @@ from ..runtime.agreement import all_gather_objects
 from .findings import Check, Finding, Job
 
 ROWS, BATCHES = 2, 2
+OF_JOB = "the job's loader"  # which may give groups the same examples, as of prompts in several groups
 DIVISOR = "num_items_in_batch"
 SHARDING = "what `sp.shard_batches` returns was changed: take this rank's tokens of it as they are"
 DEALING = "give the DataLoader sampler=sp.sampler(dataset), or let sp.loader deal its batches"
@@ -64,8 +65,8 @@ def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> s
             return _named(job, name, got, right, shard)
     items = float((expected["shift_labels"] != IGNORE).sum()) * sp.data_size / dist.get_world_size()
     if abs(shard[DIVISOR] - items) > 1e-6 * items:
-        factor = items / shard[DIVISOR]
-        return f"{DIVISOR} is {shard[DIVISOR]:.6g} in place of {items:.6g}: gradients are {factor:.4g} times too large"
+        factor = f"gradients are {items / shard[DIVISOR]:.4g} times what they must be"
+        return f"{DIVISOR} is {shard[DIVISOR]:.6g} in place of {items:.6g}: {factor}"
     return ""
 
 
@@ -93,25 +94,24 @@ def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     given = {"sp.sampler": [*sp.sampler(numbers)], "sp.loader": [int(x) for batch in dealt for x in batch]}
     sampler = getattr(job.loader, "batch_sampler", None)
     if sampler is not None:
-        with torch.random.fork_rng(devices=[]):
-            given["the job's loader"] = [list(batch) for batch in itertools.islice(iter(sampler), BATCHES)]
+        given[OF_JOB] = [list(batch) for batch in itertools.islice(iter(sampler), BATCHES)]
     by_rank = yield sp.data_rank, given
     findings = []
     for name in given:
-        wrong = _split(name, [(group, of_rank[name]) for group, of_rank in by_rank])
+        wrong = _wrong_examples(name, [(group, of_rank[name]) for group, of_rank in by_rank])
         detail = wrong or f"{sp.data_size} group{'s' * (sp.data_size > 1)} of {sp.size}"
         advice = DEALING if wrong else ""
         findings.append(Finding(check=name, status="fail" if wrong else "pass", detail=detail, advice=advice))
     return findings
 
 
-def _split(name: str, by_rank: Sequence[tuple[int, Sequence[Any]]]) -> str:
+def _wrong_examples(name: str, by_rank: Sequence[tuple[int, Sequence[Any]]]) -> str:
     """Return which ranks are given the wrong examples; "" where none are. by_rank: (its group, its examples)."""
     for (rank, (group, own)), (other, (others, its)) in itertools.combinations(enumerate(by_rank), 2):
         ranks = ranks_in_words([rank, other])
         if group == others and own != its:
             return f"{ranks} share sequences, but {name} gives them {own[:4]} and {its[:4]}"
-        if group != others and own == its and len(own) > 1:
+        if group != others and own == its and name != OF_JOB:
             return f"{ranks} are of different groups, but {name} gives both {own[:4]}"
     return ""
 

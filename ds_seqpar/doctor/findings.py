@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
+from ..errors import MOST_SHOWN, SeqParError, as_seqpar_error, ranks_in_words
 from ..runtime.agreement import all_gather_objects
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ def _results(job: Job, name: str, check: Check) -> tuple[list[Any], float]:
         except StopIteration as end:
             local = end.value
         except Exception as error:
-            local = as_seqpar_error(f"{name} raised", error)
-            local.__cause__ = None  # which may not be one that can be sent
+            local = SeqParError(str(as_seqpar_error(f"{name} raised", error)))  # itself it may not be one to be sent
         local = f"what {name} found", local, done, time.monotonic() - began
         _, results, ended, seconds = zip(*all_gather_objects(job.sp.groups.world, local), strict=True)
         sent = list(results)

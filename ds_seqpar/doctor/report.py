@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from ..config.deepspeed_json import DeepSpeedJson, without_auto
 from ..errors import ConfigError
-from ..models import doctor_of_models, patcher_of_class
+from ..models import doctor_of_models, patcher_of_class, unwrapped
 from ..runtime.process_exit import printed_by
 from . import RANKS_CHECKS, data
 from .findings import Finding, Job, examine
+
+if TYPE_CHECKING:
+    from ..parallel import SequenceParallel
 
 MARKS = {"pass": "pass", "fail": "FAIL", "not tried": "-"}
 
@@ -25,24 +31,35 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
     """
     knows_model = job.model is not None and patcher_of_class(job.model) is not None
     checks = [*RANKS_CHECKS, *data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
+    devices = [] if job.sp.device.type == "cpu" else [job.sp.device]
     try:
-        return examine(job, checks, progress)
+        with torch.random.fork_rng(devices):
+            return examine(job, checks, progress)
     finally:
         job.sp.journal.settle(last=True)
 
 
-def require_sound(job: Job) -> None:
-    """Run every check before training. Rank 0 prints the table. Collective over the world.
+def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], loader: Any = None) -> None:
+    """Run the quick part before training; rank 0 prints its table. Collective over the world.
+
+    Args:
+        sp: What is to train.
+        model: The model.
+        content: The DeepSpeed configuration.
+        loader: The data loader, where there is one.
 
     Raises:
         ConfigError: A check failed; on all ranks.
     """
+    dtype = getattr(torch, DeepSpeedJson.read(without_auto(content)).known.dtype)
+    shape = {} if patcher_of_class(model) is None else doctor_of_models().shape_of(unwrapped(model))
+    job = Job(sp=sp, model=model, dtype=dtype, quick=True, content=dict(content), loader=loader, **shape)
     findings = examined(job, lambda name: None)
     if dist.get_rank() == 0:
         print(f"sequence_parallel: what the doctor found\n{table(findings)}", file=sys.stderr, flush=True)
     for finding in findings:
         if finding.status == "fail":
-            sentence = f"the doctor must find nothing before training; got {finding.check}: {finding.detail}"
+            sentence = f"the doctor must find no fault before training; got {finding.check}: {finding.detail}"
             error = ConfigError(f"{sentence}, {finding.advice}" if finding.advice else sentence)
             raise printed_by(error, 0, f"doctor/{finding.check}")
 

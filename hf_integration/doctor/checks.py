@@ -22,14 +22,14 @@ from ds_seqpar.errors import ranks_in_words
 
 from ..families import is_causal_lm, set_balance_weight, unwrapped
 from ..look.facts import text_config
-from ..look.known import facts_of, heads
+from ..look.known import facts_of, heads, windows
 from ..look.prove import GRADIENT, LOSS, compared, difference
 from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import is_whole
 from ..trainer.job import config_of
 
-NOISE = 16  # a step may differ by so many times what rounding-sized noise on the embeddings changes
+NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
 LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but by so much at least
 RATE = 0.1  # of the step: large enough for weights in 16 bits
 UNSURE = 1e-3  # a gradient below this share of the greatest may have the other sign, by which Adam steps
@@ -98,15 +98,20 @@ def step(job: Job) -> list[Finding]:
         sure = max(NOISE * float((other - gradient).abs().max()), UNSURE * float(gradient.abs().max()))
         for values in (expected, noisy, got):
             values[f"{STEP}{name}"] = values[f"{STEP}{name}"] * (gradient.abs() > sure)
-    dtype, optimizer = DeepSpeedJson.read(content).known.dtype, content["optimizer"]["type"]
-    noise = difference(expected, noisy, math.inf)[1]
-    wrong, largest = difference(expected, got, tolerance := max(LEAST[dtype], NOISE * noise))
-    setting = f"ZeRO-{content.get('zero_optimization', {}).get('stage', 0)}, {optimizer}, {dtype}"
+    dtype, figures, wrong = DeepSpeedJson.read(content).known.dtype, [], ""
+    for kind in (LOSS, GRADIENT, STEP):
+        plain, noise, shared = ({k: x for k, x in one.items() if k.startswith(kind)} for one in (expected, noisy, got))
+        allowed = max(LEAST[dtype], NOISE * difference(plain, noise, math.inf)[1])
+        differs, gap = difference(plain, shared, allowed)
+        wrong = wrong or differs
+        figures.append(f"{gap:.1e} of {allowed:.1e}")
+    stage, optimizer = content.get("zero_optimization", {}).get("stage", 0), content["optimizer"]["type"]
+    setting = f"ZeRO-{stage}, {optimizer}, {dtype}"
     if wrong:
         detail = f"{wrong}, against a copy that shares no sequences ({setting})"
         advice = "take what scales losses or gradients out of your code, or try another ZeRO stage, and report it"
         return [Finding(check=STEP_CHECK, status="fail", detail=detail, advice=advice)]
-    detail = f"{setting}: loss, gradients and step within {largest:.1e}; {tolerance:.1e} is allowed"
+    detail = f"{setting}; loss, gradients and step differ by {', '.join(figures)} that noise allows"
     return [Finding(check=STEP_CHECK, status="pass", detail=detail)]
 
 
@@ -144,7 +149,7 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
     microbatches = [{"input_ids": x, "labels": x} for x in ids.split(sp.data_size)]
     if shared:
         patch_by(small, small, sp, facts_of(model))
-        engine = initialize(model=small, config=content, sequence_parallel=sp, check_loss=False)[0]
+        engine = initialize(model=small, config=content, sequence_parallel=sp, check_loss=False, doctor=False)[0]
         own = [{name: x[sp.data_rank, None] for name, x in batch.items()} for batch in microbatches]
         microbatches = sp.shard_batches(own)
     else:
@@ -188,10 +193,13 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 )
 
 
-def shape_of(model: PreTrainedModel) -> tuple[tuple[int, int], int]:
-    """Return ((query heads, key/value heads), head_dim) of a model's attention."""
-    text, numbers = text_config(model.config), heads(model)
-    return numbers, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+def shape_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the fields of a Job that a model's attention determines."""
+    text, numbers, lengths = text_config(model.config), heads(model), windows(model)
+    head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // numbers[0]
+    window = min((length for length in lengths if length is not None), default=None)
+    shape = {"heads": numbers, "head_dim": head_dim, "window": window}
+    return shape | {"softcap": getattr(text, "attn_logit_softcapping", None)}
 
 
 def model_of(place: str | None, ranks: int) -> PreTrainedModel:
