@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.deepspeed_json import DeepSpeedJson, without_auto
+from ..data.first_use import FirstUse
 from ..errors import ConfigError
 from ..models import doctor_of_models, patcher_of_class, unwrapped
 from ..runtime.process_exit import printed_by
@@ -31,12 +32,14 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
     """
     knows_model = job.model is not None and patcher_of_class(job.model) is not None
     checks = [*RANKS_CHECKS, *data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
-    devices = [] if job.sp.device.type == "cpu" else [job.sp.device]
+    sp, first_use = job.sp, job.sp.first_use
+    sp.first_use = FirstUse(sp.calls)  # what the doctor computes says nothing of the loop that comes
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([] if sp.device.type == "cpu" else [sp.device]):
             return examine(job, checks, progress)
     finally:
-        job.sp.journal.settle(last=True)
+        sp.journal.settle(last=True)
+        sp.first_use = first_use
 
 
 def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], loader: Any = None) -> None:

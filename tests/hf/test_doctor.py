@@ -20,7 +20,8 @@ from ds_seqpar.whole import tensor
 from hf_integration.doctor import checks
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import adam, llama, settings, small, step
-from tests.launch import on_engine_ranks
+from tests.hf.trainers import make as trainer_of
+from tests.launch import on_engine_ranks, on_trainer_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -135,7 +136,8 @@ def steps_of(stage, doctor):
     before = groups()
     model, config = llama(), settings(SECTION, stage, 1, 1, **adam(1e-3))
     engine, *_ = ds_seqpar.initialize(model=model, config=config, doctor=doctor)
-    sp, found = engine.sequence_parallel, []
+    sp = engine.sequence_parallel
+    found: list = [sp.first_use.is_met]
     for _ in range(2):
         ids = torch.randint(0, 64, (1, 48))
         found.append(step(engine, sp.shard_batches([{"input_ids": ids, "labels": ids}])))
@@ -159,4 +161,31 @@ def test_it_examines_before_the_first_step_and_changes_nothing(stage):
         assert examined[0] <= without[0], "groups"  # DeepSpeed's first engine makes one that stays
         assert kind == "ConfigError"
         assert is_one_sentence(sentence)
+        assert not missing(sentence, "the doctor", "position_ids count each rank's own tokens")
+
+
+def trained(stage, fault):
+    """On a rank: the losses of a Trainer with the doctor, or what it says of a fault."""
+    trainer = trainer_of("unused", 1, {**SECTION, "doctor": True}, stage, max_steps=2)
+    with changed(local_positions) if fault else contextlib.nullcontext():
+        try:
+            trainer.train()
+        except ds_seqpar.SeqParError as error:
+            return type(error).__name__, str(error)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def plain_losses(stage):
+    trainer = trainer_of("unused", 1, SECTION, stage, max_steps=2)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer_examines_before_its_first_step(tmp_path, monkeypatch, stage):
+    monkeypatch.chdir(tmp_path)
+    assert on_trainer_ranks(WORLD, trained, stage, False) == on_trainer_ranks(WORLD, plain_losses, stage)
+    for kind, sentence in on_trainer_ranks(WORLD, trained, stage, True):
+        assert kind == "ConfigError"
         assert not missing(sentence, "the doctor", "position_ids count each rank's own tokens")
