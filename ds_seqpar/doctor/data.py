@@ -28,11 +28,11 @@ def batches(job: Job) -> list[Finding]:
     sp, tokens = job.sp, max(23, 2 * job.sp.multiple + 5)
     for kind, whole in batches_of(tokens, min(sp.vocabulary or (64,))).items():
         shards = sp.shard_batches([whole, whole], training=False)
-        wrong = next(filter(None, (_wrong(job, whole, shard) for shard in shards)), "")
-        if wrong:
-            return [Finding(check="batches", status="fail", detail=f"{wrong}, in a {kind} batch", advice=SHARDING)]
+        if wrong := next(filter(None, (_wrong(job, whole, shard) for shard in shards)), ""):
+            wrong += f", in a {kind} batch"
+            break
     detail = f"tokens, position_ids and labels of {ROWS} x {tokens} tokens, plain, padded and packed"
-    return [Finding(check="batches", status="pass", detail=detail)]
+    return [Finding.of("batches", detail, wrong, SHARDING)]
 
 
 def batches_of(tokens: int, vocabulary: int) -> dict[str, dict[str, Tensor]]:
@@ -99,9 +99,8 @@ def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     findings = []
     for name in given:
         wrong = _wrong_examples(name, [(group, of_rank[name]) for group, of_rank in by_rank])
-        detail = wrong or f"{sp.data_size} group{'s' * (sp.data_size > 1)} of {sp.size}"
-        advice = DEALING if wrong else ""
-        findings.append(Finding(check=name, status="fail" if wrong else "pass", detail=detail, advice=advice))
+        detail = f"{sp.data_size} group{'s' * (sp.data_size > 1)} of {sp.size}"
+        findings.append(Finding.of(name, detail, wrong, DEALING))
     return findings
 
 

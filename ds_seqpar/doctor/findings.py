@@ -65,6 +65,15 @@ class Finding:
     advice: str = ""
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, check: str, detail: str, wrong: str = "", advice: str = "") -> Finding:
+        """Return that a check passed, with figures, or else failed by what is wrong."""
+        return (
+            cls(check=check, status="fail", detail=wrong, advice=advice)
+            if wrong
+            else cls(check=check, status="pass", detail=detail)
+        )
+
 
 # Called on all ranks at once. A plain function returns this rank's findings, as many as on all other ranks. A generator
 # yields what this rank has found, is sent what each rank has yielded, by rank, and returns its findings in the end. If

@@ -52,14 +52,13 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     if not sums:
         detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
         return [Finding(check="weights", status="not tried", detail=detail)]
+    wrong, advice = "", "load the same checkpoint on all ranks, or seed them alike before the model is made"
     for name in sums:
         values = [of_rank.get(name) for of_rank in by_rank]
         usual = max(values, key=values.count)
-        if others := [rank for rank, value in enumerate(values) if value != usual]:
-            detail = f"{name} has other values on {ranks_in_words(others)} than on the others"
-            advice = "load the same checkpoint on all ranks, or seed them alike before the model is made"
-            return [Finding(check="weights", status="fail", detail=detail, advice=advice)]
-    return [Finding(check="weights", status="pass", detail=f"{len(sums)} the same on {len(by_rank)} ranks")]
+        if not wrong and (others := [rank for rank, value in enumerate(values) if value != usual]):
+            wrong = f"{name} has other values on {ranks_in_words(others)} than on the others"
+    return [Finding.of("weights", f"{len(sums)} the same on {len(by_rank)} ranks", wrong, advice)]
 
 
 def _sum_of_bits(p: nn.Parameter) -> int:
@@ -72,12 +71,13 @@ def loss_and_gradients(job: Job) -> list[Finding]:
     model, sp = unwrapped(job.model), job.sp
     facts = facts_of(model)
     outcome = compared(model, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
-    if outcome.wrong:
-        detail = f"{CAUSES.get(outcome.kind, '')}a small copy is one {outcome.wrong}"
-        advice = "do not train with these versions of the libraries and of your model's code"
-        return [Finding(check="loss and gradients", status="fail", detail=detail, advice=advice)]
     detail = f"of a small copy, in plain, padded and packed batches, within {outcome.largest:.1e}"
-    return [Finding(check="loss and gradients", status="pass", detail=detail)]
+    wrong = outcome.wrong and f"{CAUSES.get(outcome.kind, '')}a small copy is one {outcome.wrong}"
+    return [
+        Finding.of(
+            "loss and gradients", detail, wrong, "report it, and do not train this model with sequence parallelism"
+        )
+    ]
 
 
 def step(job: Job) -> list[Finding]:
@@ -93,7 +93,7 @@ def step(job: Job) -> list[Finding]:
     finally:
         sp.accumulation_steps = accumulation
         gc.collect()  # engines are in circles
-    for name in [name.removeprefix(GRADIENT) for name in expected if name.startswith(GRADIENT)]:
+    for name in [name.removeprefix(STEP) for name in expected if name.startswith(STEP)]:
         gradient, other = expected[f"{GRADIENT}{name}"], noisy[f"{GRADIENT}{name}"]
         sure = max(NOISE * float((other - gradient).abs().max()), UNSURE * float(gradient.abs().max()))
         for values in (expected, noisy, got):
@@ -107,12 +107,16 @@ def step(job: Job) -> list[Finding]:
         figures.append(f"{gap:.1e} of {allowed:.1e}")
     stage, optimizer = content.get("zero_optimization", {}).get("stage", 0), content["optimizer"]["type"]
     setting = f"ZeRO-{stage}, {optimizer}, {dtype}"
-    if wrong:
-        detail = f"{wrong}, against a copy that shares no sequences ({setting})"
-        advice = "take what scales losses or gradients out of your code, or try another ZeRO stage, and report it"
-        return [Finding(check=STEP_CHECK, status="fail", detail=detail, advice=advice)]
     detail = f"{setting}; loss, gradients and step differ by {', '.join(figures)} that noise allows"
-    return [Finding(check=STEP_CHECK, status="pass", detail=detail)]
+    wrong = wrong and f"{wrong}, against a copy that shares no sequences ({setting})"
+    return [
+        Finding.of(
+            STEP_CHECK,
+            detail,
+            wrong,
+            "take out of your code what scales losses or gradients, or try another ZeRO stage",
+        )
+    ]
 
 
 def _content(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,21 +158,20 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
         microbatches = sp.shard_batches(own)
     else:
         engine = deepspeed.initialize(model=small, config=content)[0]
-    losses = []
+    losses, outcome = [], dict[str, Tensor]()
     for batch in microbatches:
         losses.append(engine(**batch).loss)
         engine.backward(losses[-1])
         if len(losses) == steps:
-            gradients = {name: safe_get_full_grad(p) for name, p in small.named_parameters()}
-            gradients = {
-                name: torch.zeros_like(before[name]) if x is None else x.float().clone()
-                for name, x in gradients.items()
-            }
+            for name, p in small.named_parameters():
+                gradient = safe_get_full_grad(p)
+                outcome[f"{GRADIENT}{name}"] = (
+                    torch.zeros_like(before[name]) if gradient is None else gradient.float().clone()
+                )
         engine.step()
-    outcome = {LOSS: torch.tensor(sp.mean_loss(losses))}
+    outcome[LOSS] = torch.tensor(sp.mean_loss(losses))
     for name, p in small.named_parameters():
         after = safe_get_full_fp32_param(p)
-        outcome[f"{GRADIENT}{name}"] = gradients[name]
         outcome[f"{STEP}{name}"] = (p.detach() if after is None else after).float() - before[name]
     engine.destroy()
     return outcome

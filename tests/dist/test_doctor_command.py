@@ -63,7 +63,7 @@ def test_a_fault_is_in_the_table_and_in_the_exit_code():
     assert not missing(findings["batches"]["detail"], *FAULTS["local position ids"][2])
     code, out, _ = on_ranks(1, command, [], "wrong divisor", patience=None)[0]
     assert code == 1
-    assert not missing(out, "FAIL  batches", "what to do", "2 times", "1 failed")
+    assert not missing(out, "FAIL  batches", "what to do", "FAIL  optimizer step", "gradients are 2 times", "2 failed")
 
 
 @pytest.mark.whole
