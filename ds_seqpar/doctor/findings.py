@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
 Status = Literal["pass", "fail", "not tried"]
+AGREEMENT = "agreement"  # the check without which ranks cannot communicate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,16 +92,17 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
     """
     found: list[Finding] = []
     received, received_bytes = dict(job.sp.comm.received), job.sp.comm.received_bytes
-    apart = ""  # the check that only some ranks left by an error, so that they may no longer be in step
+    apart = ""  # the check after which ranks may no longer be in step
     for name, check in checks:
         if apart:
-            found.append(Finding(check=name, status="not tried", detail=f"{apart} raised an error"))
+            found.append(Finding(check=name, status="not tried", detail=f"{apart} failed"))
             continue
         progress(name)
         by_rank, seconds = _results(job, name, check)
-        if any(map(_raised, by_rank)) and not all(map(_raised, by_rank)):
-            apart = name
         of_check = [_joined(of_ranks) for of_ranks in _by_check(name, by_rank)]
+        some_raised = any(map(_raised, by_rank)) and not all(map(_raised, by_rank))
+        if some_raised or (name == AGREEMENT and any(one.status == "fail" for one in of_check)):
+            apart = name
         of_check[:1] = [dataclasses.replace(one, seconds=seconds) for one in of_check[:1]]
         found += of_check
     job.sp.comm.received.clear()  # in place, since others refer to it

@@ -33,7 +33,7 @@ OF_A_HOST = ("IFNAME", "HCA")  # what such variables name differs between hosts,
 Gathering = Generator[Any, list[Any], list[Finding]]  # see `findings.Check`
 
 
-def environment(job: Job) -> Gathering:
+def check_environment(job: Job) -> Gathering:
     """Compare versions, devices and the variables that change how ranks communicate or compute."""
     versions = _versions(job.sp.device)
     variables = {
@@ -84,7 +84,7 @@ class _Holding(NamedTuple):
     steps: dict[str, Steps]  # by direction
 
 
-def agreement(job: Job) -> Gathering:
+def check_agreement(job: Job) -> Gathering:
     """Compare what the ranks have resolved, and what each of them holds and computes by its own settings."""
     sp, runtime, tokens = job.sp, job.sp.runtime, 4 * job.sp.multiple
     config, recipe, shards = runtime.config, runtime.compiler.recipe, runtime.shards(tokens // runtime.size)
