@@ -7,6 +7,7 @@ gradients over all ranks, at every stage. `ds_seqpar.data.batches` divides the l
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
+from .engine_checkpoints import EngineCheckpoints
 from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
@@ -118,13 +120,30 @@ def initialize(
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
-    check_steps(engine, sp)
+    EngineCheckpoints(engine, sp, of_loop=True)
+    if patcher is None or patcher.patched_with(model) is None:
+        _check_first_step(engine, sp)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp, loader)
     return returned[0], returned[1], engine.training_dataloader, returned[3]
+
+
+def _check_first_step(engine: Any, sp: SequenceParallel) -> None:
+    """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
+    step = engine.step
+    sp.first_use.begin()
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not sp.first_use.is_met:
+            error = sp.first_use.error()
+            assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
+        return step(*args, **kwargs)
+
+    engine.step = checked
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
@@ -153,20 +172,19 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
-    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
+    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers.
+
+    Where `check_finite` is set, its steps are looked at from now on.
+    """
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
+    if sp.runtime.finite is not None:
+        sp.runtime.finite.watch(engine, sp.control_world)
     compat.engine_config(engine).train_batch_size //= sp.size
     compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
         engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
-
-
-def check_steps(engine: Any, sp: SequenceParallel) -> None:
-    """Look for NaN and inf in an engine's losses and steps, where `check_finite` is set."""
-    if sp.runtime.finite is not None:
-        sp.runtime.finite.watch(engine, sp.control_world)
 
 
 class _PartsOfSequences:

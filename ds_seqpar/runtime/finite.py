@@ -59,11 +59,6 @@ class Finite:
     def __deepcopy__(self, memo: dict) -> Finite:
         return self  # of the SequenceParallel that a copied model shares
 
-    @property
-    def name(self) -> str:
-        """The name of the next attention call."""
-        return "attention" if self.layer is None else f"attention of layer {self.layer}"
-
     def look(self, what: str, how: str, x: object, advice: str, place: tuple[int, bool] = (0, False)) -> None:
         """Note a tensor or a number that is not finite, unless something was found before.
 
@@ -77,10 +72,6 @@ class Finite:
         negative = what.split(" of ")[0].endswith(("lse", "sinks"))
         if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
             self.found = Finding(place, f"{numbers} in {what}, {how}", advice)
-
-    def is_wrong(self, x: object) -> bool:
-        """Return whether a tensor is not finite, where nothing was found before."""
-        return self.found is None and bool(not_finite(x))
 
     def agree(self, group: Group, step: int | None = None) -> None:
         """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
@@ -117,9 +108,7 @@ class Finite:
 
     def watch(self, engine: Any, world: Group) -> None:
         """Look at an engine's losses, gradients and optimizer states, and compare gradient norms. Collective over the
-        world in each backward and step from then on. A second call does nothing."""
-        if self.engine is not None and self.engine() is engine:
-            return
+        world in each backward and step from then on."""
         self.engine, backward, step = weakref.ref(engine), engine.backward, engine.step
 
         def checked_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ..config.settings import SequenceParallelConfig
 from ..errors import DisagreementError
 from .agreement import Compared
 from .backward import Calls
-from .call_io import BackwardCall, Call, ForwardCall, Saved
+from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
 from .finite import Finite, FiniteWalk
 from .journal import Journal
@@ -86,12 +86,14 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-        self.finite = Finite() if config.check_finite else None
+        self.finite = finite = Finite() if config.check_finite else None
+        self.walk: Callable[..., Walk] = Walk if finite is None else functools.partial(FiniteWalk, finite=finite)
 
     @property
     def call_name(self) -> str:
         """The name of the next call in errors."""
-        return ATTENTION if self.finite is None else self.finite.name
+        layer = None if self.finite is None else self.finite.layer
+        return ATTENTION if layer is None else f"{ATTENTION} of layer {layer}"
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
@@ -187,9 +189,8 @@ class Runtime:
         count = self.calls.count
         self.calls.follow(self.call_name, q.shape)
         if self.finite is not None:
-            self.finite.begin(
-                f"{self.call_name} (call {self.calls.count})", {"q": q, "k": k, "v": v}, settings.scores, sinks
-            )
+            tensors = {"q": q, "k": k, "v": v}
+            self.finite.begin(f"{self.call_name} (call {self.calls.count})", tensors, settings.scores, sinks)
         try:
             common = None
             if self.takes_common_off(q.dtype, settings):
@@ -244,7 +245,7 @@ class Runtime:
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse, expansion)
-        return self.walk(bound, call)
+        return self.walk(bound, call, self.comm)
 
     def backward_walk(
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
@@ -257,12 +258,7 @@ class Runtime:
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands(local, latent)
         call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
-        return self.walk(bound, call)
-
-    def walk(self, bound: BoundProgram, call: Call) -> Walk:
-        if self.finite is None:
-            return Walk(bound, call, self.comm)
-        return FiniteWalk(bound, call, self.comm, finite=self.finite)
+        return self.walk(bound, call, self.comm)
 
 
 def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:
