@@ -358,9 +358,6 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
         context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:
         return output
-    if patch.sp.runtime.finite is not None and not torch.compiler.is_compiling():
-        patch.sp.runtime.finite.forwards += 1
-        patch.sp.runtime.agree_on_finite()
     if context.cached is not None:
         context.cached.end()
     if context.mode == "decode":
@@ -368,6 +365,9 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
     if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
         _try_shard_loss(patch, module, inputs, output, context)
+    if patch.sp.runtime.finite is not None and not torch.compiler.is_compiling():
+        patch.sp.runtime.finite.forwards += 1
+        patch.sp.runtime.agree_on_finite()
     if patch.experts is not None and not is_base:
         router_logits, context.state.router_logits = context.state.router_logits, None  # else it would keep the graph
         output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0, router_logits)
