@@ -38,6 +38,7 @@ class Finding(NamedTuple):
     place: tuple[int, bool]  # the step of an attention call, 0 before the first; whether it was made there
     got: str
     advice: str
+    ranks: tuple[int, ...] = ()  # that have it, once ranks have compared
 
 
 class Finite:
@@ -73,20 +74,23 @@ class Finite:
         if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
             self.found = Finding(place, f"{numbers} in {what}, {how}", advice)
 
-    def agree(self, group: Group, step: int | None = None) -> None:
+    def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
         """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
 
         Args:
             group: The group; None for this rank alone.
             step: The number of the optimizer step that has ended, if one has.
+            later: Only find out which is the first, and leave it to the comparison of a larger group to raise it.
         """
         self.scaled, self.layer = False, None
         if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
             return
         found = [finding for _, finding in all_gather_objects(group, (NAME, self.found))]
-        self.found = None
         first, members = min(filter(None, found)), ranks_of(group)
-        ranks = [rank for rank, finding in zip(members, found, strict=True) if finding == first]
+        ranks = first.ranks or tuple(rank for rank, other in zip(members, found, strict=True) if other == first)
+        self.found = first._replace(ranks=ranks) if later else None
+        if later:
+            return
         when = self.when() if step is None else f", in step {step}"
         on = f"{ranks_in_words(ranks)}{when}"
         error = InputError(f"check_finite needs finite numbers; got {first.got}, on {on}, {first.advice}")

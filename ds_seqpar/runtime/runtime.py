@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
@@ -227,9 +228,14 @@ class Runtime:
         return results
 
     def agree_on_finite(self) -> None:
-        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them."""
+        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them.
+
+        In training an engine raises it on the ranks of all sequences, before or after its backward.
+        """
         if self.finite is not None and self.journal.groups is not None:
-            self.finite.agree(self.journal.groups.control)
+            trains = torch.is_grad_enabled() or compat.graph_task() >= 0
+            others = self.finite.engine is not None and self.topology.size("data") > 1
+            self.finite.agree(self.journal.groups.control, later=trains and others)
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
         if settings.latent:  # keys do not exist before they are computed with
