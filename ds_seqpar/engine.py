@@ -131,7 +131,6 @@ def initialize(
     EngineCheckpoints(engine, sp, of_loop=True)
     if patcher is None or patcher.patched_with(model) is None:
         _check_first_step(engine, sp)
-    check_steps(engine, sp)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
@@ -181,20 +180,19 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
-    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
+    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers.
+
+    Where `check_finite` is set, its steps are looked at from now on.
+    """
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
+    if sp.runtime.finite is not None:
+        sp.runtime.finite.watch(engine, sp.control_world)
     compat.engine_config(engine).train_batch_size //= sp.size
     compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
         engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
-
-
-def check_steps(engine: Any, sp: SequenceParallel) -> None:
-    """Look for NaN and inf in an engine's losses and steps, where `check_finite` is set."""
-    if sp.runtime.finite is not None:
-        sp.runtime.finite.watch(engine, sp.control_world)
 
 
 class _PartsOfSequences:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.engine import check_steps, count_by_rank, count_sequences
+from ds_seqpar.engine import count_by_rank, count_sequences
 from ds_seqpar.engine_checkpoints import EngineCheckpoints
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime.agreement import assert_ranks_agree
@@ -162,7 +162,6 @@ class GroupAccelerator(GroupState):
                 if not hasattr(engine, "counts_sequences"):
                     EngineCheckpoints(engine, self.sp, of_loop=False)
                 count_sequences(engine, self.sp)
-                check_steps(engine, self.sp)
 
     # ---- gathering
 

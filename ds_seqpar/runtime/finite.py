@@ -33,11 +33,13 @@ MADE = 1 << 30  # the step of what a call returns, after all of its program
 
 
 class Finding(NamedTuple):
-    """Numbers that are not finite. Of several, the one with the least `place` was there first."""
+    """Numbers that are not finite."""
 
-    place: tuple[int, bool]  # the step of an attention call, 0 before the first; whether it was made there
+    step: int  # in which an attention call found them; below 0 before its first
     got: str
     advice: str
+    sender: int | None = None  # the global rank that they came from
+    ranks: tuple[int, ...] = ()  # those that have them, once ranks have compared
 
 
 class Finite:
@@ -59,12 +61,7 @@ class Finite:
     def __deepcopy__(self, memo: dict) -> Finite:
         return self  # of the SequenceParallel that a copied model shares
 
-    @property
-    def name(self) -> str:
-        """The name of the next attention call."""
-        return "attention" if self.layer is None else f"attention of layer {self.layer}"
-
-    def look(self, what: str, how: str, x: object, advice: str, place: tuple[int, bool] = (0, False)) -> None:
+    def look(self, what: str, how: str, x: object, advice: str, step: int = -1, sender: int | None = None) -> None:
         """Note a tensor or a number that is not finite, unless something was found before.
 
         Args:
@@ -72,30 +69,33 @@ class Finite:
             how: A clause: where it came from.
             x: The tensor or number; anything else is passed over.
             advice: A clause: what to do.
-            place: As in `Finding`.
+            step: As in `Finding`.
+            sender: As in `Finding`.
         """
         negative = what.split(" of ")[0].endswith(("lse", "sinks"))
         if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
-            self.found = Finding(place, f"{numbers} in {what}, {how}", advice)
+            self.found = Finding(step, f"{numbers} in {what}, {how}", advice, sender)
 
-    def is_wrong(self, x: object) -> bool:
-        """Return whether a tensor is not finite, where nothing was found before."""
-        return self.found is None and bool(not_finite(x))
-
-    def agree(self, group: Group, step: int | None = None) -> None:
+    def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
         """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
 
         Args:
             group: The group; None for this rank alone.
             step: The number of the optimizer step that has ended, if one has.
+            later: Only find out which is the first, and leave it to the comparison of a larger group to raise it.
         """
         self.scaled, self.layer = False, None
         if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
             return
         found = [finding for _, finding in all_gather_objects(group, (NAME, self.found))]
-        self.found = None
-        first, members = min(filter(None, found)), ranks_of(group)
-        ranks = [rank for rank, finding in zip(members, found, strict=True) if finding == first]
+        first, members = min(filter(None, found), key=lambda finding: finding[:3]), ranks_of(group)
+        by_rank = dict(zip(members, found, strict=True))
+        while (before := by_rank.pop(first.sender, None)) is not None and before.step <= first.step:
+            first = before
+        ranks = first.ranks or tuple(rank for rank, other in zip(members, found, strict=True) if other == first)
+        self.found = first._replace(ranks=ranks) if later else None
+        if later:
+            return
         when = self.when() if step is None else f", in step {step}"
         on = f"{ranks_in_words(ranks)}{when}"
         error = InputError(f"check_finite needs finite numbers; got {first.got}, on {on}, {first.advice}")
@@ -117,9 +117,7 @@ class Finite:
 
     def watch(self, engine: Any, world: Group) -> None:
         """Look at an engine's losses, gradients and optimizer states, and compare gradient norms. Collective over the
-        world in each backward and step from then on. A second call does nothing."""
-        if self.engine is not None and self.engine() is engine:
-            return
+        world in each backward and step from then on."""
         self.engine, backward, step = weakref.ref(engine), engine.backward, engine.step
 
         def checked_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +194,7 @@ class FiniteWalk(Walk):
     def run(self) -> list[Tensor]:
         results = super().run()
         for x in results[:1] if self.program.direction == "forward" else results:
-            self.finite.look(f"the result of {self.finite.call}", "which was made there", x, ADVICE, (MADE, True))
+            self.finite.look(f"the result of {self.finite.call}", "which was made there", x, ADVICE, MADE)
         return results
 
     def advance(self) -> None:
@@ -208,10 +206,10 @@ class FiniteWalk(Walk):
         if isinstance(instruction, op.Wait):
             for rank, what, x in self.arrived(self.started.pop(instruction.ticket)):
                 how, advice = f"which came over the wire from rank {rank} {where}", f"see its link to rank {rank}"
-                self.finite.look(what, how, x, advice, (instruction.step + 1, False))
+                self.finite.look(what, how, x, advice, instruction.step, rank)
             return
         for what, x in self.made(instruction):
-            self.finite.look(what, f"made {where}", x, ADVICE, (instruction.step + 1, True))
+            self.finite.look(what, f"made {where}", x, ADVICE, instruction.step)
 
     def fields(self, kind: str) -> list[str]:
         return [field.name for field in self.bound.shape.fields(self.program.direction, kind)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
@@ -23,7 +24,7 @@ from ..config.settings import SequenceParallelConfig
 from ..errors import DisagreementError
 from .agreement import Compared
 from .backward import Calls
-from .call_io import BackwardCall, Call, ForwardCall, Saved
+from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
 from .finite import Finite, FiniteWalk
 from .journal import Journal
@@ -86,12 +87,14 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-        self.finite = Finite() if config.check_finite else None
+        self.finite = finite = Finite() if config.check_finite else None
+        self.walk: Callable[..., Walk] = Walk if finite is None else functools.partial(FiniteWalk, finite=finite)
 
     @property
     def call_name(self) -> str:
         """The name of the next call in errors."""
-        return ATTENTION if self.finite is None else self.finite.name
+        layer = None if self.finite is None else self.finite.layer
+        return ATTENTION if layer is None else f"{ATTENTION} of layer {layer}"
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
@@ -187,9 +190,8 @@ class Runtime:
         count = self.calls.count
         self.calls.follow(self.call_name, q.shape)
         if self.finite is not None:
-            self.finite.begin(
-                f"{self.call_name} (call {self.calls.count})", {"q": q, "k": k, "v": v}, settings.scores, sinks
-            )
+            tensors = {"q": q, "k": k, "v": v}
+            self.finite.begin(f"{self.call_name} (call {self.calls.count})", tensors, settings.scores, sinks)
         try:
             common = None
             if self.takes_common_off(q.dtype, settings):
@@ -226,9 +228,14 @@ class Runtime:
         return results
 
     def agree_on_finite(self) -> None:
-        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them."""
+        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them.
+
+        In training an engine raises it on the ranks of all sequences, before or after its backward.
+        """
         if self.finite is not None and self.journal.groups is not None:
-            self.finite.agree(self.journal.groups.control)
+            trains = torch.is_grad_enabled() or compat.graph_task() >= 0
+            others = self.finite.engine is not None and self.topology.size("data") > 1
+            self.finite.agree(self.journal.groups.control, later=trains and others)
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
         if settings.latent:  # keys do not exist before they are computed with
@@ -244,7 +251,7 @@ class Runtime:
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse, expansion)
-        return self.walk(bound, call)
+        return self.walk(bound, call, self.comm)
 
     def backward_walk(
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
@@ -257,12 +264,7 @@ class Runtime:
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands(local, latent)
         call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
-        return self.walk(bound, call)
-
-    def walk(self, bound: BoundProgram, call: Call) -> Walk:
-        if self.finite is None:
-            return Walk(bound, call, self.comm)
-        return FiniteWalk(bound, call, self.comm, finite=self.finite)
+        return self.walk(bound, call, self.comm)
 
 
 def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:

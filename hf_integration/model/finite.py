@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compat import tree_leaves
-from ds_seqpar.runtime.finite import Finite
+from ds_seqpar.runtime.finite import Finite, not_finite
 
 
 def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
@@ -50,7 +50,7 @@ def _after(finite: Finite, name: str, module: nn.Module, args: tuple, output: An
         return
     is_leaf = next(module.children(), None) is None
     for field, x in _tensors(output):
-        if finite.is_wrong(x):
+        if finite.found is None and not_finite(x):
             for parameter_name, parameter in module.named_parameters():
                 what = f"the parameter {parameter_name} of {name}"
                 finite.look(what, "with which it computes", parameter, "see the checkpoint or code that has set it")

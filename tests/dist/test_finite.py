@@ -17,6 +17,7 @@ SHAPES = {
     "ring": {"ulysses": 1, "rotate_forward": "kv", "rotate_backward": "kv"},
     "queries": {"ulysses": 1, "rotate_forward": "q", "rotate_backward": "q"},
     "heads": {"ulysses": 4},
+    "heads of a mesh": {"ulysses": 2, "schedule": "attention2d", "rows": 2},
     "mesh": {"ulysses": 1, "schedule": "attention2d"},
 }
 # of a transport's functions: what the function fills
@@ -99,6 +100,8 @@ CASES = {  # (function, arguments) -> words of the sentence
     (told_of_wire, "queries", "post", 4): ("over the wire", FORWARD),
     (told_of_wire, "ring", "post", 6): ("dkv(", "over the wire from rank 1", BACKWARD),
     (told_of_wire, "heads", "exchange", 1): ("q and k and v, which came over the wire from rank 3", FORWARD),
+    (told_of_wire, "heads of a mesh", "exchange", 1): ("q and k and v, which came over the wire from rank 3", FORWARD),
+    (told_of_kernel, "mesh", "forward", 0, 0): ("'s out, made in", FORWARD),
     (told_of_wire, "heads", "exchange", 3): ("over the wire from rank 3", BACKWARD),
     (told_of_wire, "mesh", "all_gather", 1): ("over the wire from rank", FORWARD),
     (told_of_wire, "mesh", "all_to_all", 1): ("out(2)'s", "over the wire from rank", FORWARD),

@@ -153,6 +153,12 @@ def told(plants, stage):
     return found
 
 
+@pytest.mark.whole
+def test_ranks_of_all_sequences_are_told():
+    for place, plant in enumerate(plants := [weight, gradient]):
+        assert_told(plant, [of_rank[place] for of_rank in on_engine_ranks(2 * WORLD, told, plants, "2")])
+
+
 @pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.whole)])
 def test_each_place_is_named_on_all_ranks(stage):
     plants = [*CASES, norm, nothing]
@@ -188,10 +194,10 @@ def test_a_trainer_names_it(tmp_path):
         assert missing(sentence, "model.layers.0.self_attn.o_proj", "on ranks 0-1, in step 2, micro-batch 1") == []
 
 
-def told_in_a_loop():
+def told_in_a_loop(size):
     """What this rank is told of whole batches in a loop of one's own: of inputs_embeds, and under a checkpoint."""
     model = small()
-    sp = share_sequences(model, size=WORLD, check_finite=True)
+    sp = share_sequences(model, size=size, check_finite=True)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     embedded = model.get_input_embeddings()(torch.arange(24)[None]).detach()
     model(inputs_embeds=embedded.requires_grad_()).logits.sum().backward()
@@ -203,8 +209,10 @@ def told_in_a_loop():
 
 
 def test_a_loop_of_ones_own_names_it():
-    inputs, backward = zip(*on_engine_ranks(WORLD, told_in_a_loop), strict=True)
+    inputs, backward = zip(*on_engine_ranks(WORLD, told_in_a_loop, WORLD), strict=True)
     for _, sentence in inputs:
         assert missing(sentence, "inputs_embeds of ", "came in", "on ranks 0-1, in forward 1 of the model") == []
     for _, sentence in backward:
         assert missing(sentence, "the gradient of ", "on ranks 0-1") == []
+    alone = on_engine_ranks(1, told_in_a_loop, 1)[0]
+    assert missing(alone[0][1], "inputs_embeds of ", "came in", "on rank 0") == []
