@@ -234,6 +234,9 @@ engine_config = attribute("deepspeed.runtime.engine:DeepSpeedEngine._config", _F
 engine_timer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.tput_timer", _FIGURES)
 profiled_engine = attribute("deepspeed.profiling.flops_profiler.profiler:FlopsProfiler.ds_engine", _FIGURES)
 
+# writes two scripts beside a checkpoint; without it their error would come before other ranks have written
+COPY_SCRIPTS = mark("deepspeed.runtime.engine:_copy_recovery_script")
+
 # ---- datasets
 
 SPLIT = mark("datasets.iterable_dataset:_distributed")  # what split_dataset_by_node has set; else examples repeat

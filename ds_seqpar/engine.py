@@ -22,6 +22,7 @@ from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
+from .engine_checkpoints import EngineCheckpoints
 from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
@@ -118,6 +119,7 @@ def initialize(
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
+    EngineCheckpoints(engine, sp, of_loop=True)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:

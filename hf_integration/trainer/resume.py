@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ds_seqpar.runtime.process_exit import printed_once
+from ds_seqpar.saving import is_whole
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
@@ -246,8 +246,3 @@ def random_state(folder: Path, rank: int, ranks: int) -> Path:
 
 def _fault(path: Path) -> str:
     return "" if is_whole(path) else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
-
-
-def is_whole(path: Path) -> bool:
-    """Return whether a file of torch.save is complete: a zip archive has its list of contents at the end."""
-    return path.is_file() and zipfile.is_zipfile(path)

@@ -13,6 +13,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
-from transformers.trainer_utils import has_length, set_seed
+from transformers.trainer_utils import has_length, rotate_checkpoints, set_seed
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.compat import tree_map
@@ -37,6 +38,7 @@ from ds_seqpar.runtime import mismatch_hints
 from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.process_exit import printed_once
+from ds_seqpar.saving import Aside, is_whole, written_aside
 from ds_seqpar.whole import plain
 
 from .. import compat
@@ -107,6 +109,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
+        self._aside: Aside | None = None  # the checkpoint that is being written
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
@@ -275,15 +278,39 @@ class SequenceParallelMixin(rollouts.Rollouts):
         if checkpoint is None:
             return
         path = resume.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
-        if resume.is_whole(path):  # `train` has warned of a missing or damaged file
+        if is_whole(path):  # `train` has warned of a missing or damaged file
             super()._load_rng_state(checkpoint)
         rng_state.share(self.sp.groups.control)
 
+    # ---- saving: a checkpoint is there as a whole, or not at all
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:  # a folder that is being overwritten must not count as a checkpoint until complete
-            folder = Path(compat.output_folder(self)(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)
+        run, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        try:
+            with written_aside(self.sp.control_world, Path(run), name, self.args.should_save) as self._aside:
+                super()._save_checkpoint(model, trial)
+                if best == name or os.path.isdir(os.path.join(run, best)):
+                    self.state.best_model_checkpoint = os.path.join(run, best)
+                if self.args.should_save:
+                    self.state.save_to_json(str(self._aside.path / TRAINER_STATE_NAME))
+        finally:
+            self._aside = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.path.join(run, name))
+        if self.args.should_save:
+            rotate_checkpoints(run, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._aside is None else str(self._aside.path.parent)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if self._aside is None else self._aside.keeping_errors():
+            super()._save(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:  # else it is called again once the folder has its name
+            super()._push_from_checkpoint(checkpoint_folder)
 
     # ---- evaluation: every sequence counts once
 

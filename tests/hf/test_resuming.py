@@ -125,10 +125,12 @@ def resumed(folder, given):
 
 
 class Full(SequenceParallelTrainer):
-    """Whose disk is full before a checkpoint is whole."""
+    """On whose rank 1 the disk is full before a checkpoint is whole."""
 
     def _save_rng_state(self, output_dir):
-        raise OSError("no space left")
+        super()._save_rng_state(output_dir)
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
 
 
 def resumed_again(folder):
@@ -147,10 +149,12 @@ def resumed_again(folder):
     found["a folder"] = resumed(folder, str(states[0]))
     on_one(lambda: [cut(next(x.glob("global_step*/*rank_0_mp_rank_00_optim_states.pt"))) for x in states[1:]])
     found["none"] = resumed(folder, True)
-    with pytest.raises(OSError, match="no space left"):
-        make(folder, 2, {"size": 2}, 2, kind=Full, max_steps=3, save_strategy="steps", save_steps=2).train()
+    trainer = make(folder, 2, {"size": 2}, 2, kind=Full, max_steps=3, save_strategy="steps", save_steps=2)
+    before = sorted(states[1].rglob("*"))
+    found["full"] = refusal(trainer.train)
     dist.barrier()
-    found["written again"] = (states[1] / "trainer_state.json").exists()
+    found["as before"] = sorted(states[1].rglob("*")) == before
+    found["left"] = [x.name for x in Path(folder).glob(".*")]
     return found
 
 
@@ -161,7 +165,10 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path):
         assert losses == found["whole"][0]
         assert [word in " ".join(said) for word in ("checkpoint-2, the last", "rng_state_1.pth")] == [rank == 0] * 2
         assert len(said) == 2 * (rank == 0)
-        assert not found["written again"]
+        assert found["full"][0] == ("DisagreementError", "ConfigError")[rank]
+        assert "OSError for" in found["full"][1]
+        assert "checkpoint-2: no space left" in found["full"][1]
+        assert (found["as before"], found["left"]) == (True, [])
         for name, words in (
             ("a folder", "trainer_state.json is missing"),
             ("none", "optim_states.pt is damaged (rank 0)"),
