@@ -94,28 +94,33 @@ def planned_by_all(
     return resolved
 
 
-def advise_on_memory(model: nn.Module, sp: SequenceParallel, job: Callable[[], Job]) -> None:
-    """Let an out-of-memory error of this rank say what the planner predicts for the job. Keeps neither model nor sp."""
+def advise_on_memory(model: nn.Module, sp: SequenceParallel, job_with_sizes: Callable[[nn.Module], Job]) -> None:
+    """Let an out-of-memory error of this rank say what the planner predicts for the job.
+
+    Args:
+        model: The model, which is not kept alive, as `sp` is not.
+        sp: What it trains with.
+        job_with_sizes: Returns what the planner must know, the model's sizes too.
+    """
     from .runtime import out_of_memory
 
-    out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job)
+    out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
 
 
 def _memory_in_words(
-    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[SequenceParallel], job: Callable[[], Job]
+    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[SequenceParallel], job_with_sizes: Callable[[nn.Module], Job]
 ) -> str:
     """Return what a step with sequences as in the last forward is predicted to need; "" where that is not known."""
-    from .models import patcher_if_known, unwrapped
     from .planner.auto import memory_in_words
 
     model, sp = model_ref(), sp_ref()
     last = sp.runtime.last_bound.get("forward") if sp is not None else None
-    if model is None or sp is None or last is None or (patcher := patcher_if_known(model)) is None:
+    if model is None or sp is None or last is None:
         return ""
     batch, tokens, *_ = last[0][0]
-    known = dataclasses.replace(patcher.job_of(unwrapped(model), job()), batch=batch)
-    machine = detected_machine(known.dtype, [devices.this_host()], named_machine(sp.config))
-    return memory_in_words(sp.config, known, tokens * sp.size, dist.get_world_size(), machine)
+    job = dataclasses.replace(job_with_sizes(model), batch=batch)
+    machine = detected_machine(job.dtype, [devices.this_host()], named_machine(sp.config))
+    return memory_in_words(sp.config, job, tokens * sp.size, dist.get_world_size(), machine)
 
 
 def detected_machine(dtype: str, hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:

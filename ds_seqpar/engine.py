@@ -276,7 +276,7 @@ def prepare_model(
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
         patcher.patch_attention(model, sp)
         if job is not None:
-            advise_on_memory(model, sp, job)
+            advise_on_memory(base, sp, lambda base: patcher.job_of(base, job()))
     assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 

@@ -19,6 +19,7 @@ from .predict import Prediction, most_saving_settings, predict, settings_in_word
 from .request import Model, Objective, Request
 
 GIB = 2**30
+SAVES = 0.95  # of the memory; settings that leave more than that are not worth naming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +200,6 @@ def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: i
     least = footprint(others.step(dataclasses.replace(config, **saving))).peak.total
     words = [*(() if job.checkpointing else ("gradient checkpointing",)), *settings_in_words(saving)]
     predicted = f"`python -m ds_seqpar memory` predicts {now / GIB:.3g} GiB a rank for {seq:,} tokens"
-    if not words:
-        return f"{predicted}, with all settings that save memory on: take a larger size or shorter sequences"
+    if not words or least > SAVES * now:
+        return f"{predicted}, and little less with other settings: take a larger size, a higher ZeRO stage or less data"
     return f"{predicted}, and {least / GIB:.3g} GiB with {', '.join(words)}: turn them on, or take a larger size"

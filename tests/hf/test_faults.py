@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import ds_seqpar
 from tests.dist.ranks import is_one_sentence
@@ -31,6 +32,24 @@ def asks(*_):
     torch.empty(ABSENT, dtype=torch.uint8)
 
 
+def plant(engine, place):
+    """Let the needy rank ask for too much, in the MLP of the second layer or when the optimizer begins."""
+    mlp, before = engine.module.model.layers[1].mlp, LlamaMLP.forward
+
+    def forward(self, x):
+        if self is mlp and place == "forward":
+            asks()
+        out = before(self, x)
+        if self is mlp:
+            out.register_hook(asks)
+        return out
+
+    if place == "optimizer":
+        engine.optimizer.optimizer.register_step_pre_hook(asks)
+    else:
+        LlamaMLP.forward = forward
+
+
 def out_of_memory(folder, place):
     """What the rank that has memory is told, in words; the other prints, and ends as an uncaught error ends it."""
     torch.manual_seed(0)
@@ -38,13 +57,7 @@ def out_of_memory(folder, place):
     sp, ids = engine.sequence_parallel, torch.arange(32)[None] % 64
     for step in range(2):
         if step == 1 and dist.get_rank() == NEEDY:
-            layer = engine.module.model.layers[1]
-            if place == "forward":
-                layer.mlp.down_proj.register_forward_pre_hook(asks)
-            elif place == "backward":
-                layer.mlp.down_proj.register_full_backward_pre_hook(asks)
-            else:
-                engine.optimizer.optimizer.register_step_pre_hook(asks)
+            plant(engine, place)
         try:
             for batch in sp.shard_batches([{"input_ids": ids, "labels": ids}]):
                 engine.backward(engine(**batch).loss)
@@ -60,7 +73,7 @@ def out_of_memory(folder, place):
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("forward", "in forward of layer 1 (Linear)"),
+        ("forward", "in forward of layer 1 (LlamaMLP)"),
         pytest.param("backward", "in backward", marks=pytest.mark.whole),
         pytest.param("optimizer", "in the optimizer step", marks=pytest.mark.whole),
     ],
@@ -72,7 +85,8 @@ def test_a_rank_out_of_memory_is_told_on_all(place, words, tmp_path):
     sentence = next(line for line in lines if "ran out of memory" in line)
     assert lines[-1] == sentence
     assert sum("Error: " in line for line in lines) == 1, lines
-    needed = (f"rank {NEEDY} ran out of memory {words}", "1.05e+06 GiB", "ds_seqpar memory` predicts", "32 tokens")
-    assert missing(sentence, *needed, "gradient checkpointing", "mlp_tiles") == []
+    needed = f"rank {NEEDY} ran out of memory {words}", "1.05e+06 GiB", "predicts 1.86 GiB a rank for 32 tokens"
+    assert missing(sentence, *needed) == []
     assert is_one_sentence(sentence)
-    assert "ran out of memory" in told, told
+    # DeepSpeed's own calls raise what the backend says; the rank then prints nothing, since the cause is told
+    assert ("ran out of memory" in told) == (place != "optimizer"), told
