@@ -7,6 +7,7 @@ gradients over all ranks, at every stage. `ds_seqpar.data.batches` divides the l
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -120,12 +121,29 @@ def initialize(
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
     EngineCheckpoints(engine, sp, of_loop=True)
+    if patcher is None or patcher.patched_with(model) is None:
+        _check_first_step(engine, sp)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp, loader)
     return returned[0], returned[1], engine.training_dataloader, returned[3]
+
+
+def _check_first_step(engine: Any, sp: SequenceParallel) -> None:
+    """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
+    step = engine.step
+    sp.first_use.begin()
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not sp.first_use.is_met:
+            error = sp.first_use.error()
+            assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
+        return step(*args, **kwargs)
+
+    engine.step = checked
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:

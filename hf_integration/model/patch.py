@@ -296,6 +296,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         yield
         return
     patch.whole.append(None)
+    patch.sp.first_use.is_met = True  # what is evaluated here is not sharded
     try:
         yield
     finally:
@@ -414,16 +415,10 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     """
     if patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
         return
-    received_before = sum(sp.comm.received.values())
 
     @between_graphs
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        silent = sp.size > 1 and sum(sp.comm.received.values()) == received_before
-        error = ConfigError(
-            "a model that is given with sequence_parallel=sp must call sp.attention; got "
-            f"{type(unwrapped(module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
-        )
-        if check_loss(sp, module, kwargs, output, error=error if silent else None):
+        if check_loss(sp, module, kwargs, output, error=sp.first_use.error()):
             handle.remove()
 
     handle = engine.module.register_forward_hook(check, with_kwargs=True)
