@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import compat
-from .auto import job_of
+from .auto import advise_on_memory, job_of
 from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
@@ -306,6 +306,8 @@ def prepare_model(
         if sp is None:
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
         patcher.patch_attention(model, sp)
+        if job is not None:
+            advise_on_memory(base, sp, lambda base: patcher.job_of(base, job()))
     assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 

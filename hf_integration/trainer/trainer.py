@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        job = functools.partial(job_of_trainer, self, content)
+        trainer: Any = weakref.proxy(self)  # the job may be asked for as long as the process lives
+        job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
