@@ -7,6 +7,7 @@ gradients over all ranks, at every stage. `ds_seqpar.data.batches` divides the l
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from . import compat
-from .auto import job_of
+from .auto import advise_on_memory, job_of
 from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
+from .engine_checkpoints import EngineCheckpoints
 from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
@@ -56,6 +58,7 @@ def initialize(
     args: argparse.Namespace | None = None,
     sequence_parallel: SequenceParallel | None = None,
     check_loss: bool = True,
+    doctor: bool | None = None,
     **kwargs: Any,
 ) -> tuple:
     """Prepare a model for sequence parallel training under DeepSpeed, as `deepspeed.initialize` does.
@@ -72,6 +75,7 @@ def initialize(
         check_loss: Check the loss, in the first forward with labels at the latest. A causal language model of
             transformers must give the sum of token losses on shift_labels over num_items_in_batch. False is for a loss
             that is meant to be another.
+        doctor: Whether to examine the job for some seconds first; default: what the section says.
         **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
             dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
             whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
@@ -83,7 +87,7 @@ def initialize(
 
     Raises:
         ConfigError: Whatever would break the gradient contract: other arguments, pipeline modules, the JSON keys in
-            `config.deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
+            `config.deepspeed_json.REFUSED`, what DeepSpeed itself refuses, and what the doctor finds.
 
     Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
@@ -110,6 +114,12 @@ def initialize(
         patcher.trust_loss(model)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
+    doctor = sp.config.doctor if doctor is None else bool(doctor)
+    assert_ranks_agree(sp.control_world, "arguments", {"doctor": doctor}, call="initialize")
+    if doctor:
+        from .doctor.report import require_sound
+
+        require_sound(sp, model, json.content)
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
     returned = deepspeed.initialize(args=own_args, model=model, config=content, **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
@@ -118,12 +128,30 @@ def initialize(
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
+    EngineCheckpoints(engine, sp, of_loop=True)
+    if patcher is None or patcher.patched_with(model) is None:
+        _check_first_step(engine, sp)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp, loader)
     return returned[0], returned[1], engine.training_dataloader, returned[3]
+
+
+def _check_first_step(engine: Any, sp: SequenceParallel) -> None:
+    """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
+    step = engine.step
+    sp.first_use.begin()
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not sp.first_use.is_met:
+            error = sp.first_use.error()
+            assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
+        return step(*args, **kwargs)
+
+    engine.step = checked
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
@@ -152,10 +180,15 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
-    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
+    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers.
+
+    Where `check_finite` is set, its steps are looked at from now on.
+    """
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
+    if sp.runtime.finite is not None:
+        sp.runtime.finite.watch(engine, sp.control_world)
     compat.engine_config(engine).train_batch_size //= sp.size
     compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
@@ -273,6 +306,8 @@ def prepare_model(
         if sp is None:
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
         patcher.patch_attention(model, sp)
+        if job is not None:
+            advise_on_memory(base, sp, lambda base: patcher.job_of(base, job()))
     assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 

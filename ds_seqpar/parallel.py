@@ -481,10 +481,15 @@ class SequenceParallel(Sharding):
 
         Raises:
             InputError, DisagreementError: A loss is no such tensor, or ranks give other numbers of them; on all ranks.
+            ConfigError: The model has called no attention of this SequenceParallel since batches were sharded, or a
+                model of your own has not read their position_ids; on all ranks.
         """
         groups = self.groups
         self.journal.settle()  # before a loss is looked at, which waits for the device
-        mean, local = mean_of(groups, losses)
+        mean, local = mean_of(groups, losses, self.first_use.error())
+        if self.runtime.finite is not None:
+            self.runtime.finite.look("the loss", "which came into mean_loss", local, "see what computes it")
+            self.runtime.finite.agree(groups.world)
         return WithValue.apply(local, torch.full_like(local, mean), 1) if differentiable else mean
 
 

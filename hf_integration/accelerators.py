@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.engine import count_by_rank, count_sequences
+from ds_seqpar.engine_checkpoints import EngineCheckpoints
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
@@ -158,6 +159,8 @@ class GroupAccelerator(GroupState):
                 scheduler.__class__, scheduler.sp = GroupScheduler, self.sp
         for engine in compat.models(self.own):
             if hasattr(engine, compat.ENGINE):
+                if not hasattr(engine, "counts_sequences"):
+                    EngineCheckpoints(engine, self.sp, of_loop=False)
                 count_sequences(engine, self.sp)
 
     # ---- gathering

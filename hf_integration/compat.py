@@ -55,7 +55,6 @@ generation_config_of = attribute(
 
 train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
 loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss`")
-output_folder = attribute("transformers.trainer:Trainer._get_output_dir", "telling half-written checkpoints apart")
 collator_of = attribute(
     "transformers.trainer:Trainer._get_collator_with_removed_columns", "the trial of a data set's examples"
 )
@@ -69,7 +68,10 @@ EXTENDED = {
     "_prepare_for_training": "Liger's kernels in a patched model",
     "_finalize_training": "`train_loss`",
     "_load_rng_state": "the random state of a resumed run",
-    "_save_checkpoint": "telling half-written checkpoints apart",
+    "_get_output_dir": "checkpoints that are whole or not there",
+    "_save": "checkpoints that are whole or not there",
+    "_save_checkpoint": "checkpoints that are whole or not there",
+    "_push_from_checkpoint": "checkpoints that are whole or not there",
 }
 EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}  # which would run unpatched models
 # methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another

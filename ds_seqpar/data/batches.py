@@ -98,8 +98,11 @@ def shard_microbatches(
         )
     if from_padding and dist.get_rank() == 0:
         warn_of_left_padding()
+    sp.first_use.begin()
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (world * len(microbatches))
+        if not sp.vocabularies:  # a patched model reads positions
+            batch["position_ids"] = sp.first_use.watch(batch["position_ids"])
     return sharded
 
 

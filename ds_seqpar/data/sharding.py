@@ -19,7 +19,7 @@ from ..compiler.sharding.layout import multiple
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards
 from ..config.settings import SequenceParallelConfig
-from ..errors import InputError, as_seqpar_error, whole_number
+from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
 from ..runtime import input_checks
 from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.backward import Calls
@@ -27,6 +27,7 @@ from ..runtime.comm import TorchComm, explaining_failure
 from ..runtime.groups import Groups, check_thread
 from ..runtime.journal import Journal
 from .batch_layout import BatchLayout, positions_held
+from .first_use import FirstUse
 from .on_devices import DeviceCache
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
@@ -56,6 +57,11 @@ class Sharding:
     def layout_tensors(self) -> DeviceCache:
         """Tensors that depend on a batch's layout alone, on the devices that need them."""
         return DeviceCache()
+
+    @functools.cached_property
+    def first_use(self) -> FirstUse:
+        """Whether a model has used what was sharded."""
+        return FirstUse(self.calls)
 
     @property
     def keeps_masks(self) -> bool:
@@ -402,12 +408,13 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 # ---- losses
 
 
-def mean_of(groups: Groups, losses: object) -> tuple[float, Tensor]:
+def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) -> tuple[float, Tensor]:
     """Return the mean of all ranks' losses, and that of this rank's with its graph. Collective over the world.
 
     Args:
         groups: this rank's groups.
         losses: a floating point tensor of one element, or an iterable of such: one for each micro-batch.
+        error: of this rank, which all ranks then raise.
 
     Returns:
         (the mean over all ranks, computed in fp64; the mean of this rank's losses, 0-dim, in their dtype).
@@ -416,13 +423,13 @@ def mean_of(groups: Groups, losses: object) -> tuple[float, Tensor]:
         InputError: on the rank that was given something else.
         DisagreementError: on all other ranks, and on all if the numbers of losses differ.
     """
-    checked, local_mean, exact_mean, error = [], torch.zeros((), device="cpu"), 0.0, None
+    checked, local_mean, exact_mean = [], torch.zeros((), device="cpu"), 0.0
     try:
         checked = _losses(losses)
         local_mean = torch.stack([loss.reshape(()) for loss in checked]).mean()
         exact_mean = float(torch.stack([x.detach().double().cpu().reshape(()) for x in checked]).mean())
     except Exception as reason:  # of a generator of losses, of tensors on several devices
-        error = as_seqpar_error("averaging losses failed", reason)
+        error = error or as_seqpar_error("averaging losses failed", reason)
     compared = {"number of losses": len(checked)}
     assert_ranks_agree(groups.world, "losses", compared, error=error, peers=groups.control, call="mean_loss")
     return all_reduce_sum(groups.world, [exact_mean], "mean_loss")[0] / dist.get_world_size(), local_mean

@@ -13,6 +13,8 @@ import copy
 import functools
 import itertools
 import math
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
-from transformers.trainer_utils import has_length, set_seed
+from transformers.trainer_utils import has_length, rotate_checkpoints, set_seed
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.compat import tree_map
@@ -30,12 +32,14 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
+from ds_seqpar.doctor.report import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints
 from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
 from ds_seqpar.runtime.process_exit import printed_once
+from ds_seqpar.saving import Aside, is_whole, written_aside
 from ds_seqpar.whole import plain
 
 from .. import compat
@@ -106,6 +110,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
+        self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
+        self._aside: Aside | None = None  # the checkpoint that is being written
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
@@ -180,7 +186,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        job = functools.partial(job_of_trainer, self, content)
+        trainer: Any = weakref.proxy(self)  # the job may be asked for as long as the process lives
+        job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
@@ -250,7 +257,9 @@ class SequenceParallelMixin(rollouts.Rollouts):
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
-        folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
+        folder, self._writers = resume.checkpoint_of(
+            self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run
+        )
         with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
             return super().train(folder, *args, **kwargs)
 
@@ -259,6 +268,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         if self.args.use_liger_kernel:  # `train` has put Liger's kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
             self._set_loss_check(unwrapped(self.model))
+        if self.sp.config.doctor:
+            require_sound(self.sp, self.model, self.accelerator.state.deepspeed_plugin.deepspeed_config, loader)
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -272,16 +283,44 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path = resume.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
-        if resume.is_whole(path):  # `train` has warned of a missing or damaged file
+        path = resume.random_state(Path(checkpoint), self.args.process_index, self._writers)
+        if not is_whole(path):  # `train` has warned of a missing or damaged file
+            pass
+        elif self._writers == self.args.world_size:
             super()._load_rng_state(checkpoint)
+        else:
+            rng_state.load(path)
         rng_state.share(self.sp.groups.control)
 
+    # ---- saving: a checkpoint is there as a whole, or not at all
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:  # a folder that is being overwritten must not count as a checkpoint until complete
-            folder = Path(compat.output_folder(self)(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)
+        run, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        try:
+            with written_aside(self.sp.control_world, Path(run), name, self.args.should_save) as self._aside:
+                super()._save_checkpoint(model, trial)
+                if best == name or os.path.isdir(os.path.join(run, best)):
+                    self.state.best_model_checkpoint = os.path.join(run, best)
+                if self.args.should_save:
+                    self.state.save_to_json(str(self._aside.path / TRAINER_STATE_NAME))
+        finally:
+            self._aside = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.path.join(run, name))
+        if self.args.should_save:
+            rotate_checkpoints(run, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._aside is None else str(self._aside.path.parent)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if self._aside is None else self._aside.keeping_errors():
+            super()._save(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:  # else it is called again once the folder has its name
+            super()._push_from_checkpoint(checkpoint_folder)
 
     # ---- evaluation: every sequence counts once
 

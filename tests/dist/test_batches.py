@@ -77,12 +77,21 @@ def token_loss(labels):
     return torch.where(labels == IGNORE, 0.0, (labels.double() + 1).log())
 
 
+def attend(sp, batches):
+    """What a model does beside its loss: it attends to all ranks' tokens, and reads positions."""
+    x = torch.zeros(1, 2 * sp.multiple // sp.size, 1, 8)
+    sp.attention(x, x, x)
+    for batch in batches:
+        batch["position_ids"].max()
+
+
 def windows(size):
     """By layout and window: (num_items_in_batch by batch, this rank's label tokens, loss)."""
     found = []
     for layout, window in SETTINGS:
         sp = make(size=size, layout=layout)
         batches = sp.shard_batches([a_batch(10 * sp.data_rank + seed, ignored) for seed, ignored in window])
+        attend(sp, batches)
         # as a transformers model does: the sum over its own tokens, divided by the number it is given
         losses = [token_loss(batch["shift_labels"]).sum() / batch["num_items_in_batch"] for batch in batches]
         tokens = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
@@ -120,6 +129,7 @@ def ignored_tokens(which):
     labels = ids.clone()
     labels[:, which] = IGNORE
     batch = sp.shard_batch({"input_ids": ids, "labels": labels})
+    attend(sp, [batch])
     loss = token_loss(batch["shift_labels"]).sum() / batch["num_items_in_batch"]
     return batch["num_items_in_batch"], int((batch["shift_labels"] != IGNORE).sum()), loss.item(), sp.mean_loss(loss)
 
@@ -157,6 +167,7 @@ def test_evaluation_takes_one_batch_of_a_window():
     sp = make(size=2)
     sp.accumulation_steps = 2
     sharded = sp.shard_batch(a_batch(sp.data_rank), training=False)
+    attend(sp, [sharded])
     loss = sp.mean_loss(token_loss(sharded["shift_labels"]).sum() / sharded["num_items_in_batch"])
     assert loss == pytest.approx(token_loss(labels).sum().item() / int((labels != IGNORE).sum()), rel=1e-12)
     assert sp.accumulation_steps == 2

@@ -16,6 +16,7 @@ from torch.utils.data import ChainDataset
 import ds_seqpar
 from hf_integration import patch_attention, patched_with, unpatch_attention
 from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.dist.test_first_use import BATCH, Model
 from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step, with_lora
 from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
 from tests.launch import on_engine_ranks as on_ranks
@@ -394,3 +395,24 @@ def compiled_models():
 
 def test_a_model_inside_torch_compile_or_ddp_is_patched():
     assert on_ranks(WORLD, compiled_models) == [[True] * 9] * WORLD
+
+
+def own_steps(attends, reads):
+    sp = make(size=WORLD)
+    torch.manual_seed(0)
+    model = Model(sp if attends else None, reads)
+    engine, *_ = ds_seqpar.initialize(model=model, config=good(), sequence_parallel=sp)
+    for _ in range(2):
+        [batch] = sp.shard_batches([BATCH])
+        engine.backward(engine(**batch))
+        if refused := refusal(engine.step)[1]:
+            return refused
+    return None
+
+
+def test_the_first_step_of_a_model_that_takes_a_shard_for_a_whole_sequence_is_refused():
+    for attends, reads, words in ((False, True, "no attention"), (True, False, "position_ids")):
+        for message in on_ranks(WORLD, own_steps, attends, reads):
+            assert is_one_sentence(message)
+            assert missing(message, words) == []
+    assert on_ranks(WORLD, own_steps, True, True) == [None, None]

@@ -1,0 +1,112 @@
+"""Find a model that computes with a rank's tokens as if they were a whole sequence.
+
+A loop in which the patch was forgotten trains, with a plausible loss: each rank attends to its own tokens alone. So
+does a model of one's own that numbers a rank's tokens from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import compat
+from ..errors import ConfigError
+from ..runtime.backward import Calls
+
+# operators after which the positions have still to be read
+COPIES = {f"aten::{name}" for name in ("_to_copy", "alias", "clone", "detach", "expand", "slice.Tensor", "view")}
+UNDISPATCHED = {Tensor.tolist, Tensor.numpy, Tensor.data_ptr}  # kernels in Triton ask for the last
+
+
+class FirstUse:
+    """Whether what was sharded has met attention, and its positions were read, until both have happened once.
+
+    Args:
+        calls: Counts the calls of attention, and of layers with a state.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.calls_before: int | None = None  # the first batch was sharded; None: none was
+        self.is_met = not calls.of[1]  # one rank has whole sequences
+        self.are_read: bool | None = None  # None: no positions were given out
+
+    def begin(self) -> None:
+        """Count calls from here on, unless that has begun."""
+        if self.calls_before is None:
+            self.calls_before = self.calls.count
+
+    def watch(self, positions: Tensor) -> Tensor:
+        """Return the positions, as a tensor that notes here that it is read, until one was."""
+        if self.is_met or self.are_read:
+            return positions
+        self.are_read = False
+        return _Positions(positions, self.read)
+
+    def read(self) -> None:
+        self.are_read = True
+
+    def error(self) -> ConfigError | None:
+        """Return what is wrong with the model that has computed a loss since; None where nothing is."""
+        if self.is_met or self.calls_before is None:
+            return None
+        if self.calls.count == self.calls_before:
+            return ConfigError(
+                "a model that is given shards must attend to all ranks' tokens; got one that called no attention of a "
+                "SequenceParallel, so that each rank attended to its own tokens alone: give it to initialize, "
+                "share_sequences or patch_attention, or call sp.attention in it"
+            )
+        if self.are_read is False:
+            return ConfigError(
+                "a model of your own must take the position_ids of a batch that was sharded; got one in which nothing "
+                "read them, so that each rank would number its tokens from 0: give them to its rotary or learned "
+                "positions, and where it has none, read them once, as by batch['position_ids'].max()"
+            )
+        self.is_met = True
+        return None
+
+
+class _Positions(Tensor):
+    """Positions that call a function once they are read. Copies of them are such tensors too."""
+
+    plain: Tensor
+    read: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls: type[_Positions], plain: Tensor, read: Callable[[], None]) -> _Positions:
+        strides, device = plain.stride(), plain.device
+        x = compat.make_wrapper(cls, plain.shape, strides=strides, dtype=plain.dtype, device=device)
+        x.plain, x.read = plain, read
+        return x
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in UNDISPATCHED:
+            args[0].read()
+            args = (args[0].plain, *args[1:])
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        reads = [x.read for x in compat.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        args, kwargs = compat.tree_map(lambda x: x.plain if isinstance(x, cls) else x, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        if op.name() in COPIES:
+            return cls(result, reads[0])
+        for read in reads:
+            read()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:  # a compiled graph that has them reads them
+        self.read()
+        return ["plain"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], *_: Any) -> _Positions:
+        return cls(parts["plain"], lambda: None)
