@@ -1,5 +1,7 @@
 """The watchdog beside real engines, a Trainer, and processes that end."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -8,11 +10,10 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import ds_seqpar
-from tests.dist.test_ends import run_ranks
 from tests.dist.test_watchdog import AFTER, WORLD, Hang
 from tests.hf import trainers
-from tests.hf.llama import llama, ragged, settings, step
-from tests.launch import on_engine_ranks, on_trainer_ranks
+from tests.hf.llama import adam, llama, ragged, settings, step
+from tests.launch import free_port, on_engine_ranks, on_trainer_ranks
 from tests.words import missing
 
 pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.whole]
@@ -32,7 +33,7 @@ def hanging(file, call):
 
 
 def on_an_engine(folder, stage):
-    engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(SECTION, stage, 1, 4))
+    engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(SECTION, stage, 1, 4, **adam(1e-3)))
     sp = engine.sequence_parallel
 
     def a_step(*_):
@@ -124,6 +125,12 @@ elif sys.argv[0].endswith("stays.py"):
 def test_a_rank_at_its_end_is_named(name, words, tmp_path):
     script = tmp_path / f"{name}.py"
     script.write_text(ENDING)
-    (code, said, _), *_ = run_ranks(2, script)
-    assert code == 1
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    (_, said), _ = [rank.communicate(timeout=200) for rank in ranks]
+    assert ranks[0].returncode == 1
     assert missing(said, words) == [], said
