@@ -7,7 +7,8 @@ Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_
 kernel; of processor time, since it waits for nobody. "but for its kernel" is what a call takes outside of it.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks; and
 forward of few tokens in each mode of "agreement", beside one that compares nothing.
-Trust: a training step of a small LLaMA on 4 ranks; the processor time of its comparisons of ranks, and of the watchdog.
+Trust: the processor time of a training step of a small LLaMA on 4 ranks, of comparisons of ranks in it, and of the
+watchdog.
 Program: what is looked up, or derived, before a rank's walk, with its kernel calls. That is for lengths that it knows,
 for new ones, and for new packs of 64 documents.
 A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
@@ -59,7 +60,8 @@ def main() -> None:
             first = next(iter(rows.values()))
             for name, seconds in rows.items():
                 ratios = [] if title == "Program" else [a / b for a, b in zip(seconds, first, strict=True)]
-                tables.row(f"{name}, {words}", *tables.middle(seconds, 1e6, ".0f"), *tables.middle(ratios, 1, ".3f"))
+                digits = ".5f" if title == "Trust" else ".3f"
+                tables.row(f"{name}, {words}", *tables.middle(seconds, 1e6, ".0f"), *tables.middle(ratios, 1, digits))
 
 
 def call(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
@@ -151,12 +153,12 @@ def steps(tokens: int, calls: int) -> Rows:
     rows: Rows = {"step": [], "agreement": [], "watchdog": []}
     for number in range(calls + 1):
         dist.barrier()
-        before = time.perf_counter(), comparisons.seconds, looks.seconds
+        before = time.process_time(), comparisons.seconds, looks.seconds
         loss = model(**sp.shard_batch({"input_ids": ids, "labels": ids})).loss
         loss.backward()
         sp.mean_loss(loss)
         for seconds, now, began in zip(
-            rows.values(), (time.perf_counter(), comparisons.seconds, looks.seconds), before, strict=True
+            rows.values(), (time.process_time(), comparisons.seconds, looks.seconds), before, strict=True
         ):
             seconds += [now - began] if number else []
     return rows
