@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 import ds_seqpar
 from hf_integration import SequenceParallelTrainer, share_sequences
 from tests.dist.ranks import is_one_sentence, refusal
-from tests.hf.llama import MODES, adam, llama, ragged, settings, small
+from tests.hf.llama import MODES, adam, ragged, settings, small
 from tests.hf.trainers import arguments, collate, documents
 from tests.launch import on_engine_ranks, on_trainer_ranks
 from tests.words import missing
@@ -29,7 +29,7 @@ def spoil(x, value=math.nan):
 
 def weight(engine, number):
     if number == 1 and dist.get_rank() == BAD:
-        spoil(engine.module.model.layers[1].mlp.down_proj.weight)
+        spoil(engine.module.model.layers[0].mlp.down_proj.weight)
 
 
 def embedding(engine, number):
@@ -39,7 +39,7 @@ def embedding(engine, number):
 
 def scale(engine, number):
     if number == 1:
-        engine.module.model.layers[1].self_attn.scaling = math.inf
+        engine.module.model.layers[0].self_attn.scaling = math.inf
 
 
 def module(engine, number):
@@ -105,9 +105,9 @@ def wire(engine, number):
 
 
 CASES = {  # what plants a number -> (ranks that have it, words of the sentence)
-    weight: ("rank 1", "the parameter weight of model.layers.1.mlp.down_proj", "step 2, micro-batch 1"),
+    weight: ("rank 1", "the parameter weight of model.layers.0.mlp.down_proj", "step 2, micro-batch 1"),
     embedding: ("rank 1", "inf in 4096 of 4096 numbers", "the parameter weight of model.embed_tokens"),
-    scale: ("ranks 0-1", "inf in scale of attention of layer 1", "came in", "step 2, micro-batch 1"),
+    scale: ("ranks 0-1", "inf in scale of attention of layer 0", "came in", "step 2, micro-batch 1"),
     module: ("rank 1", "the input of model.layers.0.mlp.down_proj", "no module before it made"),
     gradient: ("rank 1", "the gradient of the output of model.layers.0.post_attention_layernorm", "backward"),
     loss: ("rank 1", "nan in 1 of 1 numbers in loss of LlamaForCausalLM", "micro-batch 1"),
@@ -131,9 +131,9 @@ def assert_told(case, by_rank):
 
 
 def trained(engine, plant):
-    """Three steps of two micro-batches; something is planted in the second."""
+    """Two steps of two micro-batches; something is planted in the second."""
     sp = engine.sequence_parallel
-    for number in range(3):
+    for number in range(2):
         changed = plant(engine, number)
         for microbatch, batch in enumerate(sp.shard_batches(ragged(SECTION, 1, 2, sequences=1))):
             output = engine(**batch)
@@ -145,7 +145,7 @@ def told(plants, stage):
     """What this rank is told of training into which each of these plants something."""
     found, real = [], {name: getattr(comm, name) for name in REDUCTIONS}
     for plant in plants:
-        engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(SECTION, stage, 2, 2, **adam(1e-3)))
+        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(SECTION, stage, 2, 2, **adam(1e-3)))
         found.append(refusal(trained, engine, plant))
         for name, function in real.items():
             setattr(comm, name, function)
