@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import compat
-from .auto import job_of
+from .auto import advise_on_memory, job_of
 from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
@@ -180,10 +180,15 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
-    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
+    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers.
+
+    Where `check_finite` is set, its steps are looked at from now on.
+    """
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
+    if sp.runtime.finite is not None:
+        sp.runtime.finite.watch(engine, sp.control_world)
     compat.engine_config(engine).train_batch_size //= sp.size
     compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():
@@ -301,6 +306,8 @@ def prepare_model(
         if sp is None:
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
         patcher.patch_attention(model, sp)
+        if job is not None:
+            advise_on_memory(base, sp, lambda base: patcher.job_of(base, job()))
     assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 

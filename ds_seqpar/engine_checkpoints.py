@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import compat
-from .errors import ConfigError
+from .data.loader import Loader
+from .errors import ConfigError, as_seqpar_error
 from .parallel import SequenceParallel
-from .runtime.agreement import assert_ranks_agree
-from .saving import Aside, written_aside
+from .random_states import random_state, set_random_state
+from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
+from .runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
+from .runtime.log import log_once
+from .saving import Aside, recover, written_aside
+
+PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
 
 
 class EngineCheckpoints:
@@ -32,6 +41,7 @@ class EngineCheckpoints:
             )
         self.engine, self.sp, self.of_loop = engine, sp, of_loop
         self._save, engine.save_checkpoint = engine.save_checkpoint, self.save_checkpoint
+        self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
 
     def save_checkpoint(
         self,
@@ -40,6 +50,8 @@ class EngineCheckpoints:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        loader: Loader | None = None,
     ) -> bool:
         """Save a checkpoint, which is there once all ranks have written theirs. Collective over all ranks.
 
@@ -49,6 +61,7 @@ class EngineCheckpoints:
             client_state: What `load_checkpoint` returns.
             save_latest: Whether it becomes the one that `load_checkpoint` takes by default.
             exclude_frozen_parameters: Whether to leave out parameters that are not trained.
+            loader: The loader of `sp.loader` whose place is saved; default: that of `training_data`.
 
         Returns:
             True.
@@ -61,18 +74,171 @@ class EngineCheckpoints:
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
         assert_ranks_agree(group, "checkpoint", compared, error=self._unsaved(), call="save_checkpoint")
-        leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-        with written_aside(group, folder, name, leads, save_latest) as aside:
+        with written_aside(group, folder, name, self._leads, save_latest) as aside:
             writer, members = engine.checkpoint_engine, vars(engine)
             copy_scripts = getattr(engine, compat.COPY_SCRIPTS)
             engine.checkpoint_engine = _Writer(writer, aside)
             members[compat.COPY_SCRIPTS] = lambda _: _guarded(aside, copy_scripts, str(folder))
             try:
                 self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                engine.checkpoint_engine.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
             finally:
                 engine.checkpoint_engine = writer
                 del members[compat.COPY_SCRIPTS]
         return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        *,
+        loader: Loader | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint, also one of another number of ranks, SP size or ZeRO stage. Collective over all ranks.
+
+        Loading the optimizer's states too continues the run: its random states and the place of its loader are
+        restored.
+
+        Args:
+            load_dir: The folder of checkpoints.
+            tag: The checkpoint's name; default: the last one that was saved.
+            load_module_strict: As DeepSpeed's.
+            load_optimizer_states: As DeepSpeed's.
+            load_lr_scheduler_states: As DeepSpeed's.
+            load_module_only: As DeepSpeed's.
+            custom_load_fn: As DeepSpeed's.
+            loader: The loader of `sp.loader` that goes on; default: that of `training_data`.
+
+        Returns:
+            (the path that was loaded, the `client_state` that was saved); (None, None) where the folder has no
+            checkpoint yet.
+
+        Raises:
+            ConfigError: On every rank, where the checkpoint is not whole, or the run cannot go on from it.
+        """
+        engine, folder, group = self.engine, Path(load_dir), self.sp.control_world
+        given = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        error = None
+        try:
+            if self._leads:
+                recover(folder)
+        except OSError as reason:
+            error = as_seqpar_error("reading a folder of checkpoints failed", reason)
+        assert_ranks_agree(group, "folder of checkpoints", None, error=error, call="load_checkpoint")
+        universal = engine.load_universal_checkpoint()
+        name = _last(folder, universal) if tag is None else str(tag)
+        assert_ranks_agree(group, "checkpoint to load", {"tag": name}, call="load_checkpoint")
+        if name is None or universal or load_module_only or not load_optimizer_states:
+            return self._load(str(load_dir), tag, *given)
+        states, converts = self._inspected(folder / name, loader)
+        if not converts:
+            loaded = self._load(str(load_dir), name, *given)
+        else:
+            self._convert(folder, name)
+            config = compat.engine_config(engine)
+            config.load_universal_checkpoint = True
+            try:
+                loaded = self._load(str(folder / name), UNIVERSAL, *given)
+            finally:
+                config.load_universal_checkpoint = False
+            mend(engine, folder / name / UNIVERSAL)
+        if states is not None:
+            if (loader := self._loader(loader)) is not None:
+                loader.load_state_dict(states["loader"])
+            set_random_state(states["random"])
+        return loaded
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank makes and renames folders: one of those that see the same ones."""
+        return (self.engine.local_rank if self.engine.use_node_local_storage() else self.engine.global_rank) == 0
+
+    def _loader(self, given: Loader | None) -> Loader | None:
+        own = self.engine.training_dataloader
+        return own if given is None and isinstance(own, Loader) else given
+
+    # ---- what a loop needs beside DeepSpeed's files
+
+    def _loop_state(self, loader: Loader | None) -> dict[str, Any]:
+        loader = self._loader(loader)
+        state = {"ranks": self.sp.size * self.sp.data_size, "sequences": self.engine.train_batch_size()}
+        if self.of_loop:
+            state |= {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
+        return state
+
+    def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
+        """Return the loop's state for this rank, or None if the checkpoint has none. Raises ConfigError if this loop
+        cannot go on from it."""
+        if not _loop_file(folder, 0).exists():
+            return None
+        state, rank = torch.load(_loop_file(folder, 0), weights_only=False), self.engine.global_rank
+        if state["sequences"] != self.engine.train_batch_size():
+            raise ConfigError(
+                "a run goes on with as many sequences a step (of a device, by accumulation, by groups); got "
+                f"{self.engine.train_batch_size()} and a checkpoint of {state['sequences']}, set that"
+            )
+        if not self.of_loop or "random" not in state:
+            return None
+        if (state["loader"] is None) != (self._loader(loader) is None):
+            has, lacks = ("the run", "checkpoint") if state["loader"] is None else ("the checkpoint", "run")
+            raise ConfigError(
+                f"a run goes on at the place of its loader; got one in {has} and none in the {lacks}, give the same "
+                "loader= to save_checkpoint and load_checkpoint"
+            )
+        own = torch.load(_loop_file(folder, rank % state["ranks"]), weights_only=False)
+        return state | {"random": own["random"]}
+
+    # ---- looking before loading
+
+    def _inspected(self, folder: Path, loader: Loader | None) -> tuple[dict[str, Any] | None, bool]:
+        """Return (the loop's state, whether the checkpoint must be converted). Raises ConfigError on every rank where
+        it is not whole or this run cannot go on from it."""
+        engine, states = self.engine, None
+        run = LoadingRun(
+            rank=engine.global_rank, ranks=self.sp.size * self.sp.data_size, stage=engine.zero_optimization_stage(),
+            bf16=engine.bfloat16_enabled(),
+        )  # fmt: skip
+        try:
+            report = inspect_engine(folder, run)
+            if not report.fault and not report.mismatch:
+                states = self._read_loop_state(folder, loader)
+        except ConfigError as reason:
+            report = EngineReport(mismatch=str(reason))
+        except Exception as reason:  # a damaged file may raise anything
+            report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
+        reports = [x for _, x in all_gather_objects(self.sp.control_world, ("the checkpoint", report))]
+        if mismatch := next((x.mismatch for x in reports if x.mismatch), ""):
+            raise ConfigError(f"{mismatch} (of {folder})")
+        if faulty := [rank for rank, x in enumerate(reports) if x.fault]:
+            raise ConfigError(
+                f"load_checkpoint needs a whole checkpoint; got {folder}, where {reports[faulty[0]].fault} "
+                f"({ranks_in_words(faulty)}), name another tag"
+            )
+        return states, report.converts
+
+    def _convert(self, folder: Path, name: str) -> None:
+        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks."""
+        target, group = folder / name / UNIVERSAL, self.sp.control_world
+        if assert_ranks_agree(group, "conversion", None, number=int(not target.exists())) == 0:
+            return
+        log_once(f"sequence_parallel: converting {folder / name}, once, for another number of ranks or ZeRO stage")
+        with written_aside(group, folder, f"{name}/{UNIVERSAL}", self.engine.global_rank == 0) as aside:
+            errors: list[Exception] = []
+            thread = threading.Thread(target=_kept, args=(errors, convert, folder / name, aside.path), daemon=True)
+            if self.engine.global_rank == 0:
+                thread.start()
+            busy = True
+            while busy:  # in short waits, for which a group's timeout is long enough
+                if self.engine.global_rank == 0:
+                    thread.join(PROGRESS)
+                busy = bool(assert_ranks_agree(group, "conversion", None, number=int(thread.is_alive())))
+            if errors:
+                raise errors[0]
 
     def _unsaved(self) -> ConfigError | None:
         done, steps = self.engine.micro_steps, self.engine.gradient_accumulation_steps()
@@ -100,3 +266,20 @@ class _Writer:
 def _guarded(aside: Aside, write: Any, *args: Any, **kwargs: Any) -> Any:
     with aside.keeping_errors():
         return write(*args, **kwargs)
+
+
+def _kept(errors: list[Exception], function: Any, *args: Any) -> None:
+    try:
+        function(*args)
+    except Exception as reason:
+        errors.append(reason)
+
+
+def _loop_file(folder: Path, rank: int) -> Path:
+    return folder / f"sequence_parallel_rank_{rank}.pt"
+
+
+def _last(folder: Path, universal: bool) -> str | None:
+    """Return the name of the checkpoint that was saved last; None without any."""
+    file = folder / ("latest_universal" if universal else "latest")
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None

@@ -42,6 +42,7 @@ class Loader:
         self.sp, self.read_once = sp, read_once
         self.epoch: int | None = None  # of the last `set_epoch`, for samplers and data sets that shuffle by it
         self.batches = 0  # how many batches of this epoch were returned
+        self.passes = 0  # how many epochs were read to their ends
         self._random: list[torch.Tensor] = []  # random states at the start of the epoch, which determine its order
         self._state: dict[str, Any] | None = None  # of `load_state_dict`, for the next epoch
         self._order: _Indices | None = None  # of the whole loader
@@ -133,7 +134,7 @@ class Loader:
                 break
             self.batches += 1
             yield batch
-        self.batches = 0
+        self.batches, self.passes = 0, self.passes + 1
 
     def _batches_from(self, state: Mapping[str, Any] | None) -> Iterator[Any]:
         """Yield the batches that this rank reads, after those that the state counts."""
@@ -191,31 +192,54 @@ class Loader:
         """Return the position in this epoch, for `torch.save`. That of rank 0 is valid on all ranks."""
         if self._state is not None:
             return self._state
-        state = {"epoch": self.epoch, "batches": self.batches, "random": self._random, "groups": self.sp.data_size}
+        state = {"epoch": self.epoch, "passes": self.passes, "batches": self.batches, "random": self._random}
+        state |= {"groups": self.sp.data_size, "batch_size": self._batch_size(), "length": _length(self)}
         if self.batches and self._reads and hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the epoch in which a state was taken, from the batch after its last one, in the next iteration.
+        """Continue the epoch in which a state was taken, after its last batch, in the next iteration.
 
-        A data set with an index is not read for the batches before; a stream is. What workers draw for augmentation is
-        not restored.
+        With another number of groups or batch size it goes on after as many sequences, so that optimizer steps of as
+        many sequences are given the same ones. A data set with an index is not read for the batches before; a stream
+        is. What workers draw for augmentation is not restored.
 
         Args:
             state: from `state_dict`.
 
         Raises:
-            ConfigError: if the state was taken with another number of groups.
+            ConfigError: if the state was taken with other groups or batches, and these cannot go on at its place.
         """
-        if state["groups"] != self.sp.data_size:
-            raise ConfigError(
-                f"a loader's state holds for as many groups as it was taken with; got one of {state['groups']} for "
-                f"{self.sp.data_size}, resume with the same sizes"
-            )
+        state = {"passes": 0, **state, "batches": self._batches_after(state)}
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        self._state = dict(state) if state["batches"] else None
+        self.passes = state["passes"]
+        own = {"groups": self.sp.data_size, "batch_size": self._batch_size(), "length": _length(self)}
+        self._state = state | own if state["batches"] else None
+
+    def _batches_after(self, state: Mapping[str, Any]) -> int:
+        """Return how many batches of this loader are those before a state."""
+        own_size = self._batch_size()
+        batches, groups, size = state["batches"], state["groups"], state.get("batch_size", own_size)
+        together = (own_size or 0) * self.sp.data_size
+        if not batches or (groups, size) == (self.sp.data_size, own_size):
+            return batches
+        if batches == state.get("length"):
+            return len(self)
+        sequences = batches * groups * (size or 0)
+        if "loader" in state or not sequences or not together or sequences % together:
+            raise ConfigError(
+                f"a loader goes on where all groups have had equally many batches; got a state after {batches} of "
+                f"{size} sequences in {groups} groups, for batches of {own_size} in {self.sp.data_size}, "
+                "resume with the same sizes"
+            )
+        return sequences // together
+
+    def _batch_size(self) -> int | None:
+        """Return the sequences of a batch, or None where a batch sampler does not say it."""
+        size = getattr(self.given, "batch_size", None)
+        return getattr(getattr(self.given, "batch_sampler", None), "batch_size", None) if size is None else size
 
 
 class _Indices:

@@ -99,7 +99,7 @@ def objective_of(trainer: Trainer) -> Objective:
     from ds_seqpar.planner.request import TRAINERS, Objective
 
     args: Any = trainer.args
-    names = (base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
+    names = (base.__name__ for base in trainer.__class__.__mro__ if base.__module__.startswith("trl."))
     kinds = (name.removesuffix("Trainer").lower() for name in names)
     sees_logits = args.label_smoothing_factor or trainer.compute_loss_func is not None
     known = {**TRAINERS, "sft": Objective(head="logits" if sees_logits else "fused")}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import safe_globals
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.random_states import random_state, set_random_state
 from ds_seqpar.runtime.comm import explaining_failure
 
 
@@ -24,33 +25,27 @@ def share(group: dist.ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    state = [_state()]
+    state = [random_state()]
     with explaining_failure("sharing the random state of the first rank", group):
         dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
-    _set_state(state[0])
+    set_random_state(state[0])
 
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
     """Restore the random state at the end of a context."""
-    state = _state()
+    state = random_state()
     try:
         yield
     finally:
-        _set_state(state)
+        set_random_state(state)
 
 
-def _state() -> tuple:
-    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
-
-
-def _set_state(state: tuple) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if state[3] is not None:
-        torch.cuda.set_rng_state(state[3])
+def load(path: Path) -> None:
+    """Set the random state to that in a file of the Trainer's, but for devices'. Ranks that are new have no other."""
+    with safe_globals():
+        state = torch.load(path, weights_only=True)
+    set_random_state((state["python"], state["numpy"], state["cpu"], None))
 
 
 class SharedDraws(TrainerCallback):

@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
+        self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
         self._aside: Aside | None = None  # the checkpoint that is being written
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
@@ -184,7 +186,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        job = functools.partial(job_of_trainer, self, content)
+        trainer: Any = weakref.proxy(self)  # the job may be asked for as long as the process lives
+        job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
@@ -254,7 +257,9 @@ class SequenceParallelMixin(rollouts.Rollouts):
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
-        folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
+        folder, self._writers = resume.checkpoint_of(
+            self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run
+        )
         with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
             return super().train(folder, *args, **kwargs)
 
@@ -278,9 +283,13 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path = resume.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
-        if is_whole(path):  # `train` has warned of a missing or damaged file
+        path = resume.random_state(Path(checkpoint), self.args.process_index, self._writers)
+        if not is_whole(path):  # `train` has warned of a missing or damaged file
+            pass
+        elif self._writers == self.args.world_size:
             super()._load_rng_state(checkpoint)
+        else:
+            rng_state.load(path)
         rng_state.share(self.sp.groups.control)
 
     # ---- saving: a checkpoint is there as a whole, or not at all

@@ -1,0 +1,175 @@
+"""Tell whether a run can go on from files of DeepSpeed, and convert them for another number of ranks or ZeRO stage.
+
+DeepSpeed's universal format has every parameter and each of its Adam states whole, and loads it into any partition.
+What it leaves out is mended here: the step and the settings of parameter groups, where ZeRO-3 is on one side; buffers,
+and parameters that are not trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .saving import is_whole
+
+UNIVERSAL = "universal"  # folder, in a checkpoint's, of its converted copy
+ADAM = ("exp_avg", "exp_avg_sq")  # the states of an optimizer that DeepSpeed converts
+GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadingRun:
+    """The run that is to read a checkpoint."""
+
+    rank: int
+    ranks: int
+    stage: int  # of ZeRO
+    bf16: bool
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineReport:
+    """One rank's findings about the files of an engine. The texts are "" if nothing is wrong."""
+
+    fault: str = ""  # what is missing or damaged
+    mismatch: str = ""  # why it belongs to another kind of run
+    ranks: int = 0  # that wrote it
+    converts: bool = False  # whether it must be converted
+
+
+def inspect_engine(folder: Path, run: LoadingRun) -> EngineReport:
+    """Return a report on the files that this rank would read of an engine's checkpoint, the folder of its tag."""
+    report = EngineReport()
+    report.fault = next(filter(None, _faults(folder, run, report)), "")
+    return report
+
+
+def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str]:
+    """Check file by file, and yield what is missing or damaged, or "" for an intact file. Sets the rest of the report.
+
+    The caller stops at the first fault, so later checks may rely on earlier files.
+    """
+    models = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    if not models:
+        yield f"{folder.name} has no model_states.pt"
+    local_file = f"zero_pp_rank_{run.rank}_"
+    model_states = next((path for path in models if path.name.startswith(local_file)), models[0])
+    yield fault_of(model_states)
+    # as DeepSpeed reads it, except that mmap leaves tensors on the disk
+    content = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
+    report.ranks = content.get("dp_world_size", run.ranks)
+    settings = content.get("ds_config", {})
+    stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
+    report.mismatch = _mismatch(stage, bool(bf16), settings, content, run)
+    report.converts = (stage == 3) != (run.stage == 3) or (run.stage > 0 and report.ranks != run.ranks)
+    if report.mismatch or (report.converts and run.rank):
+        return
+    for rank in range(report.ranks) if report.converts else [run.rank]:
+        shard = f"zero_pp_rank_{rank}_mp_rank_00"
+        if stage == 3:
+            yield fault_of(folder / f"{shard}_model_states.pt")
+        if stage:
+            optimizer = folder / f"{'bf16_' if bf16 else ''}{shard}_optim_states.pt"
+            yield fault_of(optimizer)
+            if report.converts and not rank:
+                report.mismatch = _unconvertible(optimizer, stage, settings, content)
+
+
+def _mismatch(stage: int, bf16: bool, settings: Mapping[str, Any], content: Mapping[str, Any], run: LoadingRun) -> str:
+    """Return which setting differs from the run that wrote the file, and what to do; "" if none that matters does."""
+    if bool(stage) != bool(run.stage):
+        return (
+            f"the checkpoint was written under ZeRO stage {stage}, and this run has {run.stage}: set that stage, since "
+            "DeepSpeed converts between 1, 2 and 3 alone"
+        )
+    if run.stage and bf16 != run.bf16:
+        return f"the checkpoint was written with bf16={bf16}, and this run has bf16={run.bf16}: set it alike"
+    return ""
+
+
+def _unconvertible(path: Path, stage: int, settings: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    """Return why DeepSpeed cannot convert a checkpoint; "" where it can."""
+    same = "start as many ranks, under the same ZeRO stage, as the run that wrote it"
+    zero = settings.get("zero_optimization", {})
+    if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
+        return f"DeepSpeed converts no checkpoint of what is offloaded to NVMe: {same}"
+    if stage == 3 and content.get("frozen_param_shapes"):
+        return (
+            "DeepSpeed converts no parameters that are not trained from ZeRO-3: save with "
+            f"exclude_frozen_parameters=True, or {same}"
+        )
+    optimizer = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    states = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"]
+    found: Mapping[str, Any] = next(iter(states.values() if isinstance(states, dict) else states), {})
+    if not {*ADAM, "step"} <= found.keys():
+        return f"DeepSpeed converts Adam's states alone, and this optimizer has {', '.join(found) or 'none'}: {same}"
+    return ""
+
+
+def fault_of(path: Path) -> str:
+    return "" if is_whole(path) else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write an engine's checkpoint in DeepSpeed's universal format, as runs of every ZeRO stage from 1 on read it.
+
+    Args:
+        source: The folder of the checkpoint's tag.
+        target: The folder to write.
+    """
+    import deepspeed
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    given = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(source), "output_folder": str(target)}
+    main(argparse.Namespace(**folders, **given, inject_missing_state=True))
+    zero, trained = target / "zero", [path.parent for path in target.glob(f"zero/*/{ADAM[0]}.pt")]
+    state = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    nested = state.get("optimizer_state_dict")  # of ZeRO-3, whose format has no step of a parameter
+    step = nested["state"][0]["step"] if nested else torch.load(trained[0] / "step.pt", weights_only=False)
+    groups = state["param_groups"]
+    for folder in trained if nested else ():
+        torch.save(step, folder / "step.pt")
+        for path in (folder / f"{name}.pt" for name in ("fp32", *ADAM)):
+            torch.save({"param": torch.load(path, weights_only=False)}, path)
+    by_stage = {"param_groups": groups, "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups}}
+    known = {name: state[name] for name in GLOBAL if name in state}
+    torch.save({**known, **by_stage, "ds_version": deepspeed.__version__}, zero / "optimizer_state.pt")
+    # the rest of what loading reads, under the name that each stage looks for
+    models = sorted(target.glob("*_model_states.pt"))
+    content = torch.load(models[0], map_location="cpu", weights_only=False, mmap=True)
+    names = {folder.name for folder in trained}
+    content["module"] = {name: x.clone() for name, x in content["module"].items() if name not in names}
+    for model in models:
+        model.unlink()
+    torch.save(content, target / "mp_rank_00_model_states.pt")
+    shutil.copyfile(target / "mp_rank_00_model_states.pt", target / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def mend(engine: Any, folder: Path) -> None:
+    """Restore what DeepSpeed leaves out of a converted checkpoint that an engine has loaded. Collective under ZeRO-3.
+
+    Args:
+        engine: DeepSpeed's engine.
+        folder: The converted checkpoint.
+    """
+    import deepspeed
+
+    state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+    for states in engine.optimizer.optimizer.state.values():  # which share a step, where each adds to its own
+        states["step"] = copy.deepcopy(states["step"])
+    content = torch.load(folder / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+    targets = {name: x for name, x in engine.module.named_parameters() if not x.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(targets.values()), modifier_rank=0), torch.no_grad():
+        targets |= dict(engine.module.named_buffers())
+        for name in targets.keys() & content.keys():
+            targets[name].copy_(content[name])
