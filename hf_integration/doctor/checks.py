@@ -23,7 +23,7 @@ from ds_seqpar.errors import ranks_in_words
 from ..families import is_causal_lm, set_balance_weight, unwrapped
 from ..look.facts import text_config
 from ..look.known import facts_of, heads, windows
-from ..look.prove import GRADIENT, LOSS, compared, difference
+from ..look.prove import GRADIENT, LOSS, TOLERANCE, compared, difference
 from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import is_whole
@@ -96,9 +96,10 @@ def step(job: Job) -> list[Finding]:
         for values in (expected, noisy, got):
             values[f"{STEP}{name}"] = values[f"{STEP}{name}"] * (gradient.abs() > sure)
     dtype, figures, wrong = DeepSpeedJson.read(content).known.dtype, [], ""
+    least = max(LEAST[dtype], TOLERANCE[sp.config.comm_dtype])
     for kind in (LOSS, GRADIENT, STEP):
         plain, noise, shared = ({k: x for k, x in one.items() if k.startswith(kind)} for one in (expected, noisy, got))
-        allowed = max(LEAST[dtype], NOISE * difference(plain, noise, math.inf)[1])
+        allowed = max(least, NOISE * difference(plain, noise, math.inf)[1])
         differs, gap = difference(plain, shared, allowed)
         wrong = wrong or differs
         figures.append(f"{gap:.1e} of {allowed:.1e}")
