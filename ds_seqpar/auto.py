@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import as_seqpar_error
@@ -19,6 +21,7 @@ from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .config.deepspeed_json import DeepSpeedJson
+    from .parallel import SequenceParallel
     from .planner.auto import Job as Job
     from .planner.machine import Machine
     from .planner.request import Model as Model
@@ -89,6 +92,35 @@ def planned_by_all(
     if job and job.documents and not plan.request.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
+
+
+def advise_on_memory(model: nn.Module, sp: SequenceParallel, job_with_sizes: Callable[[nn.Module], Job]) -> None:
+    """Let an out-of-memory error of this rank say what the planner predicts for the job.
+
+    Args:
+        model: The model, which is not kept alive, as `sp` is not.
+        sp: What it trains with.
+        job_with_sizes: Returns what the planner must know, the model's sizes too.
+    """
+    from .runtime import out_of_memory
+
+    out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
+
+
+def _memory_in_words(
+    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[SequenceParallel], job_with_sizes: Callable[[nn.Module], Job]
+) -> str:
+    """Return what a step with sequences as in the last forward is predicted to need; "" where that is not known."""
+    from .planner.auto import memory_in_words
+
+    model, sp = model_ref(), sp_ref()
+    last = sp.runtime.last_bound.get("forward") if sp is not None else None
+    if model is None or sp is None or last is None:
+        return ""
+    batch, tokens, *_ = last[0][0]
+    job = dataclasses.replace(job_with_sizes(model), batch=batch)
+    machine = detected_machine(job.dtype, [devices.this_host()], named_machine(sp.config))
+    return memory_in_words(sp.config, job, tokens * sp.size, dist.get_world_size(), machine)
 
 
 def detected_machine(dtype: str, hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:

@@ -12,13 +12,14 @@ from ..config.deepspeed_json import DeepSpeedJson, Zero
 from ..config.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..errors import SECTION, ConfigError
 from . import limits
-from .footprint import rank_bytes
+from .footprint import footprint, rank_bytes
 from .machine import Machine
 from .plan import PlanResult, find_plan, plan
 from .predict import Prediction, most_saving_settings, predict, settings_in_words
 from .request import Model, Objective, Request
 
 GIB = 2**30
+SAVES = 0.95  # of the memory; settings that leave more than that are not worth naming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,3 +182,24 @@ def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
     return changed if planned else None
+
+
+def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> str:
+    """Return a clause: the memory that a step is predicted to need, and with which settings it needs less."""
+    if job.model is None:
+        return ""
+    request, defaults = request_of(config, job, seq, world, machine), SequenceParallelConfig()
+    config = dataclasses.replace(config, head_chunks=1) if config.head_chunks == "auto" else config
+    others = dataclasses.replace(request, checkpointing=True, given={})
+    saving = {
+        name: value
+        for name, value in most_saving_settings(others, config.ulysses).items()
+        if getattr(config, name) == getattr(defaults, name)
+    }
+    now = footprint(request.step(config)).peak.total
+    least = footprint(others.step(dataclasses.replace(config, **saving))).peak.total
+    words = [*(() if job.checkpointing else ("gradient checkpointing",)), *settings_in_words(saving)]
+    predicted = f"`python -m ds_seqpar memory` predicts {now / GIB:.3g} GiB a rank for {seq:,} tokens"
+    if not words or least > SAVES * now:
+        return f"{predicted}, and little less with other settings: take a larger size, a higher ZeRO stage or less data"
+    return f"{predicted}, and {least / GIB:.3g} GiB with {', '.join(words)}: turn them on, or take a larger size"

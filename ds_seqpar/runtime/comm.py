@@ -16,7 +16,7 @@ from ..errors import CommunicationError, ConfigError, SeqParError
 from . import profiling
 from .devices import communicator_device
 from .groups import Groups, is_up, timeout
-from .process_exit import LOST
+from .process_exit import LOST, ended, is_out_of_memory
 from .waits import Awaited, Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
@@ -168,7 +168,7 @@ class explaining_failure(Wait):  # a class, since a generator would cost time at
 
     def __exit__(self, error_type: type | None, error: BaseException | None, _: object) -> None:
         self.end()
-        if isinstance(error, SeqParError | torch.OutOfMemoryError):
+        if isinstance(error, SeqParError) or is_out_of_memory(error):
             return
         if isinstance(error, ValueError) and not is_up(self.group):
             raise ConfigError(f"{self.what} {DESTROYED}") from error
@@ -183,6 +183,8 @@ def _reason(message: str, wait: Wait) -> str:
             f"timed out after {timeout(wait.group).total_seconds():g} s: {wait.whom()} did not take part in it; all "
             "ranks must, not only rank 0, and one that caught an error of its own cannot go on without the others"
         )
+    if LOST.search(message) and (cause := ended()) is not None:
+        return f"failed because another rank ended: rank {cause.rank}, by {cause.sentence}"
     if LOST.search(message) and wait.awaited is None:
         return "failed because another rank ended or gave up: see what that one says"
     if LOST.search(message):

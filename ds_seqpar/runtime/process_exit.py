@@ -1,10 +1,17 @@
-"""What happens when a rank ends: which rank prints an error that many raise, and what the interpreter waits for.
+"""What happens when a rank ends: which rank prints an error that many raise, which line is the last, and what the
+interpreter waits for.
 
 If every rank printed it, the sentence would be lost among its copies and frames of libraries. So one rank prints it,
 with the frames of the user's own files, and the sentence last. Where ranks write to one file, the others print nothing.
 The error is whole on every rank, for callers that catch it; only what Python prints of an uncaught one is changed. An
 excepthook does that. It is set where communication begins, or when the first such error is raised, and calls the hook
 that was there before. DS_SEQPAR_TRACEBACK=full leaves all frames.
+
+A rank that ends by an error of any kind writes it into the store, before it closes its connections. So ranks that lose
+these know why. They say nothing of their own where they write to the same place.
+
+Launchers print after their ranks have ended. So the rank that prints leaves a process behind, which waits for the end
+of the launcher and repeats the sentence as the last line. torchrun's summary quotes it too, from a file.
 
 Gloo's threads drop the tensors of finished operations, for which they need the interpreter's lock. If a thread waits
 for that lock when the interpreter ends, the process aborts, whatever its exit code was to be: "terminate called without
@@ -15,20 +22,23 @@ refers to it any more, and DeepSpeed keeps groups of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
+import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -43,6 +53,7 @@ LOST = re.compile(
     r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended",
     re.IGNORECASE,
 )
+NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
 # folders of files that are not the user's: Python's, installed packages', and, by `printed_once`, ours
 LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
@@ -102,23 +113,71 @@ def _set_hook() -> None:
 
 
 def _print(before: Callable, error_type: type, error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, SeqParError) and not is_lost(error):
+    ours, rank = isinstance(error, SeqParError) or is_lost(error), _rank()
+    if not isinstance(error, Exception) or not (ours or dist.is_initialized()):
         return before(error_type, error, trace)
-    printer, rank = getattr(error, "printer", None), _rank()
+    if not ours:
+        if is_out_of_memory(error):
+            from .out_of_memory import explain  # few runs need it
+
+            trace = _shortened(explain(error, rank))
+        return _print_first(before, error, trace, rank)
+    if is_lost(error) and (cause := ended()) is not None:
+        return _print_pointer(error, rank, cause.rank, cause.place)
+    printer = getattr(error, "printer", None)
     if (printer is None or not printer.key) and dist.is_initialized():
         printer = _first_to_print(error, rank)
     if printer is None or printer.rank == rank:
-        before(error_type, error, _shortened(error))
+        _print_first(before, error, _shortened(error), rank)
         if printer is not None and printer.key:
-            sys.stderr.flush()
             _mark_printed(printer)
     elif not printer.key:
         where = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}: " if trace else ""
         print(f"[rank{rank}]: {where}{error_type.__name__}: {error}", file=sys.stderr)
     elif (place := _was_printed(printer)) == "":
-        before(error_type, error, _shortened(error))
-    elif place != _place_of_stderr():
-        print(f"[rank{rank}]: {error_type.__name__}, see rank {printer.rank}", file=sys.stderr)
+        _print_first(before, error, _shortened(error), rank)
+    else:
+        _print_pointer(error, rank, printer.rank, place)
+    return None
+
+
+def _print_first(before: Callable, error: Exception, trace: TracebackType | None, rank: int) -> None:
+    """Print an error, and tell the ranks that have not ended of it. The launcher may end this rank at any time."""
+    sentence = f"{type(error).__name__}: {error}".splitlines()[0]
+    _write_error_file(sentence, late=is_lost(error))
+    if not _leave_last_line(sentence) and is_lost(error):
+        return  # another rank here has said why, whose store is gone
+    before(type(error), error, trace)
+    sys.stderr.flush()
+    with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or was never there
+        compat.default_store().compare_set(ENDED, "", f"{rank}\n{_place_of_stderr()}\n{sentence}")
+
+
+def _print_pointer(error: Exception, rank: int, printed_by: int, place: str) -> None:
+    """Name the rank that prints an error, where nobody can see that it does."""
+    _write_error_file(f"see rank {printed_by}", late=True)
+    if place != _place_of_stderr():
+        print(f"[rank{rank}]: {type(error).__name__}, see rank {printed_by}", file=sys.stderr)
+
+
+class Ended(NamedTuple):
+    """The first error that ended a rank."""
+
+    rank: int  # global
+    place: str  # where it was printed
+    sentence: str
+
+
+ENDED = "ds_seqpar/ended"  # in the store
+
+
+def ended() -> Ended | None:
+    """Return the first error that ended a rank; None where there was none, or the store has ended too."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = compat.default_store()
+        if store.check([ENDED]):
+            rank, place, sentence = store.get(ENDED).decode().split("\n", 2)
+            return Ended(int(rank), place, sentence)
     return None
 
 
@@ -143,6 +202,11 @@ def _first_to_print(error: BaseException, rank: int) -> Printer | None:
 def is_lost(error: BaseException) -> bool:
     """Whether an error says that another rank has closed its connection: ours, or the backend's in other calls."""
     return isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that memory could not be allocated, on a device or on the host."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error))))
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
@@ -196,6 +260,52 @@ def _was_printed(printer: Printer) -> str:
         return "a rank that has ended"  # the rank of the store, which has printed before, or seen it printed
     except dist.DistStoreError:
         return ""  # that rank caught its error
+
+
+# ---- the last line
+
+# environment variables of launchers that print after their ranks: torchrun's, which accelerate runs, and DeepSpeed's
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
+# a process of its own, which has no rank for a parent: launchers end the children of ranks
+LAST_LINE = """
+import os, select, sys
+launcher, sentence = sys.argv[1:]
+if not os.fork() and select.select([int(launcher)], [], [], 60)[0]:
+    print(sentence, file=sys.stderr)
+"""
+
+
+def _leave_last_line(sentence: str) -> bool:
+    """Start a process that prints a line as soon as the launcher has ended. Return False if one of this launcher's
+    ranks has done so.
+
+    Where the launcher starts ranks again, it does not end, and nothing is started. It has the pipe of stderr open as
+    long as the process does.
+    """
+    restarts, restarted = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT")
+    )
+    launched = os.environ.keys() & LAUNCHERS and restarted >= restarts
+    if not (launched and hasattr(os, "pidfd_open") and os.environ.get("WORLD_SIZE") != "1"):
+        return True
+    with socket.socket(socket.AF_UNIX) as claim:  # a name without a file, which is free when the last owner ends
+        try:
+            claim.bind(f"\0ds_seqpar last line {os.getuid()} {os.getppid()} {os.environ.get('MASTER_PORT')}")
+        except OSError:
+            return False
+        launcher = os.pidfd_open(os.getppid())
+        command = [sys.executable, "-I", "-S", "-c", LAST_LINE, str(launcher), sentence]
+        none, inherited = subprocess.DEVNULL, [launcher, claim.fileno()]
+        subprocess.run(command, stdin=none, stdout=none, pass_fds=inherited, start_new_session=True, check=False)
+        os.close(launcher)
+    return True
+
+
+def _write_error_file(sentence: str, late: bool) -> None:
+    """Write what torchrun's summary says of this rank. late: whether other ranks' errors count as earlier."""
+    message = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
+    with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
+        json.dump({"message": {"message": sentence, "extraInfo": message}}, file)
 
 
 # ---- the end of the interpreter

@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
+from ds_seqpar.doctor.report import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints
@@ -184,7 +186,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        job = functools.partial(job_of_trainer, self, content)
+        trainer: Any = weakref.proxy(self)  # the job may be asked for as long as the process lives
+        job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
@@ -265,6 +268,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         if self.args.use_liger_kernel:  # `train` has put Liger's kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
             self._set_loss_check(unwrapped(self.model))
+        if self.sp.config.doctor:
+            require_sound(self.sp, self.model, self.accelerator.state.deepspeed_plugin.deepspeed_config, loader)
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

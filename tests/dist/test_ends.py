@@ -1,9 +1,11 @@
-"""How processes of a launch end: a refusal is read once, not once a rank, and ends by exit code 1."""
+"""How processes of a launch end: a refusal is read once, not once a rank, and last; it ends by exit code 1."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -79,12 +81,17 @@ def test_a_refusal_ends_every_rank_by_exit_code_1(ranks, busy, times, tmp_path):
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
     try:
         for _ in range(times):
-            ended = run_ranks(ranks, tmp_path / "refused.py")
+            ended, summaries = run_ranks(ranks, tmp_path / "refused.py")
             assert [code for code, *_ in ended] == [1] * ranks, ended
             assert all("ConfigError" in by_rank_0 for *_, by_rank_0 in ended), ended
+            *_, last, line = ended[0][1].splitlines()
+            assert last == LAUNCHER_ENDS
+            assert line == summaries[0]
+            assert f"size 4 on {ranks}" in line
+            assert summaries[1:] == ["see rank 0"] * (ranks - 1)
             said = "".join(text for _, text, _ in ended)
             assert "terminate called" not in said
-            assert said.count(f"size 4 on {ranks}") == 1
+            assert said.count(f"size 4 on {ranks}") == 2  # in the traceback, and last
             assert said.count("Traceback") == 1
             assert f"[rank{ranks - 1}]: ConfigError, see rank 0\n" in said
     finally:
@@ -93,21 +100,41 @@ def test_a_refusal_ends_every_rank_by_exit_code_1(ranks, busy, times, tmp_path):
             process.wait()
 
 
+LAUNCHER_ENDS = "the launcher has ended its ranks"
+# prints after its ranks, as launchers do; the ranks write to files of their own, and it to that of rank 0
+LAUNCHER = f"""
+import json, os, subprocess, sys
+script, *files = sys.argv[1:]
+processes, ended = [], []
+for rank, file in enumerate(files):
+    with open(file, "ab") as printed:
+        own = {{"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": file + ".json"}}
+        command, given = [sys.executable, script], os.environ | own
+        processes.append(subprocess.Popen(command, env=given, stdout=printed, stderr=printed))
+for process in reversed(processes):
+    ended.insert(0, (process.wait(), open(files[0]).read()))
+with open(files[0], "a") as printed:
+    print("{LAUNCHER_ENDS}", file=printed)
+print(json.dumps(ended))
+"""
+
+
 def run_ranks(world, script):
-    """(exit code, what it printed, what rank 0 had printed when it ended) of every rank."""
+    """(exit code, what it printed, what rank 0 had printed when it ended) of every rank, and what a launcher of
+    torch's would say of it."""
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    files, processes, by_rank_0 = [script.with_name(f"{rank}.txt") for rank in range(world)], [], {}
-    for rank, file in enumerate(files):
-        with file.open("w") as printed:
-            processes.append(subprocess.Popen(
-                [sys.executable, str(script)],
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-                stdout=printed, stderr=subprocess.STDOUT,
-            ))  # fmt: skip
-    for rank in reversed(range(world)):
-        processes[rank].wait(timeout=200)
-        by_rank_0[rank] = files[0].read_text()
-    return [(processes[rank].returncode, files[rank].read_text(), by_rank_0[rank]) for rank in range(world)]
+    shared |= {"OMP_NUM_THREADS": "1", "CROSS_SIZE": "1"}
+    files = [script.with_name(f"{rank}.txt") for rank in range(world)]
+    ran = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, script, *files], env=os.environ | shared, stdout=subprocess.PIPE, timeout=200
+    )
+    until = time.monotonic() + 60
+    while files[0].read_text().splitlines()[-1] == LAUNCHER_ENDS and time.monotonic() < until:
+        time.sleep(0.01)
+    ends = zip(files, json.loads(ran.stdout), strict=True)
+    ended = [(code, file.read_text(), by_rank_0) for file, (code, by_rank_0) in ends]
+    summaries = [json.loads(file.with_name(f"{file.name}.json").read_text())["message"]["message"] for file in files]
+    return ended, summaries
 
 
 def prints(error, file):

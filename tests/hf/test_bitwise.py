@@ -9,7 +9,7 @@ from tests.hf.llama import adam, llama, settings, update, weights
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-STEPS, ACCUMULATION, SEQ = 3, 2, 96
+STEPS, ACCUMULATION, SEQ = 2, 2, 96
 # ranks of every schedule, and settings that it cannot choose
 SHAPES = {"triangle": (3, {}), "double_ring": (4, {"ring_size": 2}), "wallfacer": (4, {"team": 2})}
 
@@ -46,13 +46,14 @@ def sections_of(size, names):
 
 
 def test_two_runs_are_bitwise_the_same():
-    on_ranks(4, twice, [{"size": 4, "ulysses": 2}, *sections_of(4, ["attention2d"])], ["3"], {})
+    on_ranks(2, twice, [{"size": 2, "ulysses": 1}], ["3"], {})
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("size", [3, 4])
 def test_two_runs_of_every_schedule_are_bitwise_the_same(size):
     sections = sections_of(size, SCHEDULES)
+    sections += [{"size": 4, "ulysses": 2}] * (size == 4)
     sections += [{**section, "overlap": True} for section in sections]
     on_ranks(size, twice, sections, ["3"], {}, timeout=600)
     on_ranks(size, twice, sections[:2], ["0", "2"], {"bf16": {"enabled": True}}, timeout=600)
