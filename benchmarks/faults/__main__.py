@@ -136,9 +136,9 @@ def judged(case: Case) -> dict[str, Any]:
         return {"case": dataclasses.asdict(case), "verdict": f"{verdict or ''} not resumed: {again}", "ended": ended,
                 "resumed": 0, "difference": math.inf}  # fmt: skip
     found = again[0][0]
-    resumed, reference = min(found) - 1, uninterrupted(case.driver, case.stage, case.then)[0]
+    resumed, reference = min(found, default=STEPS + 1) - 1, uninterrupted(case.driver, case.stage, case.then)[0]
     pairs = [(x, y) for step in found for x, y in zip(found[step], reference[step], strict=True)]
-    difference = max(abs(x - y) / max(abs(y), 1e-30) for x, y in pairs)
+    difference = max((abs(x - y) / max(abs(y), 1e-30) for x, y in pairs), default=0.0)
     if difference > (DIGITS if case.ranks != case.then else 0.0):
         verdict = verdict or "other losses"
     if resumed not in whole_steps(case):
