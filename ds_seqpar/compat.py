@@ -237,6 +237,12 @@ profiled_engine = attribute("deepspeed.profiling.flops_profiler.profiler:FlopsPr
 # writes two scripts beside a checkpoint; without it their error would come before other ranks have written
 COPY_SCRIPTS = mark("deepspeed.runtime.engine:_copy_recovery_script")
 
+# ---- DeepSpeed: what an optimizer step has changed
+
+basic_optimizer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.basic_optimizer", '"check_finite": true')
+SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # of an optimizer of ZeRO, before its step
+PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # this rank's part of a ZeRO-3 parameter
+
 # ---- datasets
 
 SPLIT = mark("datasets.iterable_dataset:_distributed")  # what split_dataset_by_node has set; else examples repeat

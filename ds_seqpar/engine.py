@@ -58,6 +58,7 @@ def initialize(
     args: argparse.Namespace | None = None,
     sequence_parallel: SequenceParallel | None = None,
     check_loss: bool = True,
+    doctor: bool | None = None,
     **kwargs: Any,
 ) -> tuple:
     """Prepare a model for sequence parallel training under DeepSpeed, as `deepspeed.initialize` does.
@@ -74,6 +75,7 @@ def initialize(
         check_loss: Check the loss, in the first forward with labels at the latest. A causal language model of
             transformers must give the sum of token losses on shift_labels over num_items_in_batch. False is for a loss
             that is meant to be another.
+        doctor: Whether to examine the job for some seconds first; default: what the section says.
         **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
             dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
             whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
@@ -85,7 +87,7 @@ def initialize(
 
     Raises:
         ConfigError: Whatever would break the gradient contract: other arguments, pipeline modules, the JSON keys in
-            `config.deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
+            `config.deepspeed_json.REFUSED`, what DeepSpeed itself refuses, and what the doctor finds.
 
     Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
@@ -112,6 +114,12 @@ def initialize(
         patcher.trust_loss(model)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
+    doctor = sp.config.doctor if doctor is None else bool(doctor)
+    assert_ranks_agree(sp.control_world, "arguments", {"doctor": doctor}, call="initialize")
+    if doctor:
+        from .doctor.report import require_sound
+
+        require_sound(sp, model, json.content)
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
     returned = deepspeed.initialize(args=own_args, model=model, config=content, **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
@@ -172,10 +180,15 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
-    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
+    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers.
+
+    Where `check_finite` is set, its steps are looked at from now on.
+    """
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
+    if sp.runtime.finite is not None:
+        sp.runtime.finite.watch(engine, sp.control_world)
     compat.engine_config(engine).train_batch_size //= sp.size
     compat.engine_timer(engine).batch_size //= sp.size
     if engine.flops_profiler_enabled():

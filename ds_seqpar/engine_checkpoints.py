@@ -81,8 +81,7 @@ class EngineCheckpoints:
             members[compat.COPY_SCRIPTS] = lambda _: _guarded(aside, copy_scripts, str(folder))
             try:
                 self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
-                if self.of_loop:
-                    engine.checkpoint_engine.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
+                engine.checkpoint_engine.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
             finally:
                 engine.checkpoint_engine = writer
                 del members[compat.COPY_SCRIPTS]
@@ -167,24 +166,24 @@ class EngineCheckpoints:
 
     def _loop_state(self, loader: Loader | None) -> dict[str, Any]:
         loader = self._loader(loader)
-        return {
-            "random": random_state(),
-            "loader": None if loader is None else loader.state_dict(),
-            "ranks": self.sp.size * self.sp.data_size,
-            "sequences": self.engine.train_batch_size(),
-        }
+        state = {"ranks": self.sp.size * self.sp.data_size, "sequences": self.engine.train_batch_size()}
+        if self.of_loop:
+            state |= {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
+        return state
 
     def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
         """Return the loop's state for this rank, or None if the checkpoint has none. Raises ConfigError if this loop
         cannot go on from it."""
-        if not self.of_loop or not _loop_file(folder, 0).exists():
+        if not _loop_file(folder, 0).exists():
             return None
         state, rank = torch.load(_loop_file(folder, 0), weights_only=False), self.engine.global_rank
         if state["sequences"] != self.engine.train_batch_size():
             raise ConfigError(
-                f"a run goes on with the same train_batch_size, in sequences; got {self.engine.train_batch_size()} and "
-                f"a checkpoint of {state['sequences']}, set that"
+                "a run goes on with as many sequences a step (of a device, by accumulation, by groups); got "
+                f"{self.engine.train_batch_size()} and a checkpoint of {state['sequences']}, set that"
             )
+        if not self.of_loop or "random" not in state:
+            return None
         if (state["loader"] is None) != (self._loader(loader) is None):
             has, lacks = ("the run", "checkpoint") if state["loader"] is None else ("the checkpoint", "run")
             raise ConfigError(

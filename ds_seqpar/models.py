@@ -83,6 +83,11 @@ def numbers_of(place: str) -> Model:
     return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").numbers_of(place)
 
 
+def doctor_of_models() -> Any:
+    """Return the module with the doctor's checks of models. Raises ConfigError where transformers is not installed."""
+    return imported(f"{PACKAGES['PreTrainedModel']}.doctor.checks")
+
+
 def imported(name: str) -> Any:
     """Import a module. Raises ConfigError where transformers or accelerate, which it needs, is not installed."""
     try:

@@ -484,6 +484,9 @@ class SequenceParallel(Sharding):
         groups = self.groups
         self.journal.settle()  # before a loss is looked at, which waits for the device
         mean, local = mean_of(groups, losses, self.first_use.error())
+        if self.runtime.finite is not None:
+            self.runtime.finite.look("the loss", "which came into mean_loss", local, "see what computes it")
+            self.runtime.finite.agree(groups.world)
         return WithValue.apply(local, torch.full_like(local, mean), 1) if differentiable else mean
 
 

@@ -5,6 +5,7 @@
 `python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
 `python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
 `deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
+`deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small copy of a model, before it trains.
 `torchrun -m ds_seqpar perplexity` evaluates a model on one text that is longer than fits a rank.
 `python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
@@ -24,7 +25,8 @@ from . import memory, options, plan, schema, show, trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, or 2 for settings that do not fit."""
+    """Run a command and return the exit code: 0, 1 where the doctor finds a fault, or 2 for settings that do not
+    fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it to all ranks
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,6 +39,17 @@ def main(argv: list[str] | None = None) -> int:
         "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
     )
     calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
+    doctor = commands.add_parser(
+        "doctor", help="examine a job before it trains, on all ranks: deepspeed --module ds_seqpar doctor"
+    )
+    doctor.add_argument(
+        "--model", metavar="PLACE", help="folder of a model, or its config.json; default: a small Llama"
+    )
+    doctor.add_argument(
+        "--quick", action="store_true", help='only what `"doctor": true` looks at before the first step'
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    options.add_settings(doctor)
     perplexity = commands.add_parser(
         "perplexity", help="of a model on one text that is longer than fits: torchrun -m ds_seqpar perplexity"
     )
@@ -52,10 +65,10 @@ def main(argv: list[str] | None = None) -> int:
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _run_later,
-            "perplexity": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
+            "doctor": _run_later, "perplexity": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)
-        runs[args.command](args)
+        code = runs[args.command](args) or 0
         sys.stdout.flush()
     except SeqParError as error:
         printer = getattr(error, "printer", None)  # of an error that ranks have agreed on: one rank prints it
@@ -64,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # `| head` closed the pipe; the interpreter flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
+    return code
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -76,9 +90,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{option} must be a whole number of at most 64 bits; got {shown(number)}")
 
 
-def _run_later(args: argparse.Namespace) -> None:
+def _run_later(args: argparse.Namespace) -> int | None:
     """Run a command whose module imports torch, which the others do not need."""
-    importlib.import_module(f".{args.command}", __package__).run(args)
+    return importlib.import_module(f".{args.command}", __package__).run(args)
 
 
 def _prepare(args: argparse.Namespace) -> None:

@@ -50,7 +50,9 @@ def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> No
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options that `content_of` reads."""
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW")
+    parser.add_argument(
+        "--config", "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',

@@ -167,7 +167,7 @@ class DeepSpeedJson:
         """What is read here. Raises ConfigError for a value of a wrong type, as a text in place of a number or of true
         and false: DeepSpeed reads "false" as false, transformers as true."""
         names = [field.name for field in dataclasses.fields(Known) if self.content.get(field.name, "auto") != "auto"]
-        return read_as(Known, {name: _given(self.content[name]) for name in names}, f"{self.place}: ")
+        return read_as(Known, {name: without_auto(self.content[name]) for name in names}, f"{self.place}: ")
 
     def check_settings(self) -> None:
         """Raise ConfigError for a setting that would break the gradient contract or the sharding."""
@@ -244,11 +244,11 @@ class DeepSpeedJson:
         return sequences * size
 
 
-def _given(section: Any) -> Any:
-    """Return a section without what it leaves open."""
+def without_auto(section: Any) -> Any:
+    """Return a section without what it leaves to a Trainer ("auto"), or to DeepSpeed (null)."""
     if not isinstance(section, Mapping):
         return section
-    return {name: _given(value) for name, value in section.items() if value != "auto" and value is not None}
+    return {name: without_auto(value) for name, value in section.items() if value != "auto" and value is not None}
 
 
 def _check_place_of_section(content: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ def assert_ranks_agree(
         differs, _ = Comparison(peers, 0, digest, 0, entry.subject).result()
         wrong, _ = Comparison(group, differs, 0, 0, entry.subject).result()
     if wrong:
-        raise_difference(group, [entry], error, _ranks_of(peers)[0] if among_peers else 0)
+        raise_difference(group, [entry], error, ranks_of(peers)[0] if among_peers else 0)
     return greatest
 
 
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
         return self.call or f"the comparison of {self.compared.name}"
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Return the global ranks of a group, by group rank."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
@@ -223,7 +223,7 @@ def raise_difference(
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
     if group is not None:
         failures[group] = failures.get(group, 0) + 1
-    global_ranks = _ranks_of(group)
+    global_ranks = ranks_of(group)
     sentences = [sentence for *_, sentence, _ in reports]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
     if any(sentences):

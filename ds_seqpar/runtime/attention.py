@@ -17,7 +17,7 @@ from . import checkpoints
 from .buffers import Tensors
 from .call_io import Saved
 from .input_checks import AdmittedCall
-from .runtime import ATTENTION, CallSettings, Runtime
+from .runtime import CallSettings, Runtime
 from .work import has_common, offsets
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
@@ -112,7 +112,7 @@ class Attention(torch.autograd.Function):
             results = tuple(compute(q, k, v, sinks, settings))
             checkpoints.save(results)
         else:
-            runtime.calls.follow(ATTENTION, q.shape)
+            runtime.calls.follow(runtime.call_name, q.shape)
         ctx.runtime, ctx.settings, ctx.kv_heads = runtime, settings, k.shape[2]
         save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse, settings.latent)
         # the lse stays differentiable: `gradients` finds the inputs through it

@@ -98,6 +98,12 @@ class Calls:
         self.enter()
         return _current() is not None
 
+    @staticmethod
+    def name_of_current() -> str:
+        """Return the name of the call whose backward runs, for errors."""
+        call = _current()
+        return "backward of attention" if call is None else f"backward of {call.what} (call {call.number})"
+
     def enter(self, again: bool = False, overlap: bool = False) -> None:
         """Raise on all ranks unless all are about to run the same calls' backward, in one order.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..compiler.compile import BoundProgram, Compiler
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
@@ -25,6 +26,7 @@ from .agreement import Compared
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
+from .finite import Finite, FiniteWalk
 from .journal import Journal
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Walk
@@ -62,6 +64,7 @@ class Runtime:
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
+        finite: What looks for NaN and inf; None where `check_finite` is not set.
         differentiable: Whether there is a backward.
     """
 
@@ -84,6 +87,14 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
+        self.finite = finite = Finite() if config.check_finite else None
+        self.walk: Callable[..., Walk] = Walk if finite is None else functools.partial(FiniteWalk, finite=finite)
+
+    @property
+    def call_name(self) -> str:
+        """The name of the next call in errors."""
+        layer = None if self.finite is None else self.finite.layer
+        return ATTENTION if layer is None else f"{ATTENTION} of layer {layer}"
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
@@ -177,7 +188,10 @@ class Runtime:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
         count = self.calls.count
-        self.calls.follow(ATTENTION, q.shape)
+        self.calls.follow(self.call_name, q.shape)
+        if self.finite is not None:
+            tensors = {"q": q, "k": k, "v": v}
+            self.finite.begin(f"{self.call_name} (call {self.calls.count})", tensors, settings.scores, sinks)
         try:
             common = None
             if self.takes_common_off(q.dtype, settings):
@@ -187,6 +201,7 @@ class Runtime:
         except DisagreementError:
             self.calls.count = count  # the call is none, as on ranks that did not come here
             raise
+        self.agree_on_finite()
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
     def backward(
@@ -204,10 +219,23 @@ class Runtime:
             [dq, dk, dv], and with sinks their gradient.
         """
         self.calls.enter(overlap=True)
+        if self.finite is not None:
+            self.finite.begin(self.calls.name_of_current(), local, settings.scores, sinks)
         common = common if self.takes_common_off(local["do"].dtype, settings) else None
         results = self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
         self.journal.before_waiting()
+        self.agree_on_finite()
         return results
+
+    def agree_on_finite(self) -> None:
+        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them.
+
+        In training an engine raises it on the ranks of all sequences, before or after its backward.
+        """
+        if self.finite is not None and self.journal.groups is not None:
+            trains = torch.is_grad_enabled() or compat.graph_task() >= 0
+            others = self.finite.engine is not None and self.topology.size("data") > 1
+            self.finite.agree(self.journal.groups.control, later=trains and others)
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
         if settings.latent:  # keys do not exist before they are computed with
@@ -223,7 +251,7 @@ class Runtime:
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse, expansion)
-        return Walk(bound, call, self.comm)
+        return self.walk(bound, call, self.comm)
 
     def backward_walk(
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
@@ -236,7 +264,7 @@ class Runtime:
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands(local, latent)
         call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
-        return Walk(bound, call, self.comm)
+        return self.walk(bound, call, self.comm)
 
 
 def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at
 
 
 Batch = dict[str, Tensor]
-LOSS, OUTPUT = "loss", "output"
+LOSS, OUTPUT, GRADIENT = "loss", "output", "gradient of "
 PROOF = "proof of a model"  # what ranks compare
 
 
@@ -68,12 +68,7 @@ def prove(
             differs.
     """
     began, error = time.monotonic(), None
-    with _in_fp32(sp):
-        try:
-            wrong = _wrong(model, sp, facts, patch, unpatch)
-        except _Failed as reason:
-            wrong = str(reason)
-    if wrong:
+    if wrong := compared(model, sp, facts, patch, unpatch).wrong:
         error = ConfigError(
             f"a {type(model).__name__} must be exact in a small copy before it is trained; got one {wrong}, "
             "call sp.attention from a model of your own (docs/other_models.md)"
@@ -84,24 +79,47 @@ def prove(
     log_once(f"{model.config.model_type}: {untested}proved on a small copy in {seconds:.1f} s")
 
 
-def _wrong(
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How a small copy that shares sequences differs from the same one that does not."""
+
+    wrong: str = ""  # a clause: what is wrong, and where; "" where nothing is
+    kind: str = ""  # of the batch in which it is: "plain", "padded" or "packed"
+    largest: float = 0.0  # difference, as a share of what was compared
+
+
+def compared(
     model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
-) -> str:
-    """Return what is wrong with the copy, and where; "" where nothing is."""
+) -> Comparison:
+    """Return how a small copy of a model differs once it is patched. The arguments are those of `prove`."""
+    with _in_fp32(sp):
+        try:
+            return _compared(model, sp, facts, patch, unpatch)
+        except _Failed as reason:
+            return Comparison(str(reason))
+
+
+def _compared(
+    model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
+) -> Comparison:
     small = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
-    tolerance = TOLERANCE[sp.config.comm_dtype]
+    tolerance, largest = TOLERANCE[sp.config.comm_dtype], 0.0
     for kind, batch in _batches(small, sp).items():
+        if kind == "packed" and sp.size == 1:  # forwards are the plain model's, which may mix documents
+            continue
         if kind == "packed" and facts.balance:  # which is a mean over all documents
             set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if kind == "packed" else [batch], f", in a {kind} batch"
         expected = _on_all(sp, functools.partial(_outcome, small, alone), place)
         patch(small)
         got = _on_all(sp, functools.partial(_outcome, small, [batch], sp), place)
-        wrong = _difference(expected, got, tolerance)
+        wrong, gap = difference(expected.values, got.values, tolerance)
+        largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
-            return f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}{place}"
+            wrong = f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}{place}"
+            return Comparison(wrong, kind, largest)
         unpatch(small)
-    return ""
+    return Comparison(largest=largest)
 
 
 class _Failed(Exception):
@@ -184,7 +202,7 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
     flat = torch.cat(gradients)
     parts = (flat if sp is None else sp.sum_over_ranks(flat) / sp.size).split([x.numel() for x in gradients])
-    values = {f"gradient of {name}": part for name, part in zip(names, parts, strict=True)}
+    values = {f"{GRADIENT}{name}": part for name, part in zip(names, parts, strict=True)}
     layers = [torch.cat(x, dim=1) if len(x) > 1 and x[0].dim() == 3 else x[0] for x in seen if x]
     whole = {OUTPUT: torch.cat([x.detach().flatten(0, 1) for x in outputs])} if outputs else {}  # none of tiled losses
     spec = getattr(outputs[0], "shard_spec", None) if outputs else None
@@ -201,14 +219,24 @@ def _without_padding(output: Tensor, batch: Batch) -> Tensor:
     return output if mask is None or mask.shape != output.shape[:2] else output * mask[..., None]
 
 
-def _difference(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
-    """Return what differs first, "" where nothing does."""
-    gradients = [float(x.abs().max()) for name, x in expected.values.items() if name not in (LOSS, OUTPUT)]
-    for name, value in got.values.items():
-        floor = 0.0 if name in (LOSS, OUTPUT) else FLOOR * max(gradients)
-        if not (gap := _gap(expected.values[name], value, floor)) <= tolerance:
-            return f"{name} differs by {gap:.1e}"
-    return ""
+def difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float) -> tuple[str, float]:
+    """Return (what differs first, or by which factor all gradients do, "" where nothing does; the largest difference).
+
+    Args:
+        expected: Values by name, with gradients as "gradient of ...".
+        got: The same.
+        tolerance: The largest share by which they may differ.
+    """
+    gradients = {name: x for name, x in expected.items() if name.startswith(GRADIENT)}
+    floor = FLOOR * max([float(x.abs().max()) for x in gradients.values()], default=0.0)
+    gaps = {name: _gap(expected[name], x, floor if name in gradients else 0.0) for name, x in got.items()}
+    first = next((name for name, gap in gaps.items() if not gap <= tolerance), "")
+    if first in gradients:
+        products = [(torch.dot(got[x].flatten(), y.flatten()), y.square().sum()) for x, y in gradients.items()]
+        factor = float(sum(product for product, _ in products) / sum(square for _, square in products))
+        if all(_gap(factor * x, got[name], abs(factor) * floor) <= tolerance for name, x in gradients.items()):
+            return f"gradients are {factor:.4g} times what they must be", max(gaps.values())
+    return f"{first} differs by {gaps[first]:.1e}" if first else "", max(gaps.values())
 
 
 def _gap(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:

@@ -35,6 +35,7 @@ TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles:
 STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
 # packages whose hooks do not read the values
+WATCHING = "hf_integration.model.finite"  # whose hooks do
 BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
 
@@ -135,7 +136,7 @@ def _is_blind(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     name = getattr(hook, "__module__", None) or ""
-    return any(name == package or name.startswith(f"{package}.") for package in BLIND)
+    return name != WATCHING and any(name == package or name.startswith(f"{package}.") for package in BLIND)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:

@@ -350,6 +350,8 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     patch = patch_of(inner)
     context = None if patch is None else _context_after(patch, module, inputs)
     if patch is None or context is None or context.mode == "local":
+        if patch is not None and patch.sp.size == 1 and context is not None and context.is_outermost:
+            _agree_on_finite(patch)
         return output
     is_base, is_whole = module is base_of(inner), context.spec is not None
     if is_base and not patch.in_graph:
@@ -365,10 +367,17 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
     if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
         _try_shard_loss(patch, module, inputs, output, context)
+    _agree_on_finite(patch)
     if patch.experts is not None and not is_base:
         router_logits, context.state.router_logits = context.state.router_logits, None  # else it would keep the graph
         output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0, router_logits)
     return whole_calls.gather_outputs(patch.agreement, context, inputs, output) if is_whole else output
+
+
+def _agree_on_finite(patch: Patch) -> None:
+    if patch.sp.runtime.finite is not None and not torch.compiler.is_compiling():
+        patch.sp.runtime.finite.forwards += 1
+        patch.sp.runtime.agree_on_finite()
 
 
 def _context_after(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext | None:

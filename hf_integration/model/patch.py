@@ -50,7 +50,7 @@ from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
-from . import checkpointing, latent, rope, whole_calls
+from . import checkpointing, finite, latent, rope, whole_calls
 from .agreement import Agreement
 from .forward import Patch, hook, patch_of
 from .losses import ExpertBalance, check_loss, has_loss
@@ -132,7 +132,11 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
     patch = Patch(
         sp=sp,
         facts=facts,
-        hooks=[*hook(base_of(inner), True), *(handle for module in ropes for handle in rope.hook(module))],
+        hooks=[
+            *finite.watch(model, sp),
+            *hook(base_of(inner), True),
+            *(handle for module in ropes for handle in rope.hook(module)),
+        ],
         agreement=Agreement(sp, inner, (*attending, *mixing)),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
@@ -349,6 +353,8 @@ def _attention(
     options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, latent=value.dim() == 3)
     chunks = getattr(module, CHUNKS, 1)
     sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
+    if sp.runtime.finite is not None and not torch.compiler.is_compiling():
+        sp.runtime.finite.layer = getattr(module, "layer_idx", None)
     if cached is not None:
         return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:

@@ -25,7 +25,7 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     Ranks compare these while a model is trained: gradients that are not averaged over ranks change all of them. Frozen
     parameters show nothing, nor do parts of parameters, as ZeRO-3 and FSDP leave on each rank.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and _is_whole(p)]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_whole(p)]
     return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
 
 
@@ -38,7 +38,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]
     shapes = {name: whole_shape(p) for name, p in parameters.items()}
-    values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
+    values = _samples({name: p for name, p in parameters.items() if is_whole(p)})
     return {
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
         "layers": getattr(model.config, "num_hidden_layers", None),
@@ -49,7 +49,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _is_whole(p: nn.Parameter) -> bool:
+def is_whole(p: nn.Parameter) -> bool:
     return not hasattr(p, ZERO_ID) and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
 
 

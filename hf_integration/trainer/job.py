@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,6 +152,15 @@ def numbers_of(place: str) -> Model:
 
     Raises ConfigError for anything else, and if transformers cannot make a model of it.
     """
+    return _of_config(place, config_sizes)
+
+
+def config_of(place: str) -> PreTrainedConfig:
+    """Return the configuration of the model in `place`, as `numbers_of` finds it, and raise what it raises."""
+    return _of_config(place, lambda config: config)
+
+
+def _of_config(place: str, read: Callable[[PreTrainedConfig], Any]) -> Any:
     if not os.path.exists(place):
         raise ConfigError(f"--model must be the folder of a model, or its config.json; there is no {place}")
     file = os.path.join(place, "config.json") if os.path.isdir(place) else place
@@ -161,15 +170,15 @@ def numbers_of(place: str) -> Model:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         guess = did_you_mean(str(model_type), CONFIG_MAPPING)
         raise ConfigError(f"{where}: model_type must be one that transformers knows; got {shown(model_type)}{guess}")
-    return call_library("transformers", where, content, lambda fields: _sizes_by_transformers(where, fields))
+    return call_library("transformers", where, content, lambda fields: read(_made(where, fields)))
 
 
-def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
+def _made(place: str, content: dict[str, Any]) -> PreTrainedConfig:
     config = AutoConfig.for_model(**_with_floats(content))
     for name in WHOLE_NUMBERS:
         if (value := getattr(config, name, None)) is not None and not is_count(value):
             raise ConfigError(f"{place}: {name} must be a whole number from 1; got {shown(value)}")
-    return config_sizes(config)
+    return config
 
 
 def _with_floats(value: Any) -> Any:

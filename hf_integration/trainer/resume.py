@@ -10,29 +10,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.errors import ConfigError, as_seqpar_error
+from ds_seqpar.resuming import LoadingRun, fault_of, inspect_engine
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ds_seqpar.runtime.process_exit import printed_once
-from ds_seqpar.saving import is_whole
+from ds_seqpar.saving import is_whole, recover
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResumingRun:
-    """The run that is to read a checkpoint."""
+class ResumingRun(LoadingRun):
+    """The Trainer's run that is to read a checkpoint."""
 
-    rank: int
-    ranks: int
-    stage: int  # of ZeRO
-    bf16: bool
+    leads: bool  # whether this rank writes what belongs to all
     scheduler: bool  # whether the Trainer, and not DeepSpeed, reads the state of the learning rate scheduler
     universal: bool  # whether DeepSpeed reads its universal format, which fits any number of ranks
 
@@ -42,6 +39,7 @@ class ResumingRun:
         bf16 = content.get("bf16", {}).get("enabled", False)
         return ResumingRun(
             rank=dist.get_rank(),
+            leads=args.should_save,
             ranks=dist.get_world_size(),
             stage=content.get("zero_optimization", {}).get("stage", 0),
             bf16=bf16 if isinstance(bf16, bool) else args.bf16,
@@ -56,6 +54,7 @@ class CheckpointReport:
     """One rank's findings about a checkpoint. The texts are "" if nothing is wrong."""
 
     step: int = 0  # the optimizer step after which it was written
+    ranks: int  # that wrote it
     fault: str = ""  # what is missing or damaged
     mismatch: str = ""  # why it belongs to another kind of run
     random: str = ""  # name of the rank's file of random states, if that is missing or damaged
@@ -64,8 +63,10 @@ class CheckpointReport:
 @printed_once
 def checkpoint_of(
     group: dist.ProcessGroup, resume_from_checkpoint: object, output: str, run: ResumingRun
-) -> str | None:
-    """Return the folder to resume from, or None to start anew. Collective over the group of all ranks.
+) -> tuple[str | None, int]:
+    """Return (the folder to resume from, or None to start anew; how many ranks wrote it).
+
+    Collective over the group of all ranks.
 
     Rank 0 warns of newer checkpoints that are incomplete, and of random states that cannot be restored.
 
@@ -77,18 +78,20 @@ def checkpoint_of(
         run: The run that is to read the checkpoint.
 
     Raises:
-        ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or it is of another
-            number of ranks, ZeRO stage or dtype.
+        ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or this run cannot
+            continue the one that wrote it.
     """
     target, error = None, None
     try:
         target = parse_resume_argument(resume_from_checkpoint)
-    except ConfigError as reason:
-        error = reason
+        if run.leads:
+            recover(Path(target).parent if isinstance(target, str) else Path(output))
+    except (ConfigError, OSError) as reason:
+        error = as_seqpar_error("reading a folder of checkpoints failed", reason)
     description = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
     assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": description}, error=error)
     if target is None:
-        return None
+        return None, run.ranks
     if isinstance(target, str):
         folders = [target]
     else:
@@ -101,7 +104,7 @@ def checkpoint_of(
         if not (fault := _fault_of(reports)):
             if run.rank == 0:
                 _warn(folder, passed_over, [report.random for report in reports if report.random])
-            return folder
+            return folder, reports[0].ranks
         passed_over[os.path.basename(folder)] = fault
     if isinstance(target, str):
         raise ConfigError(
@@ -133,7 +136,7 @@ def _reports(group: dist.ProcessGroup, folder: str, run: ResumingRun) -> list[Ch
     try:
         local_report = inspect_checkpoint(Path(folder), run)
     except Exception as reason:  # a damaged file may raise anything
-        local_report = CheckpointReport(fault=f"reading it failed ({type(reason).__name__})")
+        local_report = CheckpointReport(ranks=run.ranks, fault=f"reading it failed ({type(reason).__name__})")
     reports = [report for _, report in all_gather_objects(group, ("the checkpoint", local_report))]
     if mismatch := next((report.mismatch for report in reports if report.mismatch), ""):
         raise ConfigError(f"{mismatch}; got {folder}")
@@ -174,9 +177,10 @@ def _checkpoint_steps(folder: str) -> list[int]:
 
 def inspect_checkpoint(folder: Path, run: ResumingRun) -> CheckpointReport:
     """Return a report on the files of a checkpoint that this rank would read."""
-    random = random_state(folder, run.rank, run.ranks)
-    report = CheckpointReport(random="" if is_whole(random) else random.name)
+    report = CheckpointReport(ranks=run.ranks)
     report.fault = next(filter(None, _faults(folder, run, report)), "")
+    random = random_state(folder, run.rank, report.ranks)
+    report.random = "" if is_whole(random) else random.name
     return report
 
 
@@ -196,7 +200,7 @@ def _faults(folder: Path, run: ResumingRun, report: CheckpointReport) -> Iterato
     if type(report.step) is not int or report.step < 1:
         yield f"{TRAINER_STATE_NAME} is damaged (global_step {report.step!r})"
     if run.scheduler:
-        yield _fault(folder / SCHEDULER_NAME)
+        yield fault_of(folder / SCHEDULER_NAME)
     # DeepSpeed reads the files that follow
     latest, tag = folder / ("latest_universal" if run.universal else "latest"), ""
     try:
@@ -207,42 +211,11 @@ def _faults(folder: Path, run: ResumingRun, report: CheckpointReport) -> Iterato
         yield f"the folder that {latest.name} names is missing"
     if run.universal:
         return
-    models = sorted((folder / tag).glob("*mp_rank_00_model_states.pt"))
-    if not models:
-        yield f"{tag} has no model_states.pt"
-    model_states = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), models[0])
-    yield _fault(model_states)
-    report.mismatch = _mismatch(model_states, run)
-    shard = f"zero_pp_rank_{run.rank}_mp_rank_00"
-    if run.stage == 3 and not report.mismatch:
-        yield _fault(folder / tag / f"{shard}_model_states.pt")
-    if run.stage and not report.mismatch:
-        yield _fault(folder / tag / f"{'bf16_' if run.bf16 else ''}{shard}_optim_states.pt")
-
-
-def _mismatch(model_states: Path, run: ResumingRun) -> str:
-    """Return which setting differs from the run that wrote the file, and what to do; "" if none differs."""
-    # as DeepSpeed reads it, except that mmap leaves tensors on the disk
-    content = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
-    settings = content.get("ds_config", {})
-    stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
-    stages = [{0: "0", 3: "3"}.get(x, "1 or 2") for x in (stage, run.stage)]
-    if stages[0] != stages[1]:
-        return f"the checkpoint was written under ZeRO stage {stages[0]}, and this run has {stages[1]}: set that stage"
-    if run.stage and content.get("dp_world_size", run.ranks) != run.ranks:
-        return (
-            f"the checkpoint's optimizer is cut for {content['dp_world_size']} ranks, and this run has {run.ranks}: "
-            f'start {content["dp_world_size"]} (another "size" of the sequence_parallel section is fine)'
-        )
-    if run.stage and bool(bf16) != run.bf16:
-        return f"the checkpoint was written with bf16={bool(bf16)}, and this run has bf16={run.bf16}: set it alike"
-    return ""
+    engine = inspect_engine(folder / tag, run)
+    yield engine.fault
+    report.mismatch, report.ranks = engine.mismatch, engine.ranks
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:
-    """Return the file in which the Trainer saves the state of a rank's random generators."""
-    return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth")
-
-
-def _fault(path: Path) -> str:
-    return "" if is_whole(path) else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
+    """Return the file from which a rank restores its random generators, in a checkpoint of so many ranks."""
+    return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank % ranks}.pth")

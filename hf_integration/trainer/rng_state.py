@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import safe_globals
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.random_states import random_state, set_random_state
@@ -36,6 +39,13 @@ def unchanged() -> Iterator[None]:
         yield
     finally:
         set_random_state(state)
+
+
+def load(path: Path) -> None:
+    """Set the random state to that in a file of the Trainer's, but for devices'. Ranks that are new have no other."""
+    with safe_globals():
+        state = torch.load(path, weights_only=True)
+    set_random_state((state["python"], state["numpy"], state["cpu"], None))
 
 
 class SharedDraws(TrainerCallback):

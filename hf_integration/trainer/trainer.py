@@ -32,6 +32,7 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
+from ds_seqpar.doctor.report import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints
@@ -109,6 +110,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
+        self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
         self._aside: Aside | None = None  # the checkpoint that is being written
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
@@ -255,7 +257,9 @@ class SequenceParallelMixin(rollouts.Rollouts):
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
-        folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
+        folder, self._writers = resume.checkpoint_of(
+            self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run
+        )
         with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
             return super().train(folder, *args, **kwargs)
 
@@ -264,6 +268,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         if self.args.use_liger_kernel:  # `train` has put Liger's kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
             self._set_loss_check(unwrapped(self.model))
+        if self.sp.config.doctor:
+            require_sound(self.sp, self.model, self.accelerator.state.deepspeed_plugin.deepspeed_config, loader)
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -277,9 +283,13 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path = resume.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
-        if is_whole(path):  # `train` has warned of a missing or damaged file
+        path = resume.random_state(Path(checkpoint), self.args.process_index, self._writers)
+        if not is_whole(path):  # `train` has warned of a missing or damaged file
+            pass
+        elif self._writers == self.args.world_size:
             super()._load_rng_state(checkpoint)
+        else:
+            rng_state.load(path)
         rng_state.share(self.sp.groups.control)
 
     # ---- saving: a checkpoint is there as a whole, or not at all

@@ -198,8 +198,9 @@ def test_what_is_wrong_is_said_on_all_ranks():
         kind, message = refusal(call, sp, dist.get_rank())
         assert kind is not None, name
         assert missing(message, *words) == [], (name, message)
-    state = make(size=4).loader(DataLoader(Numbers())).state_dict()
-    assert missing(refusal(sp.loader(DataLoader(Numbers())).load_state_dict, state)[1], "got one of 1 for 2") == []
+    state = {**make(size=4).loader(DataLoader(Numbers())).state_dict(), "batches": 3}  # of one sequence each
+    said = refusal(sp.loader(DataLoader(Numbers())).load_state_dict, state)[1]
+    assert missing(said, "after 3 of 1 sequences in 1 groups", "in 2") == []
 
 
 def drawn():

@@ -19,7 +19,7 @@ from tests.grids import cover
 from tests.hf.trainers import documents, make, trained
 from tests.launch import on_ranks, on_trainer_ranks
 
-RUN = ResumingRun(rank=1, ranks=2, stage=2, bf16=False, scheduler=True, universal=False)
+RUN = ResumingRun(rank=1, ranks=2, stage=2, bf16=False, leads=False, scheduler=True, universal=False)
 SHARD = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "global_step3/mp_rank_00_model_states.pt"
 
@@ -31,7 +31,8 @@ def write(folder, **written):
     (folder / "latest").write_text("global_step3")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
-    states = {"dp_world_size": 2, "ds_config": config, **written}
+    optimizer = {"base_optimizer_state": {"state": {0: {"momentum": 0.0}}}}
+    states = {"dp_world_size": 2, "ds_config": config, "optimizer_state_dict": optimizer, **written}
     for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", SHARD, SHARD.replace("rank_1", "rank_0"), MODEL):
         torch.save({**states, "filling": torch.zeros(100)}, folder / name)
     return folder
@@ -73,17 +74,41 @@ def test_a_checkpoint_that_was_not_written_to_its_end(name, tmp_path):
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        ({"ranks": 4}, "2 ranks, and this run has 4"),
-        ({"rank": 3, "ranks": 4}, "2 ranks, and this run has 4"),  # which has no shard there
-        ({"stage": 3}, "stage 1 or 2, and this run has 3"),
-        ({"stage": 0}, "stage 1 or 2, and this run has 0"),
+        ({"stage": 0}, "ZeRO stage 2, and this run has 0"),
         ({"bf16": True}, "bf16=False, and this run has bf16=True"),
+        # what rank 0 finds where the files must be converted
+        ({"rank": 0, "ranks": 4}, "Adam's states alone, and this optimizer has momentum"),
+        ({"rank": 0, "stage": 3}, "Adam's states alone, and this optimizer has momentum"),
     ],
 )
 def test_a_checkpoint_of_another_run(run, words, tmp_path):
     found = inspect_checkpoint(write(tmp_path / "a folder"), dataclasses.replace(RUN, **run))
     assert words in found.mismatch
     assert found.fault == ""
+
+
+CONVERTED = {
+    "of Adam": ({}, ""),
+    "on NVMe": ({"zero": {"offload_optimizer": {"device": "nvme"}}}, "offloaded to NVMe"),
+    "on CPUs": ({"zero": {"offload_optimizer": {"device": "cpu"}}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_checkpoint_that_deepspeed_converts_or_not(name, tmp_path):
+    given, words = CONVERTED[name]
+    optimizer = {"base_optimizer_state": {"state": {0: dict.fromkeys(("step", "exp_avg", "exp_avg_sq"))}}}
+    config = {"zero_optimization": {"stage": 2, **given.get("zero", {})}}
+    folder = write(tmp_path / "a folder", ds_config=config, optimizer_state_dict=optimizer)
+    found = inspect_checkpoint(folder, dataclasses.replace(RUN, rank=0, ranks=3))
+    assert (words in found.mismatch) if words else found.mismatch == ""
+    assert found.fault == ""
+    cut(folder / SHARD)
+    assert (
+        words
+        or "rank_1_mp_rank_00_optim_states.pt is damaged"
+        in inspect_checkpoint(folder, dataclasses.replace(RUN, rank=0, ranks=3)).fault
+    )
 
 
 def test_stages_with_the_same_files_and_a_missing_random_state(tmp_path):

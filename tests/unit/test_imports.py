@@ -40,10 +40,11 @@ ENGINE = (
     "top",
 )
 BELOW = ("analysis", "planner", "doctor", "cli")
-HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.generation", "hf.model", "hf.trainer", "hf.names")
+HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.generation", "hf.model", "hf.trainer", "hf.doctor", "hf.names")
 ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
-# the module of the engine that asks the planner, in functions: for "auto" settings, and machines' files
-DOOR = "ds_seqpar.auto"
+# the modules of the engine that ask, in functions, what is below the line: for "auto" settings and machines' files, and
+# before the first step
+DOORS = {"ds_seqpar.auto": "planner", "ds_seqpar.engine": "doctor"}
 # what attention does without, imported in functions by whoever needs it. So do commands, torch above all
 LATER = {
     "compat": "what of it runs before torch is imported, in commands",
@@ -149,19 +150,18 @@ def test_a_module_imports_rooms_above_its_own():
     for name in MODULES:
         room = room_of(name)
         above = {*ORDER[: ORDER.index(room) + 1]} - ({"analysis", "cli"} if room in HUGGING_FACE else set())
-        lazy = {"planner"} if name == DOOR else set()
+        lazy = {DOORS[name]} if name in DOORS else set()
         assert [x for x in ours(loaded()[name]) if room_of(x) not in above] == [], name
         assert [x for x in ours(graph()[name]) if room_of(x) not in {*above, *lazy}] == [], name
 
 
-def test_the_engine_imports_nothing_below_the_line_but_by_one_door():
+def test_the_engine_imports_nothing_below_the_line_but_by_two_doors():
     crossing = {
         name: found
         for name in MODULES
         if room_of(name) in ENGINE and (found := [x for x in ours(graph()[name]) if room_of(x) in BELOW])
     }
-    assert crossing.keys() == {DOOR}
-    assert {room_of(x) for found in crossing.values() for x in found} == {"planner"}
+    assert {name: {*map(room_of, found)} for name, found in crossing.items()} == {x: {y} for x, y in DOORS.items()}
 
 
 def test_an_import_in_a_function_has_its_reason():

@@ -45,6 +45,11 @@ class Accumulator:
         """Return the held tensors, None while the accumulator is empty."""
         return self._held
 
+    @property
+    def written(self) -> Tensors:
+        """Return those rows of the held tensors that were written."""
+        return tuple(x if self._rows else x[:, : self._end] for x in self._held or ())
+
     def expect(self, rows: Rows) -> None:
         """Prepare for an `add` to those rows, before the kernel is called.
 

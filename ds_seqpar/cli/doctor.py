@@ -1,0 +1,63 @@
+"""`deepspeed --module ds_seqpar doctor`: examine ranks, links, kernels, attention and a small copy of a model, on the
+ranks of a launcher or in one process, before anything trains."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compiler import schedules
+from ..config.deepspeed_json import DeepSpeedJson, without_auto
+from ..config.settings import SequenceParallelConfig
+from ..doctor.findings import Finding, Job
+from ..doctor.report import examined, table
+from ..errors import SECTION, as_seqpar_error
+from ..models import doctor_of_models
+from ..parallel import SequenceParallel
+from . import options
+from .launched import launched
+
+OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # settings that one process cannot have
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command, and return its exit code: 1 where a check failed. Collective over the ranks; a launcher need not
+    have started any.
+
+    Raises:
+        SeqParError: On all ranks, if one of them cannot read the configuration or the model.
+    """
+    with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:  # DeepSpeed's lines too
+        findings = _examined(args, (lambda name: print(f"doctor: {name}", flush=True)) if is_first else lambda _: None)
+    if is_first:
+        failed = sum(finding.status == "fail" for finding in findings)
+        passed = sum(finding.status == "pass" for finding in findings)
+        if args.json:
+            print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        else:
+            print(f"{table(findings)}\n\n{failed} failed, {passed} passed, {len(findings) - failed - passed} not tried")
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def _examined(args: argparse.Namespace, progress: Any) -> list[Finding]:
+    config, job, error = None, dict[str, Any](), None
+    try:
+        content = options.content_of(args)
+        section, known = content.get(SECTION, {}), DeepSpeedJson.read(without_auto(content)).known
+        if dist.get_world_size() == 1:
+            section = {name: x for name, x in section.items() if name not in OF_SEVERAL_RANKS}
+        models = doctor_of_models()
+        model = models.model_of(args.model, dist.get_world_size())
+        job = {"model": model, "dtype": getattr(torch, known.dtype), "content": content, **models.shape_of(model)}
+        config = SequenceParallelConfig.from_dict(section)
+    except Exception as reason:
+        error = as_seqpar_error("reading what the doctor examines failed", reason)
+    with SequenceParallel(config, heads=job.get("heads"), error=error) as sp:
+        return examined(Job(sp=sp, quick=args.quick, **job), progress)

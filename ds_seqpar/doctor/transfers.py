@@ -1,0 +1,177 @@
+"""Compare what a call of attention brings each rank with the plan, and measure the links that plans use."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compiler.program import instructions as op
+from ..compiler.schedules.plan import received
+from ..compiler.sharding.masks import CAUSAL
+from ..runtime.comm import Handle, Message
+from ..runtime.devices import this_host
+from ..runtime.work import takes_common_off
+from .findings import Finding, Job
+from .ranks import DIRECTIONS, Gathering
+
+SIZE = {"cpu": 2**20, "cuda": 2**24}  # bytes of a message each way
+FIRST = 64  # bytes of the message before it, after which both ranks are there
+ROUNDS, MORE = 4, 3  # messages of which the fastest counts; how often a link is measured again before it is called slow
+SLOW, FLOOR = 3.0, 0.004  # times the median of its kind, and seconds beyond it, of a link that is called slow
+Link = tuple[str, int, int]  # what it is for, the lower rank, the higher one
+
+
+class _Group(NamedTuple):
+    """Ranks that send to one another."""
+
+    name: str
+    members: list[int]  # their global ranks
+    own: int  # this rank's number among them
+    peers: set[int]  # to which its programs send
+    start: Callable[[int, Tensor, Tensor], Handle]  # (peer, sent, received)
+
+
+def check_transfers(job: Job) -> Gathering:
+    """Compare what is received with the plan and with what was sent, and links with one another."""
+    if job.sp.size == 1:
+        return [Finding(check=name, status="not tried", detail="one rank sends nothing") for name in ("bytes", "links")]
+    yield None
+    counted, planned = _received(job)
+    best: dict[Link, float] = {}
+    wrong = ""
+    for _ in range(MORE):
+        for link, seconds, text in _measured(job):
+            best[link], wrong = min(seconds, best.get(link, seconds)), wrong or text
+        by_rank = yield best, this_host().name, counted, planned, wrong
+        links, slow = _slow(by_rank)
+        if not slow:
+            break
+    fits = counted[0] == planned[0] and abs(counted[1] - planned[1]) <= 8 * planned[2]
+    text = f"{counted[0]:,} elements ({counted[1]:,} bytes) received in a call and its backward"
+    bytes_found = Finding(check="bytes", status="pass", detail=text) if fits else Finding(
+        check="bytes", status="fail", detail=f"{text}, where the plan has {planned[0]:,} ({planned[1]:,} bytes)",
+        advice="compare the transport with the plan that `python -m ds_seqpar show` prints",
+    )  # fmt: skip
+    size = SIZE.get(job.sp.device.type, SIZE["cuda"])
+    rates = sorted(size / seconds / 1e9 for seconds in links.values())
+    text, advice = "; ".join([of_rank[4] for of_rank in by_rank if of_rank[4]] + slow), ""
+    if text:
+        advice = "look at this link (cable, port, NUMA node, other traffic), or order ranks otherwise by rank_order"
+    text = text or f"{len(links)} links of {rates[0]:.2g} to {rates[-1]:.2g} GB/s each way"
+    return [bytes_found, Finding(check="links", status="fail" if advice else "pass", detail=text, advice=advice)]
+
+
+def _received(job: Job) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Return (elements, bytes) that arrived in a call and its backward; those of the plan, and its messages at most."""
+    sp, runtime, tokens = job.sp, job.sp.runtime, 4 * job.sp.multiple
+    shapes = [(1, tokens // sp.size, heads, job.head_dim) for heads in (job.heads[0], *[job.heads[1]] * 2)]
+    before = sp.comm.received.total(), sp.comm.received_bytes
+    with torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):
+        q, k, v = (torch.zeros(shape, dtype=job.dtype, device=sp.device, requires_grad=True) for shape in shapes)
+        out: Any = sp.attention(q, k, v)
+        out.sum().backward()
+    counted = sp.comm.received.total() - before[0], sp.comm.received_bytes - before[1]
+    elements = in_bytes = messages = 0
+    for direction in DIRECTIONS:
+        program = runtime.last_bound[direction][1][0]
+        block_mask = runtime.compiler.block_mask(program.mask, program.shards)
+        for shape in program.shapes:
+            steps = runtime.compiler.recipe.steps(direction, block_mask, shape, runtime.rank)
+            block = program.tokens("q", (0,))
+            of_elements, of_bytes = shape.elements_per_token(direction), shape.bytes_per_token(direction)
+            elements += int(received(steps, runtime.rank, {kind: block * n for kind, n in of_elements.items()}))
+            in_bytes += int(received(steps, runtime.rank, {kind: block * n for kind, n in of_bytes.items()}))
+        messages += len(program.program.code)
+        for instruction in program.program.code:
+            if isinstance(instruction, op.ExchangeStart):
+                sizes = program.exchange_sizes(instruction.exchange)
+                others = sum(sizes.incoming) - sizes.incoming[runtime.ulysses.rank]
+                elements, in_bytes = elements + others, in_bytes + others * sizes.itemsize
+    if takes_common_off(job.dtype, 0.0, runtime.size, CAUSAL, None):
+        in_bytes += (sp.size - 1) * (2 * job.heads[1] * job.head_dim + 1) * job.dtype.itemsize
+    return counted, (elements, in_bytes, messages)
+
+
+def _groups(job: Job) -> Iterator[_Group]:
+    """Yield the groups in which this rank sends. Call it after a call of attention."""
+    comm, groups, runtime = job.sp.comm, job.sp.groups, job.sp.runtime
+    codes = [runtime.last_bound[direction][1][0].program.code for direction in DIRECTIONS]
+    if groups.inner is not None:
+        members = dist.get_process_group_ranks(groups.inner)
+        posts = [instruction for code in codes for instruction in code if isinstance(instruction, op.Post)]
+        peers = {transfer.peer for post in posts for transfer in (*post.sends, *post.receives)}
+
+        def post(peer: int, sent: Tensor, arrived: Tensor) -> Handle:
+            messages = ([Message(peer, "doctor", 0, x, 0)] if len(x) else [] for x in (sent, arrived))
+            return comm.post(*messages)
+
+        yield _Group("transfers", [members[index] for index in groups.cp_order], runtime.rank, peers, post)
+
+    def collective(name: str, group: dist.ProcessGroup, start: Callable[..., Handle]) -> _Group:
+        members, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+
+        def begin(peer: int, sent: Tensor, arrived: Tensor) -> Handle:
+            sizes = [len(sent) if rank == peer else 0 for rank in range(len(members))]
+            return start(sent=sent, received=arrived, sizes=(sizes, sizes))
+
+        return _Group(name, members, own, {*range(len(members))} - {own}, begin)
+
+    if groups.ulysses is not None:
+        yield collective("exchanges of heads", groups.ulysses, functools.partial(comm.exchange, "doctor"))
+    for ranks, of in groups.collectives.items():
+        yield collective("collectives", of.group, functools.partial(comm.all_to_all, ranks, "doctor", 0))
+
+
+def _measured(job: Job) -> Iterator[tuple[Link, float, str]]:
+    """Yield for each message between this rank and another its link, its seconds and what is wrong with its bytes."""
+    rank, device = dist.get_rank(), job.sp.device
+    sent = torch.full((SIZE.get(device.type, SIZE["cuda"]),), rank % 256, dtype=torch.uint8, device=device)
+    arrived = torch.empty_like(sent)
+    for _, group in itertools.product(range(ROUNDS), list(_groups(job))):
+        count = len(group.members)
+        for turn in range(count):  # in which each rank has another peer; it may also be itself, or not in the plan
+            peer = (turn - group.own) % count
+            used, seconds = peer in group.peers, 0.0
+            for size in (FIRST, len(sent)):
+                began = time.perf_counter()
+                group.start(peer, *(x[: size * used] for x in (sent, arrived))).wait()
+                if device.type != "cpu":
+                    torch.accelerator.synchronize()
+                seconds = time.perf_counter() - began
+            if used:
+                a, b = sorted((rank, group.members[peer]))
+                right = bool((arrived == group.members[peer] % 256).all())
+                yield (
+                    (group.name, a, b),
+                    seconds,
+                    ""
+                    if right
+                    else f"what rank {rank} got in {group.name} is not what rank {group.members[peer]} sent",
+                )
+                arrived.fill_(rank % 256)
+
+
+def _slow(by_rank: list) -> tuple[dict[Link, float], list[str]]:
+    """Return the seconds of all links, and which are slow among those inside hosts, or among those between hosts."""
+    links: dict[Link, float] = {}
+    for best, *_ in by_rank:
+        for link, seconds in best.items():
+            links[link] = max(seconds, links.get(link, 0.0))
+    slow = []
+    for inside in (True, False):
+        alike = {link: x for link, x in links.items() if (by_rank[link[1]][1] == by_rank[link[2]][1]) == inside}
+        usual = statistics.median_low(alike.values()) if alike else 0.0
+        slow += [
+            f"the link of ranks {a} and {b} takes {x * 1e3:.1f} ms in {name}, where {usual * 1e3:.1f} ms are usual"
+            for (name, a, b), x in alike.items()
+            if x > SLOW * usual and x > usual + FLOOR
+        ]
+    return links, slow

@@ -1,0 +1,250 @@
+"""The search for NaN and inf that `check_finite` asks for, which names the first place where one appears.
+
+A rank that finds one goes on, since the others would wait for it, until ranks compare: at the end of each attention
+call, of a patched model's forward, and around an engine's backward and step. All ranks then raise the earliest finding.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import compat
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import label_of
+from ..compiler.schedules.actions import ACCUMULATORS, unit_name
+from ..errors import InputError, ranks_in_words
+from .agreement import Entry, all_gather_objects, assert_ranks_agree, raise_difference, ranks_of
+from .comm import Group, TorchComm
+from .kernels import Scores
+from .walk import Walk
+
+NAME = "numbers that must be finite"
+SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
+ADVICE = "see its operands, or take another kernel"
+SUMMED = "though the gradients of each rank are finite"
+MADE = 1 << 30  # the step of what a call returns, after all of its program
+
+
+class Finding(NamedTuple):
+    """Numbers that are not finite."""
+
+    step: int  # in which an attention call found them; below 0 before its first
+    got: str
+    advice: str
+    sender: int | None = None  # the global rank that they came from
+    ranks: tuple[int, ...] = ()  # those that have them, once ranks have compared
+
+
+class Finite:
+    """What a rank has found since ranks compared last.
+
+    Attributes:
+        layer: The layer that calls attention next, where a patched model's does.
+        call: The attention call that runs.
+        scaled: Whether gradients of that call may be infinite.
+    """
+
+    def __init__(self) -> None:
+        self.found: Finding | None = None
+        self.layer: int | None = None
+        self.call, self.scaled = "", False
+        self.engine: Any = None  # a weak reference
+        self.microbatches = self.forwards = 0  # backwards of this step; forwards of patched models
+
+    def __deepcopy__(self, memo: dict) -> Finite:
+        return self  # of the SequenceParallel that a copied model shares
+
+    def look(self, what: str, how: str, x: object, advice: str, step: int = -1, sender: int | None = None) -> None:
+        """Note a tensor or a number that is not finite, unless something was found before.
+
+        Args:
+            what: What it is. In an lse and in sinks -inf is right.
+            how: A clause: where it came from.
+            x: The tensor or number; anything else is passed over.
+            advice: A clause: what to do.
+            step: As in `Finding`.
+            sender: As in `Finding`.
+        """
+        negative = what.split(" of ")[0].endswith(("lse", "sinks"))
+        if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
+            self.found = Finding(step, f"{numbers} in {what}, {how}", advice, sender)
+
+    def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
+        """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
+
+        Args:
+            group: The group; None for this rank alone.
+            step: The number of the optimizer step that has ended, if one has.
+            later: Only find out which is the first, and leave it to the comparison of a larger group to raise it.
+        """
+        self.scaled, self.layer = False, None
+        if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
+            return
+        found = [finding for _, finding in all_gather_objects(group, (NAME, self.found))]
+        first, members = min(filter(None, found), key=lambda finding: finding[:3]), ranks_of(group)
+        by_rank = dict(zip(members, found, strict=True))
+        while (before := by_rank.pop(first.sender, None)) is not None and before.step <= first.step:
+            first = before
+        ranks = first.ranks or tuple(rank for rank, other in zip(members, found, strict=True) if other == first)
+        self.found = first._replace(ranks=ranks) if later else None
+        if later:
+            return
+        when = self.when() if step is None else f", in step {step}"
+        on = f"{ranks_in_words(ranks)}{when}"
+        error = InputError(f"check_finite needs finite numbers; got {first.got}, on {on}, {first.advice}")
+        raise_difference(group, [Entry.of(NAME, None)], error if dist.get_rank() == ranks[0] else None)
+
+    def when(self) -> str:
+        """Return a clause that names the optimizer step and the micro-batch, where they are known."""
+        if self.engine is not None and (engine := self.engine()) is not None:
+            return f", in step {engine.global_steps + 1}, micro-batch {self.microbatches + 1}"
+        return f", in forward {self.forwards} of the model" if self.forwards else ""
+
+    def begin(self, call: str, tensors: dict[str, Tensor], scores: Scores, sinks: Tensor | None) -> None:
+        """Look at the inputs of an attention call."""
+        self.call = call
+        # fp16's loss scaling makes inf in backward, and leaves the step out
+        self.scaled = compat.graph_task() >= 0 and any(x.dtype == torch.float16 for x in tensors.values())
+        for name, x in {**tensors, "scale": scores.scale, "softcap": scores.softcap, "sinks": sinks}.items():
+            self.look(f"{name} of {self.call}", "which came in", x, "see what made it")
+
+    def watch(self, engine: Any, world: Group) -> None:
+        """Look at an engine's losses, gradients and optimizer states, and compare gradient norms. Collective over the
+        world in each backward and step from then on."""
+        self.engine, backward, step = weakref.ref(engine), engine.backward, engine.step
+
+        def checked_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.look("the loss", "which came into backward", loss, "see what computes it")
+            self.agree(world)
+            result = backward(loss, *args, **kwargs)
+            self.agree(world)
+            self.microbatches += 1
+            return result
+
+        def checked_step(*args: Any, **kwargs: Any) -> Any:
+            if not engine.is_gradient_accumulation_boundary():
+                return step(*args, **kwargs)
+            number, self.microbatches = engine.global_steps + 1, max(0, self.microbatches - 1)
+            scaled = engine.fp16_enabled()  # whose loss scaling makes inf, and leaves such steps out
+            for x in compat.tree_leaves(None if scaled else getattr(engine.optimizer, compat.SUMMED, None)):
+                self.look("a gradient that ZeRO has summed", SUMMED, x, "see the links between ranks")
+            self._look_at_states(engine, f"before optimizer step {number}")
+            self.agree(world)
+            result = step(*args, **kwargs)
+            self.microbatches = 0
+            if not scaled:
+                self._compare_norms(engine.get_global_grad_norm(), number, world)
+            for name, x in engine.module.named_parameters():
+                x = getattr(x, compat.PARTITION, x)
+                self.look(name, f"which optimizer step {number} made", x, "see its learning rate and state")
+            self._look_at_states(engine, f"after optimizer step {number}")
+            self.agree(world, number)
+            return result
+
+        engine.backward, engine.step = checked_backward, checked_step
+
+    def _look_at_states(self, engine: Any, when: str) -> None:
+        for state in getattr(compat.basic_optimizer(engine), "state", {}).values():
+            for name, x in state.items():
+                self.look(f"{name} of the optimizer's state", when, x, "see the checkpoint or code that has set it")
+
+    def _compare_norms(self, norm: Any, number: int, world: Group) -> None:
+        if norm is None:  # nobody asked for it
+            return
+        norm = float(norm)
+        norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))])
+        if not torch.isclose(norms, norms[:1], rtol=SPREAD, atol=0.0, equal_nan=True).all():
+            assert_ranks_agree(world, f"gradient norm of step {number}", {"norm": float(f"{norm:.6g}")})
+        self.look("the gradient norm", SUMMED, norm, "see the links between ranks")
+
+
+def not_finite(x: object, negative: bool = False) -> str:
+    """Return how many numbers of a tensor or a number are not finite, in words; "" where all are.
+
+    Args:
+        negative: Whether -inf counts as finite.
+    """
+    if isinstance(x, int | float):
+        return "" if math.isfinite(x) else str(x)
+    plain = isinstance(x, Tensor) and type(x) in (Tensor, torch.nn.Parameter)  # others may communicate
+    if not isinstance(x, Tensor) or not plain or not x.is_floating_point() or x.is_meta:
+        return ""
+    wrong = ~x.detach().isfinite()
+    if negative:
+        wrong &= x != -torch.inf
+    count = int(wrong.sum())
+    return f"{float(x.detach()[wrong][0])} in {count} of {x.numel()} numbers" if count else ""
+
+
+class FiniteWalk(Walk):
+    """A walk that looks at what arrives, once it has, and at what each instruction makes."""
+
+    def __init__(self, *args: Any, finite: Finite) -> None:
+        super().__init__(*args)
+        self.finite = finite
+        self.started: dict[int, op.Started] = {}  # the instructions that started transfers, by ticket
+
+    def run(self) -> list[Tensor]:
+        results = super().run()
+        for x in results[:1] if self.program.direction == "forward" else results:
+            self.finite.look(f"the result of {self.finite.call}", "which was made there", x, ADVICE, MADE)
+        return results
+
+    def advance(self) -> None:
+        instruction = self.program.code[self.at]
+        if isinstance(instruction, op.Started):
+            self.started[instruction.ticket] = instruction
+        super().advance()
+        where = f"in {self.finite.call}, {self.program.name} step {instruction.step}"
+        if isinstance(instruction, op.Wait):
+            for rank, what, x in self.arrived(self.started.pop(instruction.ticket)):
+                how, advice = f"which came over the wire from rank {rank} {where}", f"see its link to rank {rank}"
+                self.finite.look(what, how, x, advice, instruction.step, rank)
+            return
+        for what, x in self.made(instruction):
+            self.finite.look(what, f"made {where}", x, ADVICE, instruction.step)
+
+    def fields(self, kind: str) -> list[str]:
+        return [field.name for field in self.bound.shape.fields(self.program.direction, kind)]
+
+    def arrived(self, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield the global rank, the name and the tensor of all that arrived from other ranks."""
+        groups = cast(TorchComm, self.comm).groups
+        if isinstance(started, op.ExchangeStart):
+            sizes = self.bound.exchange_sizes(started.exchange)
+            received = self.buffers.elements(started.received, sizes.dtype)[: sum(sizes.incoming)]
+            for rank, x in enumerate(received.split(list(sizes.incoming))):
+                yield ranks_of(groups.ulysses)[rank], " and ".join(started.exchange.fields), x
+            return
+        if isinstance(started, op.Post):
+            units = [(t.peer, t.unit, self.buffers.tensors(t.slot, t.unit)) for t in started.receives]
+        else:  # of an all-gather each rank's block, of an all-to-all the partial results of this rank's
+            kind, key_of, local = started.collective.kind, started.collective.key_of, self.program.rank
+            gathers = isinstance(started, op.GatherStart)
+            ranks = [rank for rank in self.comm.order(started.ranks) if gathers or rank != local]
+            keys = [key_of(rank if gathers else local) for rank in ranks]
+            parts = self.buffers.parts(started.received, kind, keys)
+            units = [(rank, (kind, key), x) for rank, key, x in zip(ranks, keys, parts, strict=True)]
+        for rank, unit, tensors in units:
+            for field, x in zip(self.fields(unit[0]), tensors, strict=True):
+                yield ranks_of(groups.inner)[groups.cp_order[rank]], f"{unit_name(unit)}'s {field}", x
+
+    def made(self, instruction: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the tensor of all that an instruction has computed."""
+        label = label_of(instruction)
+        if isinstance(instruction, op.Finish):
+            names = [name for kind in ACCUMULATORS[self.program.direction] for name in self.fields(kind)]
+            yield from ((f"{label}'s {name}", x) for name, x in zip(names, self.result, strict=True))
+        units = [unit for unit, _ in instruction.results] if isinstance(instruction, op.Product) else []
+        units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold | op.Assemble) else []
+        for unit in units:
+            if unit in self.results:
+                for name, x in zip(self.fields(unit[0]), self.results[unit].written, strict=True):
+                    yield f"{label}'s {name}", x

@@ -1,0 +1,214 @@
+"""Check a transformers model: its weights on all ranks, and its small copy, whole and shared, until after a step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson, without_auto
+from ds_seqpar.doctor import Check, Finding, Job
+from ds_seqpar.engine import initialize, start
+from ds_seqpar.errors import ranks_in_words
+
+from ..families import is_causal_lm, set_balance_weight, unwrapped
+from ..look.facts import text_config
+from ..look.known import facts_of, heads, windows
+from ..look.prove import GRADIENT, LOSS, compared, difference
+from ..look.small import small_copy, tokens_for
+from ..model.patch import patch_by, unpatch_attention
+from ..model.weights import is_whole
+from ..trainer.job import config_of
+
+NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
+LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but by so much at least
+RATE = 0.1  # of the step: large enough for weights in 16 bits
+UNSURE = 1e-3  # a gradient below this share of the greatest may have the other sign, by which Adam steps
+STEP, STEP_CHECK = "step of ", "optimizer step"
+# the keys of a DeepSpeed JSON that change gradients or steps
+TRAINING = (
+    "optimizer", "zero_optimization", "bf16", "bfloat16", "fp16", "gradient_clipping", "communication_data_type",
+    "data_types", "prescale_gradients", "gradient_predivide_factor", "torch_autocast", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
+# kind of the batch in which a model differs, where it is right in those before -> what is wrong
+CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
+
+
+def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
+    """Compare every weight's bits between all ranks."""
+    parameters = {name: p for name, p in job.model.named_parameters() if is_whole(p)}
+    sums = {name: _sum_of_bits(p) for name, p in parameters.items()}
+    by_rank = yield sums
+    if not sums:
+        detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
+        return [Finding(check="weights", status="not tried", detail=detail)]
+    wrong, advice = "", "load the same checkpoint on all ranks, or seed them alike before the model is made"
+    for name in sums:
+        values = [of_rank.get(name) for of_rank in by_rank]
+        usual = max(values, key=values.count)
+        if not wrong and (others := [rank for rank, value in enumerate(values) if value != usual]):
+            wrong = f"{name} has other values on {ranks_in_words(others)} than on the others"
+    return [Finding.of("weights", f"{len(sums)} the same on {len(by_rank)} ranks", wrong, advice)]
+
+
+def _sum_of_bits(p: nn.Parameter) -> int:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64))
+
+
+def loss_and_gradients(job: Job) -> list[Finding]:
+    """Compare a small copy in fp32, patched and not: loss, outputs and all gradients, for three kinds of batches."""
+    model, sp = unwrapped(job.model), job.sp
+    facts = facts_of(model)
+    outcome = compared(model, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+    detail = f"of a small copy, in plain, padded and packed batches, within {outcome.largest:.1e}"
+    wrong = outcome.wrong and f"{CAUSES.get(outcome.kind, '')}a small copy is one {outcome.wrong}"
+    return [
+        Finding.of(
+            "loss and gradients", detail, wrong, "report it, and do not train this model with sequence parallelism"
+        )
+    ]
+
+
+def step(job: Job) -> list[Finding]:
+    """Compare a step of DeepSpeed's engine for a small copy that shares sequences with one of a copy that does not."""
+    model, sp = unwrapped(job.model), job.sp
+    if not is_causal_lm(model):
+        return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has no token losses")]
+    content, accumulation = _content(job.content), sp.accumulation_steps
+    try:
+        with _quiet():
+            start()
+            expected, noisy, got = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
+    finally:
+        sp.accumulation_steps = accumulation
+        gc.collect()  # engines are in circles
+    for name in [name.removeprefix(STEP) for name in expected if name.startswith(STEP)]:
+        gradient, other = expected[f"{GRADIENT}{name}"], noisy[f"{GRADIENT}{name}"]
+        sure = max(NOISE * float((other - gradient).abs().max()), UNSURE * float(gradient.abs().max()))
+        for values in (expected, noisy, got):
+            values[f"{STEP}{name}"] = values[f"{STEP}{name}"] * (gradient.abs() > sure)
+    dtype, figures, wrong = DeepSpeedJson.read(content).known.dtype, [], ""
+    for kind in (LOSS, GRADIENT, STEP):
+        plain, noise, shared = ({k: x for k, x in one.items() if k.startswith(kind)} for one in (expected, noisy, got))
+        allowed = max(LEAST[dtype], NOISE * difference(plain, noise, math.inf)[1])
+        differs, gap = difference(plain, shared, allowed)
+        wrong = wrong or differs
+        figures.append(f"{gap:.1e} of {allowed:.1e}")
+    stage, optimizer = content.get("zero_optimization", {}).get("stage", 0), content["optimizer"]["type"]
+    setting = f"ZeRO-{stage}, {optimizer}, {dtype}"
+    detail = f"{setting}; loss, gradients and step differ by {', '.join(figures)} that noise allows"
+    wrong = wrong and f"{wrong}, against a copy that shares no sequences ({setting})"
+    return [
+        Finding.of(
+            STEP_CHECK,
+            detail,
+            wrong,
+            "take out of your code what scales losses or gradients, or try another ZeRO stage",
+        )
+    ]
+
+
+def _content(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a DeepSpeed JSON a step of the small copy depends on."""
+    kept = without_auto({name: content[name] for name in TRAINING if name in content})
+    optimizer = kept.get("optimizer") or {"type": "AdamW", "params": {"torch_adam": True}}
+    kept["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "lr": RATE}}
+    if kept.get("fp16", {}).get("enabled"):
+        kept["fp16"] |= {"loss_scale": 1}  # so that the first step is not left out
+    accumulation = without_auto(content).get("gradient_accumulation_steps", 1)
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": min(2, accumulation)}
+    return {"gradient_clipping": 1.0, **kept, **sizes, "steps_per_print": 10**9}
+
+
+def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool = False) -> dict[str, Tensor]:
+    """Return the loss of a step of a small copy, and each parameter's whole gradient and change.
+
+    Args:
+        job: What is examined.
+        content: The DeepSpeed JSON.
+        shared: Whether groups share sequences; otherwise each rank computes those of all groups.
+        noise: Whether the embeddings have noise as large as their dtype's rounding.
+    """
+    model, sp = unwrapped(job.model), job.sp
+    small, steps = small_copy(model, sp.device)[0].train(), content["gradient_accumulation_steps"]
+    set_balance_weight(small, 0.0)  # which is a mean over the tokens of a batch, and batches differ here
+    if noise:
+        eps = torch.finfo(getattr(torch, DeepSpeedJson.read(content).known.dtype)).eps
+        embedding = small.get_input_embeddings().weight
+        signs = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0), device="cpu").sign()
+        embedding.data *= 1 + eps * signs.to(embedding.device)
+    before = {name: p.detach().clone() for name, p in small.named_parameters()}
+    ids = tokens_for(small.config, steps * sp.data_size, max(23, 2 * sp.multiple + 5)).to(sp.device)
+    microbatches = [{"input_ids": x, "labels": x} for x in ids.split(sp.data_size)]
+    if shared:
+        patch_by(small, small, sp, facts_of(model))
+        engine = initialize(model=small, config=content, sequence_parallel=sp, check_loss=False, doctor=False)[0]
+        own = [{name: x[sp.data_rank, None] for name, x in batch.items()} for batch in microbatches]
+        microbatches = sp.shard_batches(own)
+    else:
+        engine = deepspeed.initialize(model=small, config=content)[0]
+    losses, outcome = [], dict[str, Tensor]()
+    for batch in microbatches:
+        losses.append(engine(**batch).loss)
+        engine.backward(losses[-1])
+        if len(losses) == steps:
+            for name, p in small.named_parameters():
+                gradient = safe_get_full_grad(p)
+                outcome[f"{GRADIENT}{name}"] = (
+                    torch.zeros_like(before[name]) if gradient is None else gradient.float().clone()
+                )
+        engine.step()
+    outcome[LOSS] = torch.tensor(sp.mean_loss(losses))
+    for name, p in small.named_parameters():
+        after = safe_get_full_fp32_param(p)
+        outcome[f"{STEP}{name}"] = (p.detach() if after is None else after).float() - before[name]
+    engine.destroy()
+    return outcome
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager in which DeepSpeed says nothing of the engines that it makes."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("weights", weights),
+    ("loss and gradients", loss_and_gradients),
+    (STEP_CHECK, step),
+)
+
+
+def shape_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the fields of a Job that a model's attention determines."""
+    text, numbers, lengths = text_config(model.config), heads(model), windows(model)
+    head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // numbers[0]
+    window = min((length for length in lengths if length is not None), default=None)
+    shape = {"heads": numbers, "head_dim": head_dim, "window": window}
+    return shape | {"softcap": getattr(text, "attn_logit_softcapping", None)}
+
+
+def model_of(place: str | None, ranks: int) -> PreTrainedModel:
+    """Return the model of a folder's config, or a Llama that as many ranks can share, on the meta device."""
+    q_heads = 8 * -(-ranks // 8)
+    config = LlamaConfig(num_attention_heads=q_heads, num_key_value_heads=q_heads // 4, hidden_size=64, head_dim=64,
+                         intermediate_size=128, vocab_size=256, num_hidden_layers=2)  # fmt: skip
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config if place is None else config_of(place))
