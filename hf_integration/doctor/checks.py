@@ -23,7 +23,7 @@ from ds_seqpar.errors import ranks_in_words
 from ..families import is_causal_lm, set_balance_weight, unwrapped
 from ..look.facts import text_config
 from ..look.known import facts_of, heads, windows
-from ..look.prove import GRADIENT, LOSS, compared, difference
+from ..look.prove import GRADIENT, LOSS, TOLERANCE, compared, difference
 from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import is_whole
@@ -58,7 +58,7 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
         usual = max(values, key=values.count)
         if not wrong and (others := [rank for rank, value in enumerate(values) if value != usual]):
             wrong = f"{name} has other values on {ranks_in_words(others)} than on the others"
-    return [Finding.of("weights", f"{len(sums)} the same on {len(by_rank)} ranks", wrong, advice)]
+    return [Finding.of("weights", wrong, advice, f"{len(sums)} the same on {len(by_rank)} ranks")]
 
 
 def _sum_of_bits(p: nn.Parameter) -> int:
@@ -73,11 +73,8 @@ def loss_and_gradients(job: Job) -> list[Finding]:
     outcome = compared(model, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
     detail = f"of a small copy, in plain, padded and packed batches, within {outcome.largest:.1e}"
     wrong = outcome.wrong and f"{CAUSES.get(outcome.kind, '')}a small copy is one {outcome.wrong}"
-    return [
-        Finding.of(
-            "loss and gradients", detail, wrong, "report it, and do not train this model with sequence parallelism"
-        )
-    ]
+    advice = "report it, and do not train this model with sequence parallelism"
+    return [Finding.of("loss and gradients", wrong, advice, detail)]
 
 
 def step(job: Job) -> list[Finding]:
@@ -99,9 +96,10 @@ def step(job: Job) -> list[Finding]:
         for values in (expected, noisy, got):
             values[f"{STEP}{name}"] = values[f"{STEP}{name}"] * (gradient.abs() > sure)
     dtype, figures, wrong = DeepSpeedJson.read(content).known.dtype, [], ""
+    least = max(LEAST[dtype], TOLERANCE[sp.config.comm_dtype])
     for kind in (LOSS, GRADIENT, STEP):
         plain, noise, shared = ({k: x for k, x in one.items() if k.startswith(kind)} for one in (expected, noisy, got))
-        allowed = max(LEAST[dtype], NOISE * difference(plain, noise, math.inf)[1])
+        allowed = max(least, NOISE * difference(plain, noise, math.inf)[1])
         differs, gap = difference(plain, shared, allowed)
         wrong = wrong or differs
         figures.append(f"{gap:.1e} of {allowed:.1e}")
@@ -109,14 +107,8 @@ def step(job: Job) -> list[Finding]:
     setting = f"ZeRO-{stage}, {optimizer}, {dtype}"
     detail = f"{setting}; loss, gradients and step differ by {', '.join(figures)} that noise allows"
     wrong = wrong and f"{wrong}, against a copy that shares no sequences ({setting})"
-    return [
-        Finding.of(
-            STEP_CHECK,
-            detail,
-            wrong,
-            "take out of your code what scales losses or gradients, or try another ZeRO stage",
-        )
-    ]
+    advice = "take out of your code what scales losses or gradients, or try another ZeRO stage"
+    return [Finding.of(STEP_CHECK, wrong, advice, detail)]
 
 
 def _content(content: Mapping[str, Any]) -> dict[str, Any]:
