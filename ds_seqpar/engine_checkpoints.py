@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ class EngineCheckpoints:
         engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
-        assert_ranks_agree(group, "checkpoint", compared, error=self._unsaved(), call="save_checkpoint")
+        assert_ranks_agree(
+            group, "checkpoint", compared, error=_unread(folder / name) or self._unsaved(), call="save_checkpoint"
+        )
         with written_aside(group, folder, name, self._leads, save_latest) as aside:
             writer, members = engine.checkpoint_engine, vars(engine)
             copy_scripts = getattr(engine, compat.COPY_SCRIPTS)
@@ -132,7 +135,8 @@ class EngineCheckpoints:
         assert_ranks_agree(group, "folder of checkpoints", None, error=error, call="load_checkpoint")
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)
-        assert_ranks_agree(group, "checkpoint to load", {"tag": name}, call="load_checkpoint")
+        error = None if name is None else _unread(folder / name)
+        assert_ranks_agree(group, "checkpoint to load", {"tag": name}, error=error, call="load_checkpoint")
         if name is None or universal or load_module_only or not load_optimizer_states:
             return self._load(str(load_dir), tag, *given)
         states, converts = self._inspected(folder / name, loader)
@@ -277,6 +281,12 @@ def _kept(errors: list[Exception], function: Any, *args: Any) -> None:
 
 def _loop_file(folder: Path, rank: int) -> Path:
     return folder / f"sequence_parallel_rank_{rank}.pt"
+
+
+def _unread(folder: Path) -> ConfigError | None:
+    if glob.escape(str(folder)) == str(folder):
+        return None
+    return ConfigError(f"DeepSpeed finds a checkpoint where no name has one of *?[; got {folder}, rename that folder")
 
 
 def _last(folder: Path, universal: bool) -> str | None:

@@ -11,6 +11,7 @@ import argparse
 import copy
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,11 @@ def convert(source: Path, target: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
     given = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": str(source), "output_folder": str(target)}
-    main(argparse.Namespace(**folders, **given, inject_missing_state=True))
+    with tempfile.TemporaryDirectory() as place:  # whose name has no characters that mean something in a pattern
+        for name, folder in (("from", source), ("to", target)):
+            Path(place, name).symlink_to(folder.absolute(), target_is_directory=True)
+        folders = {"input_folder": f"{place}/from", "output_folder": f"{place}/to"}
+        main(argparse.Namespace(**folders, **given, inject_missing_state=True))
     zero, trained = target / "zero", [path.parent for path in target.glob(f"zero/*/{ADAM[0]}.pt")]
     state = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
     nested = state.get("optimizer_state_dict")  # of ZeRO-3, whose format has no step of a parameter
