@@ -110,6 +110,7 @@ def _counted(job: Job, case: _Case) -> list[str]:
         visible, *dropped = (x.T if turned else x for x in (case.visible, *case.dropped.values()))
         expected, found = visible[held].double() @ one_hot, counts[..., :-1]
         total, text = expected.sum(1, keepdim=True), ""
+        mixed = (counts[..., -1] / total - numbers.repeat_interleave(counts.shape[1] // kv_heads)).abs() > 0.4
         if (bad := (found - expected[:, None]).abs() > 0.5).any():
             factor = float((found * expected[:, None]).sum() / expected.square().sum() / found.shape[1])
             causes = {
@@ -121,9 +122,7 @@ def _counted(job: Job, case: _Case) -> list[str]:
             pairs = float(found[row, head, column]), float(expected[row, column])
             of_block = blocks[(blocks % columns == column) & (visible[held[row]] | (pairs[1] == 0))][:1]
             text = text or _miscounted(job, direction, int(held[row]), (int(blocks[held[row]]), int(of_block)), *pairs)
-        elif (
-            mixed := (counts[..., -1] / total - numbers.repeat_interleave(counts.shape[1] // kv_heads)).abs() > 0.4
-        ).any():
+        elif mixed.any():
             row, head = mixed.nonzero()[0].tolist()
             other, must = round(float(counts[row, head, -1] / total[row])) - 1, head * kv_heads // counts.shape[1]
             text = f"heads are mixed up: head {head} of {result} is of key/value head {other}, not {must}"

@@ -23,10 +23,10 @@ from .findings import Finding, Job
 from .ranks import ADVICE, DIRECTIONS, Gathering
 from .reference import random
 
-SIZE, OF_DEVICES = 2**20, 2**24  # bytes of a message each way on CPUs, on devices
+CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)  # bytes of a message each way, seconds below which no link is called slow
 FIRST = 64  # bytes of the message before it, after which both ranks are there
-ROUNDS, MORE = 4, 3  # messages of which the fastest counts; how often a link is measured again before it is called slow
-SLOW, FLOOR = 3.0, 0.004  # times the median of its kind, and seconds beyond it, of a link that is called slow
+ROUNDS, MORE = 4, 5  # messages of which the fastest counts; how often they are sent before a link is called slow
+SLOW = 3.0  # times the median of the links of its kind
 Link = tuple[str, int, int]  # what it is for, the lower rank, the higher one
 
 
@@ -46,16 +46,17 @@ def check_transfers(job: Job) -> Gathering:
         return [Finding(check=name, status="not tried", detail="one rank sends nothing") for name in ("bytes", "links")]
     yield None
     counted, planned = _received(job)
+    size, floor = CPU if job.sp.device.type == "cpu" else DEVICE
     best, other = dict[Link, float](), ""
     for _ in range(MORE):
-        for link, seconds, text in _measured(job):
+        for link, seconds, text in _measured(job, size):
             best[link], other = min(seconds, best.get(link, seconds)), other or text
-        links, slow = _slow((yield best, this_host().name))
+        links, slow = _slow((yield best, this_host().name), floor)
         if not slow:
             break
     text = "{:,} elements, {:,} bytes".format(*counted)
     wrong = f"{text} received, where the plan has {{:,}} elements, {{:,}} bytes".format(*planned) * (counted != planned)
-    rates = [len_of(job.sp.device) / seconds / 1e9 for seconds in links.values()]
+    rates = [size / seconds / 1e9 for seconds in links.values()]
     figures = f"{len(links)} links of {min(rates):.2g} to {max(rates):.2g} GB/s each way"
     return [
         Finding.of("bytes", wrong, ADVICE, f"{text} received in a call and its backward, as planned"),
@@ -91,10 +92,6 @@ def _received(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
     return counted, (planned[0], planned[1])
 
 
-def len_of(device: torch.device) -> int:
-    return SIZE if device.type == "cpu" else OF_DEVICES
-
-
 def _groups(job: Job) -> Iterator[_Group]:
     """Yield the groups in which this rank sends. Call it after a call of attention."""
     comm, groups, runtime = job.sp.comm, job.sp.groups, job.sp.runtime
@@ -125,36 +122,31 @@ def _groups(job: Job) -> Iterator[_Group]:
         yield collective("collectives", of.group, functools.partial(comm.all_to_all, ranks, "doctor", 0))
 
 
-def _measured(job: Job) -> Iterator[tuple[Link, float, str]]:
+def _measured(job: Job, size: int) -> Iterator[tuple[Link, float, str]]:
     """Yield for each message between this rank and another its link, its seconds and what is wrong with its bytes."""
     rank, device = dist.get_rank(), job.sp.device
-    sent = torch.full((len_of(device),), rank % 256, dtype=torch.uint8, device=device)
+    sent = torch.full((size,), rank % 256, dtype=torch.uint8, device=device)
     arrived = torch.empty_like(sent)
     for _, group in itertools.product(range(ROUNDS), list(_groups(job))):
         count = len(group.members)
         for turn in range(count):  # in which each rank has another peer; it may also be itself, or not in the plan
             peer = (turn - group.own) % count
             used, seconds = peer in group.peers, 0.0
-            for size in (FIRST, len(sent)):
+            for length in (FIRST, size):
                 began = time.perf_counter()
-                group.start(peer, *(x[: size * used] for x in (sent, arrived))).wait()
+                group.start(peer, *(x[: length * used] for x in (sent, arrived))).wait()
                 if device.type != "cpu":
                     torch.accelerator.synchronize()
                 seconds = time.perf_counter() - began
             if used:
-                a, b = sorted((rank, group.members[peer]))
-                right = bool((arrived == group.members[peer] % 256).all())
-                yield (
-                    (group.name, a, b),
-                    seconds,
-                    ""
-                    if right
-                    else f"what rank {rank} got in {group.name} is not what rank {group.members[peer]} sent",
-                )
+                other = group.members[peer]
+                right = bool((arrived == other % 256).all())
+                text = "" if right else f"what rank {rank} got in {group.name} is not what rank {other} sent"
+                yield (group.name, min(rank, other), max(rank, other)), seconds, text
                 arrived.fill_(rank % 256)
 
 
-def _slow(by_rank: list) -> tuple[dict[Link, float], list[str]]:
+def _slow(by_rank: list, floor: float) -> tuple[dict[Link, float], list[str]]:
     """Return the seconds of all links, and which are slow among those inside hosts, or among those between hosts."""
     links: dict[Link, float] = {}
     for best, _ in by_rank:
@@ -167,6 +159,6 @@ def _slow(by_rank: list) -> tuple[dict[Link, float], list[str]]:
         slow += [
             f"the link of ranks {a} and {b} takes {x * 1e3:.1f} ms in {name}, where {usual * 1e3:.1f} ms are usual"
             for (name, a, b), x in alike.items()
-            if x > SLOW * usual and x > usual + FLOOR
+            if x > SLOW * usual and x > usual + floor
         ]
     return links, slow

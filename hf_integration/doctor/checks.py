@@ -20,7 +20,7 @@ from ds_seqpar.doctor import Check, Finding, Job
 from ds_seqpar.engine import initialize, start
 from ds_seqpar.errors import ranks_in_words
 
-from ..families import is_causal_lm, set_balance_weight, unwrapped
+from ..families import is_plain_head, set_balance_weight, unwrapped
 from ..look.facts import text_config
 from ..look.known import facts_of, heads, windows
 from ..look.prove import GRADIENT, LOSS, TOLERANCE, compared, difference
@@ -69,6 +69,7 @@ def _sum_of_bits(p: nn.Parameter) -> int:
 def loss_and_gradients(job: Job) -> list[Finding]:
     """Compare a small copy in fp32, patched and not: loss, outputs and all gradients, for three kinds of batches."""
     model, sp = unwrapped(job.model), job.sp
+    model = model if is_plain_head(model) else model.base_model  # a loss of one's own may count padding
     facts = facts_of(model)
     outcome = compared(model, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
     detail = f"of a small copy, in plain, padded and packed batches, within {outcome.largest:.1e}"
@@ -80,8 +81,8 @@ def loss_and_gradients(job: Job) -> list[Finding]:
 def step(job: Job) -> list[Finding]:
     """Compare a step of DeepSpeed's engine for a small copy that shares sequences with one of a copy that does not."""
     model, sp = unwrapped(job.model), job.sp
-    if not is_causal_lm(model):
-        return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has no token losses")]
+    if not is_plain_head(model):
+        return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has a loss of its own")]
     content, accumulation = _content(job.content), sp.accumulation_steps
     try:
         with _quiet():
@@ -144,10 +145,11 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
     ids = tokens_for(small.config, steps * sp.data_size, max(23, 2 * sp.multiple + 5)).to(sp.device)
     microbatches = [{"input_ids": x, "labels": x} for x in ids.split(sp.data_size)]
     if shared:
-        patch_by(small, small, sp, facts_of(model))
+        patch_by(small, small, sp, facts := facts_of(model))
         engine = initialize(model=small, config=content, sequence_parallel=sp, check_loss=False, doctor=False)[0]
-        own = [{name: x[sp.data_rank, None] for name, x in batch.items()} for batch in microbatches]
-        microbatches = sp.shard_batches(own)
+        microbatches = [{name: x[sp.data_rank, None] for name, x in batch.items()} for batch in microbatches]
+        if facts.shift_labels:  # others take whole batches alone
+            microbatches = sp.shard_batches(microbatches)
     else:
         engine = deepspeed.initialize(model=small, config=content)[0]
     losses, outcome = [], dict[str, Tensor]()

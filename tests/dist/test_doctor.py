@@ -201,23 +201,23 @@ def test_a_check_that_raises_on_one_rank_ends_on_all():
 
 # what is sent how, and what shapes of heads, dtypes and masks there are
 GRID = [
-    {"ulysses": 4},
+    {"ulysses": 4, "job": {"quick": False}},
     {"ulysses": 2, "job": {"heads": (6, 3), "dtype": torch.bfloat16}},
     {"ulysses": 2, "head_chunks": 2, "job": {"heads": (8, 4), "window": 8}},
     {"ulysses": 1, "schedule": "distflash", "job": {"dtype": torch.bfloat16}},
     {"ulysses": 1, "schedule": "attention2d", "comm_dtype": "bf16", "overlap": True},
     {"ulysses": 2, "schedule": "mesh", "rotate_backward": "q", "job": {"dtype": torch.float64, "head_dim": 5}},
-    {"ulysses": 1, "schedule": "triangle", "job": {"softcap": 5.0}},
+    {"ulysses": 1, "schedule": "wallfacer", "team": 2, "job": {"softcap": 5.0}},
     {"ulysses": 1, "schedule": "double_ring", "rotate_forward": "q", "rotate_backward": "q", "layout": "striped"},
     {"size": 2, "ulysses": 1, "kernel": "chunked", "job": {"dtype": torch.float16, "heads": (9, 3)}},
 ]
 
 
 @pytest.mark.whole
-@on_each_of(4)
+@on_each_of(4, timeout=500)
 def test_what_is_right_passes():
     for settings in GRID:
-        job = {**SMALL, "quick": False, **settings.get("job", {})}
+        job = {**SMALL, **settings.get("job", {})}
         config = {name: value for name, value in settings.items() if name != "job"}
         with make(heads=job["heads"], **config) as sp:
             findings = found(sp, **job)
