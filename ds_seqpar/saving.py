@@ -115,6 +115,8 @@ def written_aside(
         with aside.keeping_errors():
             if leads:
                 aside.publish(latest)
+                with contextlib.suppress(OSError):
+                    recover(folder)  # before others look into the folder, as when this save is part of another
         _agree(group, aside)
     finally:
         if leads:

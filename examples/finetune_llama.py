@@ -34,7 +34,6 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.engine import start
-from ds_seqpar.errors import SeqParError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -207,7 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except SeqParError as error:
-        raise SystemExit(f"rank {os.environ.get('RANK', '0')}: {error}") from None
+    main()

@@ -9,7 +9,7 @@ All of transformers' TrainingArguments are options. Without further ones it trai
 bytes as tokens, on the sources of the Python standard library, one document for each file. --lora trains adapters
 instead of the model. --pack concatenates documents instead of padding them, and none sees another.
 --resume_from_checkpoint True continues from the last whole checkpoint of --output_dir, --resume_from_checkpoint FOLDER
-from that one.
+from that one. Under torchrun --max-restarts N a run that has lost a rank continues from the last one by itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from transformers import (
     set_seed,
 )
 
-from ds_seqpar.errors import SeqParError
 from hf_integration import PackingCollator, Packs, SequenceParallelTrainer
 
 
@@ -99,6 +98,13 @@ def laid_out(args: Arguments, documents: Dataset) -> Dataset | Packs:
     return Packs(documents, args.seq_len) if args.pack else documents
 
 
+def checkpoint_to_resume(training: TrainingArguments) -> str | None:
+    """Return what the user names. Once torchrun has started the ranks again, it is the last checkpoint, if any."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    has_saved = any(Path(training.output_dir).glob("checkpoint-*"))
+    return "last" if restarted and has_saved else training.resume_from_checkpoint
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed's calls
     args, training = parse()
@@ -115,7 +121,7 @@ def main() -> None:
         data_collator=PackingCollator() if args.pack else DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
@@ -125,7 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except SeqParError as error:
-        raise SystemExit(f"rank {os.environ.get('RANK', '0')}: {error}") from None
+    main()

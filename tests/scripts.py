@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ds_seqpar.errors import SeqParError
 from tests.launch import free_port, on_ranks
 
 # a folder on the path of launched processes: it hides GPUs from them
@@ -56,8 +57,8 @@ def run(ranks, folder, script, *arguments, environment=None, timeout=200):
 
 
 def as_process(folder, script, arguments, environment):
-    """(whether it failed, stdout, stderr) of a script in this rank's process; it fails by SystemExit, as by a sentence.
-    Other exceptions are raised."""
+    """(whether it failed, stdout, stderr) of a script in this rank's process; it fails by SystemExit, or by a sentence
+    of ours. Other exceptions are raised."""
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")  # not the user's
@@ -73,4 +74,7 @@ def as_process(folder, script, arguments, environment):
         except SystemExit as end:
             failed = end.code not in (None, 0)
             print(end.code if isinstance(end.code, str) else "", file=err)
+        except SeqParError as error:
+            failed = True
+            print(f"rank {os.environ['RANK']}: {error}", file=err)
     return failed, out.getvalue(), err.getvalue()

@@ -132,13 +132,15 @@ def judged(case: Case) -> dict[str, Any]:
         verdict, ended = end_of(case, folder, outcomes)
         clear(folder)
         again = on_ranks(case.then, call, folder, 0, None, timeout=SECONDS, check=False)
+        errors = [json.loads(file.read_text())["error"] for file in sorted(folder.glob("ended-*.json"))]
     if not all(isinstance(outcome[0], dict) for outcome in again):
-        return {"case": dataclasses.asdict(case), "verdict": f"{verdict or ''} not resumed: {again}", "ended": ended,
-                "resumed": 0, "difference": math.inf}  # fmt: skip
+        verdict = " ".join([verdict, "not resumed:", *(errors or map(str, again))])
+        return {"case": dataclasses.asdict(case), "verdict": verdict, "ended": ended, "resumed": 0,
+                "difference": math.inf}  # fmt: skip
     found = again[0][0]
-    resumed, reference = min(found) - 1, uninterrupted(case.driver, case.stage, case.then)[0]
+    resumed, reference = min(found, default=STEPS + 1) - 1, uninterrupted(case.driver, case.stage, case.then)[0]
     pairs = [(x, y) for step in found for x, y in zip(found[step], reference[step], strict=True)]
-    difference = max(abs(x - y) / max(abs(y), 1e-30) for x, y in pairs)
+    difference = max((abs(x - y) / max(abs(y), 1e-30) for x, y in pairs), default=0.0)
     if difference > (DIGITS if case.ranks != case.then else 0.0):
         verdict = verdict or "other losses"
     if resumed not in whole_steps(case):

@@ -52,6 +52,46 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(stage, sizes, tmp_path):
             assert found[size]["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
 
 
+def run_of(folder, size, sequences, stage, how):
+    """The log of a run on these ranks; how: that of the Trainer's `train`. Each step has 4 sequences."""
+    groups = dist.get_world_size() // size
+    steps = 4 // groups // sequences
+    saving = {} if how else {"save_strategy": "steps", "save_steps": STOP}
+    trainer = make(
+        folder, sequences, {"size": size}, stage, parts={"train_dataset": documents(12)}, max_steps=END,
+        gradient_accumulation_steps=steps, weight_decay=0.3, **saving,
+    )  # fmt: skip
+    return trained(trainer, **how)
+
+
+@pytest.mark.parametrize(
+    ("written", "others"),
+    [
+        ((2, 2, 2, 3), [(4, 2, 1, 2)]),
+        *(
+            pytest.param(
+                (4, 2, 1, stage),
+                [(2, 1, 2, stage % 3 + 1), (2, 2, 2, (stage + 1) % 3 + 1)],
+                marks=pytest.mark.whole,
+            )
+            for stage in (1, 2, 3)
+        ),
+    ],
+)
+def test_a_run_goes_on_with_other_ranks_and_another_stage(written, others, tmp_path):
+    """(ranks, size, sequences of a group, stage). deepspeed#6691: resumed like a fresh start."""
+    world, *how = written
+    whole = on_ranks(world, run_of, tmp_path, *how, {})[0]
+    for world, *how in others:
+        for found in on_ranks(
+            world, run_of, tmp_path, *how, {"resume_from_checkpoint": f"{tmp_path}/checkpoint-{STOP}"}
+        ):
+            assert len(found["loss"]) == END
+            assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5), (world, how)
+            assert found["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4), (world, how)
+            assert found["learning_rate"] == whole["learning_rate"]
+
+
 ALONE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
