@@ -49,10 +49,13 @@ class Aside:
     def sentence(self) -> ConfigError | None:
         if self.error is None:
             return None
+        free = ""
+        with contextlib.suppress(OSError):  # torch says of a full disk that a position is unexpected
+            free = f", with {shutil.disk_usage(self.folder).free >> 20:,} MiB free there"
         wrong = ConfigError(
             f"a checkpoint is saved once every rank has written its files; got {type(self.error).__name__} for "
-            f"{self.folder / self.name}: {' '.join(str(self.error).split())}, mend that or name another folder (what "
-            "was saved before is whole)"
+            f"{self.folder / self.name}: {' '.join(str(self.error).split())}{free}, mend that or name another folder "
+            "(what was saved before is whole)"
         )
         wrong.__cause__ = self.error
         return wrong
