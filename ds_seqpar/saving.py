@@ -131,12 +131,15 @@ def _agree(group: dist.ProcessGroup, aside: Aside) -> None:
     assert_ranks_agree(group, "checkpoint to write", {"name": aside.name}, error=aside.sentence())
 
 
-def recover(folder: Path) -> None:
-    """Remove what a killed save has left in a folder of checkpoints, and put back what it was about to replace."""
+def recover(folder: Path, remove: bool = True) -> None:
+    """Put back what a killed save was about to replace in a folder of checkpoints, and remove what else it has left.
+
+    Only the run that saves there may remove it: others may look at a folder while one is being written.
+    """
     for former in sorted((folder / FORMER).glob("*")):
         if not (folder / former.name).exists():
             former.rename(folder / former.name)
-    for name in (ASIDE, FORMER):
+    for name in (ASIDE, FORMER) if remove else ():
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
