@@ -121,7 +121,7 @@ class EngineCheckpoints:
         engine, folder, group = self.engine, Path(load_dir), self.sp.control_world
         if self._leads:
             with contextlib.suppress(OSError):  # of a folder that is only read
-                recover(folder)
+                recover(folder, remove=False)
         assert_ranks_agree(group, "folder of checkpoints", None, call="load_checkpoint")
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)

@@ -49,10 +49,13 @@ class Aside:
     def sentence(self) -> ConfigError | None:
         if self.error is None:
             return None
+        free = ""
+        with contextlib.suppress(OSError):  # torch says of a full disk that a position is unexpected
+            free = f", with {shutil.disk_usage(self.folder).free >> 20:,} MiB free there"
         wrong = ConfigError(
             f"a checkpoint is saved once every rank has written its files; got {type(self.error).__name__} for "
-            f"{self.folder / self.name}: {' '.join(str(self.error).split())}, mend that or name another folder (what "
-            "was saved before is whole)"
+            f"{self.folder / self.name}: {' '.join(str(self.error).split())}{free}, mend that or name another folder "
+            "(what was saved before is whole)"
         )
         wrong.__cause__ = self.error
         return wrong
@@ -128,12 +131,15 @@ def _agree(group: dist.ProcessGroup, aside: Aside) -> None:
     assert_ranks_agree(group, "checkpoint to write", {"name": aside.name}, error=aside.sentence())
 
 
-def recover(folder: Path) -> None:
-    """Remove what a killed save has left in a folder of checkpoints, and put back what it was about to replace."""
+def recover(folder: Path, remove: bool = True) -> None:
+    """Put back what a killed save was about to replace in a folder of checkpoints, and remove what else it has left.
+
+    Only the run that saves there may remove it: others may look at a folder while one is being written.
+    """
     for former in sorted((folder / FORMER).glob("*")):
         if not (folder / former.name).exists():
             former.rename(folder / former.name)
-    for name in (ASIDE, FORMER):
+    for name in (ASIDE, FORMER) if remove else ():
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -85,7 +85,7 @@ def checkpoint_of(
     try:
         target = parse_resume_argument(resume_from_checkpoint)
         if run.leads:
-            recover(Path(target).parent if isinstance(target, str) else Path(output))
+            recover(Path(target).parent if isinstance(target, str) else Path(output), remove=False)
     except (ConfigError, OSError) as reason:
         error = as_seqpar_error("reading a folder of checkpoints failed", reason)
     description = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]

@@ -59,9 +59,9 @@ def killed_everywhere(folder, name):
         save(place, "first", "old")
         save(place, "last", "old")
         killed = killed_at(place, name, count)
-        recover(place)
+        recover(place, remove=count % 2 == 0)  # before a save, or before loading
         last = (place / "latest").read_text()
-        there = {x.name for x in place.iterdir() if x.is_dir()}
+        there = {x.name for x in place.iterdir() if x.is_dir()} - {ASIDE, FORMER}
         found.append((contents(place, "first"), contents(place, last), {x: contents(place, x) for x in there}, last))
         count += 1
     return found, count

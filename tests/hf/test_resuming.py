@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -158,6 +159,19 @@ class Full(SequenceParallelTrainer):
             raise OSError("no space left")
 
 
+class NoRoom(SequenceParallelTrainer):
+    """On whose rank 0 no file grows beyond a limit, which the model's does."""
+
+    def _save_checkpoint(self, *args):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            super()._save_checkpoint(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def resumed_again(folder):
     """By case what `resumed` gives after a whole run: its last checkpoint loses its end, then all lose it."""
     found, states = {"whole": resumed(folder, None)}, [Path(folder, f"checkpoint-{step}") for step in (3, 2, 1)]
@@ -174,10 +188,12 @@ def resumed_again(folder):
     found["a folder"] = resumed(folder, str(states[0]))
     on_one(lambda: [cut(next(x.glob("global_step*/*rank_0_mp_rank_00_optim_states.pt"))) for x in states[1:]])
     found["none"] = resumed(folder, True)
-    trainer = make(folder, 2, {"size": 2}, 2, kind=Full, max_steps=3, save_strategy="steps", save_steps=2)
     before = sorted(states[1].rglob("*"))
-    found["full"] = refusal(trainer.train)
-    dist.barrier()
+    found["failed"] = []
+    for kind in (Full, NoRoom):
+        trainer = make(folder, 2, {"size": 2}, 2, kind=kind, max_steps=3, save_strategy="steps", save_steps=2)
+        found["failed"].append(refusal(trainer.train))
+        dist.barrier()
     found["as before"] = sorted(states[1].rglob("*")) == before
     found["left"] = [x.name for x in Path(folder).glob(".*")]
     return found
@@ -190,9 +206,12 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path):
         assert losses == found["whole"][0]
         assert [word in " ".join(said) for word in ("checkpoint-2, the last", "rng_state_1.pth")] == [rank == 0] * 2
         assert len(said) == 2 * (rank == 0)
-        assert found["full"][0] == ("DisagreementError", "ConfigError")[rank]
-        assert "OSError for" in found["full"][1]
-        assert "checkpoint-2: no space left" in found["full"][1]
+        for (kind, message), failed, words in zip(
+            found["failed"], (1, 0), ("OSError for", "MiB free there"), strict=True
+        ):
+            assert kind == ("ConfigError" if rank == failed else "DisagreementError")
+            assert words in message
+            assert "checkpoint-2" in message
         assert (found["as before"], found["left"]) == (True, [])
         for name, words in (
             ("a folder", "trainer_state.json is missing"),
