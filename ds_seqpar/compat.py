@@ -12,9 +12,11 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -129,6 +131,11 @@ def is_profiling() -> bool:
 def is_autograd_thread(thread: threading.Thread) -> bool:
     """Return whether the current thread is one of autograd's, which Python has not started."""
     return isinstance(thread, threading._DummyThread) and graph_task() >= 0
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the innermost frame of each of Python's threads, by its ident."""
+    return sys._current_frames()
 
 
 # ---- torch: tensors

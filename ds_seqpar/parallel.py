@@ -26,6 +26,7 @@ from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
 from .runtime.latent import expanded
 from .runtime.mismatch_hints import of_kernels
 from .runtime.process_exit import printed_once
+from .runtime.watchdog import watch
 
 if TYPE_CHECKING:
     from .auto import Job
@@ -102,6 +103,7 @@ class SequenceParallel(Sharding):
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank, measured)
         self.calls, self.journal = self.runtime.calls, self.runtime.journal
+        self.watched = watch(self.config)
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()
@@ -119,6 +121,7 @@ class SequenceParallel(Sharding):
         try:
             self.journal.settle(last=True)
         finally:
+            self.watched = None
             self.comm.groups.close()
 
     def bind_to_thread(self) -> None:

@@ -9,28 +9,28 @@ way.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import EvenShards
 from ..data.batch_layout import BatchLayout
 from ..data.batches import IGNORE, check_batch
 from ..errors import ConfigError
 from .findings import Finding, Job
-from .ranks import Gathering
-from .reference import NAMES, allowed, attention, masks, seen
+from .ranks import ADVICE, Gathering
+from .reference import NAMES, exact_and_plain, masks, random, seen, share_of_allowed
 
 LEAST = 64  # tokens of a sequence
-ADVICE = "see which part of ds_seqpar or of its kernels is not as it was installed"
 
 
 class _Case(NamedTuple):
     """A mask as the product takes it, and by its definition."""
 
     name: str
-    options: dict[str, Any]  # of sp.attention
+    mask: Mask
     layout: BatchLayout | None
     visible: Tensor  # bool (queries, keys), False for queries that do not count
     dropped: dict[str, Tensor]  # what would be visible without a part of the mask, by the part's name
@@ -38,66 +38,57 @@ class _Case(NamedTuple):
 
 def check_attention(job: Job) -> Gathering:
     """Compare forward and backward with the definition for each mask: which keys a row sees, then the numbers."""
-    found: list[list[str]] = []  # for each case: what is wrong in forward, in backward and in numbers; figures
-    cases = _cases(job)
+    cases, found = _cases(job), list[list[str]]()
     for case in cases:
         yield None
         try:
-            found.append([*_counted(job, case), *_compared(job, case)])
-        except ConfigError as refusal:  # on all ranks: the schedule does not take such a mask
-            found.append(["", "", "", "", str(refusal)])
-    by_rank = yield found
-    return [
-        _finding(f"attention, {case.name}", found[index], [of_rank[index] for of_rank in by_rank])
-        for index, case in enumerate(cases)
-    ]
-
-
-def _finding(check: str, found: list[str], by_rank: list[list[str]]) -> Finding:
-    *wrong, figures, refusal = [*found, ""][:5]
-    if refusal:
-        return Finding(check=check, status="not tried", detail=refusal)
-    # what is wrong in forward, on any rank, makes backward and the numbers wrong
-    first = next((at for at in range(len(wrong)) if any(of_rank[at] for of_rank in by_rank)), 0)
-    if wrong[first]:
-        return Finding(check=check, status="fail", detail=wrong[first], advice=ADVICE)
-    return Finding(check=check, status="pass", detail=figures)
+            found.append([*_counted(job, case), *_compared(job, case), ""])
+        except ConfigError as error:  # on all ranks: the schedule does not take such a mask
+            found.append(["", "", "", "", str(error)])
+    by_rank, findings = (yield found), list[Finding]()
+    for at, case in enumerate(cases):
+        *wrong, figures, refusal = found[at]
+        check = f"attention, {case.name}"
+        if refusal:
+            findings.append(Finding(check=check, status="not tried", detail=refusal))
+        else:  # what is wrong in forward on any rank makes backward and the numbers wrong
+            first = next((i for i in range(len(wrong)) if any(of_rank[at][i] for of_rank in by_rank)), 0)
+            findings.append(Finding.of(check, wrong[first], ADVICE, figures))
+    return findings
 
 
 def _cases(job: Job) -> list[_Case]:
     sp, device = job.sp, job.sp.device
     tokens = sp.multiple * max(2, -(-LEAST // sp.multiple))
     at, of_kind = torch.arange(tokens, device=device), masks(tokens, job.window)
-    visible = {kind: seen(mask, at, at) for kind, mask in of_kind.items()}
-    without = {"causal": ("the causal edge", "full"), "window": ("the window", "causal")}
-    cases = [
-        _Case(kind, {"mask": of_kind[kind]}, None, visible[kind], {part: visible[other] for part, other in dropped})
-        for kind, dropped in ((kind, [without[kind]] if kind in without else []) for kind in ("full", *without))
-    ]
+    whole, causal, window, documents = (seen(mask, at, at) for mask in of_kind.values())
     starts = (*of_kind["documents"].documents, tokens)
-    documents = sp.place(tokens, tuple(b - a for a, b in itertools.pairwise(starts)))
+    packed = sp.place(tokens, tuple(end - start for start, end in itertools.pairwise(starts)))
     real = torch.ones(2, tokens // 2, dtype=torch.int64)  # two rows, padded on the left and on the right
     real[0, : tokens // 8] = real[1, -tokens // 8 :] = 0
     padded = check_batch(sp, {"labels": torch.full_like(real, IGNORE), "attention_mask": real}, True).placement
-    row, counts = at // (tokens // 2), real.flatten().bool().to(device)
-    in_row = visible["causal"] & (row[:, None] == row) & counts[:, None]
-    whole = visible["causal"] & counts[:, None]
-    for kind, layout, sees, dropped in (
-        ("documents", documents, visible["documents"], {"boundaries of documents": visible["causal"]}),
-        ("padding", padded, in_row & counts, {"padding": in_row, "boundaries of documents and padding": whole}),
-    ):
-        assert layout is not None  # of several documents
-        options = {"mask": layout.mask, "shards": layout.shards}
-        cases.append(_Case(kind, options, BatchLayout(layout.mask, layout.shards), sees, dropped))
-    return cases
+    assert packed is not None  # since there are several documents
+    assert padded is not None
+    counts, rows = real.flatten().bool().to(device), at // (tokens // 2)
+    queries = causal & counts[:, None]
+    in_row = queries & (rows[:, None] == rows)
+    dropped = {"padding": in_row, "boundaries of rows and padding": queries}
+    return [
+        _Case("full", FULL, None, whole, {}),
+        _Case("causal", CAUSAL, None, causal, {"the causal edge": whole}),
+        _Case("window", of_kind["window"], None, window, {"the window": causal}),
+        _Case("documents", packed.mask, packed, documents, {"boundaries of documents": causal}),
+        _Case("padding", padded.mask, BatchLayout(padded.mask, padded.shards), in_row & counts, dropped),
+    ]
 
 
 def _attend(job: Job, case: _Case, *whole: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return this rank's out, dq, dk and dv (tokens, heads, head_dim) in fp64, and its rows' log-sum-exp."""
     q, k, v, do = (job.sp.shard(x[None].to(job.dtype), 1, case.layout) for x in whole)
+    shards = case.layout.shards if case.layout else None
     with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
         local = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = job.sp.attention(q, k, v, **case.options, softcap=job.softcap, return_lse=True)
+        out, lse = job.sp.attention(q, k, v, mask=case.mask, shards=shards, softcap=job.softcap, return_lse=True)
         results = out.detach(), *torch.autograd.grad(out, local, do)
     return [x[0].double() for x in results], lse[0].detach().double()
 
@@ -105,45 +96,36 @@ def _attend(job: Job, case: _Case, *whole: Tensor) -> tuple[list[Tensor], Tensor
 def _counted(job: Job, case: _Case) -> list[str]:
     """Return what is wrong with the keys that this rank's rows see, and with the rows that see its keys."""
     (heads, kv_heads), tokens, columns = job.heads, len(case.visible), job.head_dim - 1
-    blocks = _blocks(job, case)
+    blocks, each = _blocks(job, case), torch.arange(heads, device=job.sp.device)
     one_hot = torch.nn.functional.one_hot(blocks % columns, columns).double()
     numbers = torch.arange(1, kv_heads + 1, device=blocks.device).double()
     v = torch.cat([one_hot[:, None].expand(-1, kv_heads, -1), numbers[:, None].expand(tokens, -1, 1)], dim=2)
     do = (v * case.visible.sum(1)[:, None, None]).repeat_interleave(heads // kv_heads, dim=1)
-    do[:, torch.arange(heads, device=do.device) % (heads // kv_heads) > 0] = 0  # but one query head of each group
+    do[:, each % (heads // kv_heads) > 0] = 0  # but for one query head of each group
     (out, _, _, dv), lse = _attend(job, case, v.new_zeros(tokens, heads, job.head_dim), torch.ones_like(v), v, do)
     held = job.sp.shard(torch.arange(tokens, device=out.device), 0, case.layout)
-    seen_by_rows = (out * lse.exp()[..., None]).nan_to_num() * case.visible[held].any(1)[:, None, None]
+    out = (out * lse.exp()[..., None]).nan_to_num() * case.visible[held].any(1)[:, None, None]
     wrong = []
-    for direction, counts, turn in (("forward", seen_by_rows, lambda x: x), ("backward", dv, lambda x: x.T)):
-        expected, group = turn(case.visible)[held].double() @ one_hot, counts.shape[1] // kv_heads
-        of_head = expected.sum(1, keepdim=True) * numbers.repeat_interleave(group)
-        text = ""
-        if (bad := (counts[..., :-1] - expected[:, None]).abs() > 0.5).any():
-            text = next(
-                (
-                    f"{part} dropped"
-                    for part, visible in case.dropped.items()
-                    if (counts[..., :-1] - (turn(visible)[held].double() @ one_hot)[:, None]).abs().max() <= 0.5
-                ),
-                "",
-            )
+    for direction, result, counts, turned in (("forward", "out", out, False), ("backward", "dv", dv, True)):
+        visible, *dropped = (x.T if turned else x for x in (case.visible, *case.dropped.values()))
+        expected, found = visible[held].double() @ one_hot, counts[..., :-1]
+        total, text = expected.sum(1, keepdim=True), ""
+        mixed = (counts[..., -1] / total - numbers.repeat_interleave(counts.shape[1] // kv_heads)).abs() > 0.4
+        if (bad := (found - expected[:, None]).abs() > 0.5).any():
+            factor = float((found * expected[:, None]).sum() / expected.square().sum() / found.shape[1])
+            causes = {
+                f"{part} dropped": x[held].double() @ one_hot for part, x in zip(case.dropped, dropped, strict=True)
+            }
+            causes[f"{result} is {factor:.4g} times what it must be"] = factor * expected
+            text = next((cause for cause, x in causes.items() if (found - x[:, None]).abs().max() <= 0.5), "")
             row, head, column = bad.nonzero()[0].tolist()
-            text = text or _miscounted(
-                job,
-                direction,
-                held[row],
-                blocks,
-                turn(case.visible),
-                column,
-                float(counts[row, head, column]),
-                float(expected[row, column]),
-            )
-        elif (mixed := (counts[..., -1] - of_head).abs() > 0.4 * expected.sum(1, keepdim=True)).any():
+            pairs = float(found[row, head, column]), float(expected[row, column])
+            of_block = blocks[(blocks % columns == column) & (visible[held[row]] | (pairs[1] == 0))][:1]
+            text = text or _miscounted(job, direction, int(held[row]), (int(blocks[held[row]]), int(of_block)), *pairs)
+        elif mixed.any():
             row, head = mixed.nonzero()[0].tolist()
-            other = round(float(counts[row, head, -1] / expected[row].sum())) - 1
-            kind = "query" if direction == "forward" else "gradients of key/value"
-            text = f"heads are mixed up: {kind} head {head} is of key/value head {other}, not {head // group}"
+            other, must = round(float(counts[row, head, -1] / total[row])) - 1, head * kv_heads // counts.shape[1]
+            text = f"heads are mixed up: head {head} of {result} is of key/value head {other}, not {must}"
         wrong.append(text and f"{direction}: {text}")
     return wrong
 
@@ -159,18 +141,13 @@ def _blocks(job: Job, case: _Case) -> Tensor:
     return blocks
 
 
-def _miscounted(
-    job: Job, direction: str, token: Tensor, blocks: Tensor, visible: Tensor, column: int, found: float, expected: float
-) -> str:
-    """Return what is wrong where a token meets `found` tokens of a block and not `expected` ones."""
-    of_column = (blocks % (job.head_dim - 1) == column) & (visible[token] | (expected == 0))
-    own, other = int(blocks[token]), int(blocks[of_column][0])
-    q, kv = (own, other) if direction == "forward" else (other, own)
-    what = "is left out" if abs(found) < 0.5 else f"has {found:.4g} pairs of token {int(token)} and not {expected:.4g}"
-    runtime = job.sp.runtime
+def _miscounted(job: Job, direction: str, token: int, blocks: tuple[int, int], found: float, expected: float) -> str:
+    """Return what is wrong where a token meets `found` tokens of a block and not `expected` ones. blocks: of both."""
+    runtime, (q, kv) = job.sp.runtime, blocks if direction == "forward" else blocks[::-1]
+    what = "is left out" if abs(found) < 0.5 else f"has {found:.4g} pairs of token {token} and not {expected:.4g}"
     program = runtime.last_bound[direction][1][0]
     block_mask = runtime.compiler.block_mask(program.mask, program.shards)
-    for rank, steps in enumerate(runtime.compiler.recipe.plan(direction, block_mask, program.shapes[0]).ranks):
+    for rank, steps in enumerate(runtime.compiler.recipe.plan(direction, block_mask, program.shape).ranks):
         for number, step in enumerate(steps):
             if any(q in compute.q and kv in compute.kv for compute in step.computes):
                 what += f", which CP rank {rank} computes in step {number} of {program.program.name}"
@@ -179,32 +156,14 @@ def _miscounted(
 
 def _compared(job: Job, case: _Case) -> tuple[str, str]:
     """Return (what is wrong with the numbers of random tensors, figures)."""
-    dice, tokens, scale = torch.Generator().manual_seed(7), len(case.visible), job.head_dim**-0.5
-    heads, kv_heads = job.heads
-    q, k, v, do = (
-        torch.randn(1, tokens, count, job.head_dim, generator=dice).to(job.sp.device, job.dtype)
-        for count in (heads, kv_heads, kv_heads, heads)
-    )
-    do *= case.visible.any(1)[:, None, None]
-    exact, plain = (
-        attention(q, k, v, do, case.visible, scale, job.softcap, dtype) for dtype in (torch.float64, job.dtype)
-    )
-    held = job.sp.shard(case.visible.any(1)[None], 1, case.layout)[0]
-    found, _ = _attend(job, case, q[0], k[0], v[0], do[0])
-    found[0] *= held[:, None, None]
+    tokens, (heads, kv_heads), counts = len(case.visible), job.heads, case.visible.any(1)[:, None, None]
+    (q, do), (k, v) = random(job, 1, (tokens, heads), 2), random(job, 2, (tokens, kv_heads), 2)
+    found, _ = _attend(job, case, q[0], k[0], v[0], do[0] * counts)
+    found[0] *= job.sp.shard(counts, 0, case.layout)
+    exact, plain = exact_and_plain(q, k, v, do * counts, case.visible, job.softcap)
     sent = torch.bfloat16 if job.sp.config.comm_dtype == "bf16" and job.sp.runtime.size > 1 else job.dtype
-    worst = 0.0
-    for name, got, one, usual in zip(NAMES, found, exact, plain, strict=True):
-        expected, greatest = job.sp.shard(one, 1, case.layout)[0], float(one.abs().max())
-        gap, most = (
-            float((got - expected).abs().max()) / greatest,
-            2 * allowed(sent, float((usual - one).abs().max()) / greatest),
-        )
-        worst = max(worst, gap / most)
-        if not gap <= most:
-            factor = float((got * expected).sum() / expected.square().sum())
-            rest = float((got - factor * expected).abs().max()) / greatest
-            if rest <= 0.1 * gap:
-                return f"{name} is {factor:.4g} times what it must be", ""
-            return f"{name} differs by {gap:.1e} of its greatest element, {most:.1e} is allowed", ""
-    return "", f"out, dq, dk, dv have at most {worst:.0%} of the error that is allowed"
+    worst, text = max(
+        share_of_allowed(name, x, one, usual, sent, job.sp.shard(one, 1, case.layout)[0])
+        for name, x, one, usual in zip(NAMES, found, exact, plain, strict=True)
+    )
+    return text if worst > 1 else "", f"out, dq, dk, dv have at most {worst:.0%} of the error that is allowed"

@@ -32,7 +32,7 @@ def batches(job: Job) -> list[Finding]:
             wrong += f", in a {kind} batch"
             break
     detail = f"tokens, position_ids and labels of {ROWS} x {tokens} tokens, plain, padded and packed"
-    return [Finding.of("batches", detail, wrong, SHARDING)]
+    return [Finding.of("batches", wrong, SHARDING, detail)]
 
 
 def batches_of(tokens: int, vocabulary: int) -> dict[str, dict[str, Tensor]]:
@@ -100,7 +100,7 @@ def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     for name in given:
         wrong = _wrong_examples(name, [(group, of_rank[name]) for group, of_rank in by_rank])
         detail = f"{sp.data_size} group{'s' * (sp.data_size > 1)} of {sp.size}"
-        findings.append(Finding.of(name, detail, wrong, DEALING))
+        findings.append(Finding.of(name, wrong, DEALING, detail))
     return findings
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from ..errors import MOST_SHOWN, SeqParError, as_seqpar_error, ranks_in_words
+from ..errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
 from ..runtime.agreement import all_gather_objects
 
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
-Status = Literal["pass", "fail", "not tried"]
+Status = Literal["fail", "not tried", "pass"]  # the worst first
 AGREEMENT = "agreement"  # the check without which ranks cannot communicate
 
 
@@ -67,13 +67,11 @@ class Finding:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, check: str, detail: str, wrong: str = "", advice: str = "") -> Finding:
-        """Return that a check passed, with figures, or else failed by what is wrong."""
-        return (
-            cls(check=check, status="fail", detail=wrong, advice=advice)
-            if wrong
-            else cls(check=check, status="pass", detail=detail)
-        )
+    def of(cls, check: str, wrong: str, advice: str, passed: str) -> Finding:
+        """Return a failure with its advice, or where nothing is wrong a pass with its figures."""
+        if wrong:
+            return cls(check=check, status="fail", detail=wrong, advice=advice)
+        return cls(check=check, status="pass", detail=passed)
 
 
 # Called on all ranks at once. A plain function returns this rank's findings, as many as on all other ranks. A generator
@@ -98,68 +96,51 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
             found.append(Finding(check=name, status="not tried", detail=f"{apart} failed"))
             continue
         progress(name)
-        by_rank, seconds = _results(job, name, check)
-        of_check = [_joined(of_ranks) for of_ranks in _by_check(name, by_rank)]
-        some_raised = any(map(_raised, by_rank)) and not all(map(_raised, by_rank))
-        if some_raised or (name == AGREEMENT and any(one.status == "fail" for one in of_check)):
+        by_rank, raised, seconds = _results(job, name, check)
+        joined = _joined(by_rank)
+        if any(raised) > all(raised) or (name == AGREEMENT and any(one.status == "fail" for one in joined)):
             apart = name
-        of_check[:1] = [dataclasses.replace(one, seconds=seconds) for one in of_check[:1]]
-        found += of_check
+        found += [dataclasses.replace(one, seconds=seconds * (one is joined[0])) for one in joined]
     job.sp.comm.received.clear()  # in place, since others refer to it
     job.sp.comm.received.update(received)
     job.sp.comm.received_bytes = received_bytes
     return found
 
 
-def _results(job: Job, name: str, check: Check) -> tuple[list[Any], float]:
-    """Return what a check returned or raised on each rank, and how long it took on the slowest."""
+def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]], tuple[bool, ...], float]:
+    """Return the findings of each rank, which ranks raised an error, and the seconds of the slowest one."""
     begun: Any = None
     sent, began = list[Any](), time.monotonic()
     while True:
-        done, local = True, None
+        done, raised = True, False
         try:
-            if begun is None:
-                begun = check(job)
-            if isinstance(begun, Generator):
-                done, local = False, begun.send(sent or None)
-            else:
-                local = list(begun)
+            begun = check(job) if begun is None else begun
+            done = not isinstance(begun, Generator)
+            local = list(begun) if done else begun.send(sent or None)
         except StopIteration as end:
-            local = end.value
+            done, local = True, end.value
         except Exception as error:
-            local = SeqParError(str(as_seqpar_error(f"{name} raised", error)))  # itself it may not be one to be sent
-        local = f"what {name} found", local, done, time.monotonic() - began
-        _, results, ended, seconds = zip(*all_gather_objects(job.sp.groups.world, local), strict=True)
+            done, raised = True, True
+            local = [Finding(check=name, status="fail", detail=str(as_seqpar_error(f"{name} raised", error)))]
+        local = f"what {name} found", local, done, raised, time.monotonic() - began
+        _, results, ended, failed, seconds = zip(*all_gather_objects(job.sp.groups.world, local), strict=True)
         sent = list(results)
         if any(ended):
-            return sent, max(seconds)
+            return [x if end else [] for x, end in zip(results, ended, strict=True)], failed, max(seconds)
 
 
-def _raised(result: object) -> bool:
-    return isinstance(result, Exception)
-
-
-def _by_check(name: str, by_rank: Sequence[Any]) -> list[dict[int, Finding]]:
-    """Return the findings of each check by rank; where ranks raised, what they raised alone."""
-    if any(map(_raised, by_rank)):
-        errors = {rank: error for rank, error in enumerate(by_rank) if _raised(error)}
-        return [{rank: Finding(check=name, status="fail", detail=str(x)) for rank, x in errors.items()}]
-    names = {finding.check: None for findings in by_rank for finding in findings}
-    return [
-        {rank: finding for rank, findings in enumerate(by_rank) for finding in findings if finding.check == name}
-        for name in names
-    ]
-
-
-def _joined(of_ranks: dict[int, Finding]) -> Finding:
-    """Return the worst finding of any rank, which says of which ranks where not all have it."""
-    status = next(x for x in ("fail", "not tried", "pass") if any(one.status == x for one in of_ranks.values()))
-    ranks_of: dict[str, list[int]] = {}
-    for rank, finding in of_ranks.items():
-        if finding.status == status:
-            ranks_of.setdefault(finding.detail, []).append(rank)
-    worst = next(finding for finding in of_ranks.values() if finding.status == status)
-    if status != "fail" or len(ranks_of[worst.detail]) == len(of_ranks):
-        return worst
-    parts = [f"{ranks_in_words(ranks)}: {detail}" for detail, ranks in ranks_of.items()]
-    return dataclasses.replace(worst, detail="; ".join(parts[:MOST_SHOWN]))
+def _joined(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Return the worst finding of each check, which says of which ranks it is where not all have it."""
+    joined = []
+    for check in dict.fromkeys(finding.check for findings in by_rank for finding in findings):
+        of_check = [(rank, x) for rank, findings in enumerate(by_rank) for x in findings if x.check == check]
+        worst = min((x for _, x in of_check), key=lambda x: get_args(Status).index(x.status))
+        ranks_of: dict[str, list[int]] = {}
+        for rank, finding in of_check:
+            if finding.status == worst.status:
+                ranks_of.setdefault(finding.detail, []).append(rank)
+        if worst.status == "fail" and len(ranks_of[worst.detail]) < len(by_rank):
+            parts = [f"{ranks_in_words(ranks)}: {detail}" for detail, ranks in ranks_of.items()]
+            worst = dataclasses.replace(worst, detail="; ".join(parts[:MOST_SHOWN]))
+        joined.append(worst)
+    return joined

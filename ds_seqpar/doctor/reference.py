@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from .findings import Job
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -32,34 +33,51 @@ def seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
     return visible
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor, scale: float, softcap: float | None,
-    dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    """Return out, dq, dk and dv in fp64, computed in `dtype`. Tensors are (batch, tokens, heads, head_dim)."""
+def random(job: Job, seed: int, size: tuple[int, int], count: int) -> list[Tensor]:
+    """Return random tensors (1, tokens, heads, head_dim), the same on all ranks. size: tokens and heads."""
+    dice = torch.Generator().manual_seed(seed)
+    shape = count, 1, *size, job.head_dim
+    return list(torch.randn(shape, generator=dice).to(job.sp.device, job.dtype))
+
+
+def exact_and_plain(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor, softcap: float | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return out, dq, dk and dv, all in fp64: as computed in fp64, and as computed in the tensors' dtype."""
     found = []
-    for kv_head in range(k.shape[2]):  # one after the other, for their scores' memory
-        group = q.shape[2] // k.shape[2]
-        heads, kv_heads = slice(kv_head * group, kv_head * group + group), slice(kv_head, kv_head + 1)
-        with torch.enable_grad():
-            one = [
-                x[:, :, h].detach().to(dtype).requires_grad_() for x, h in ((q, heads), (k, kv_heads), (v, kv_heads))
-            ]
-            scores = torch.einsum("bqhd,bkod->bhqk", one[0], one[1]) * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(~visible, torch.finfo(dtype).min).softmax(-1).masked_fill(~visible, 0.0)
-            out = torch.einsum("bhqk,bkod->bqhd", weights, one[2])
-            found.append([out.detach(), *torch.autograd.grad(out, one, do[:, :, heads].to(dtype))])
-    return [torch.cat(parts, dim=2).double() for parts in zip(*found, strict=True)]
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    for dtype in (torch.float64, q.dtype):
+        parts = []
+        for at in range(k.shape[2]):  # of one key/value head after the other, for the memory of their scores
+            of_heads = [(q, slice(at * group, at * group + group)), (k, slice(at, at + 1)), (v, slice(at, at + 1))]
+            with torch.enable_grad():
+                local = [x[:, :, heads].detach().to(dtype).requires_grad_() for x, heads in of_heads]
+                scores = torch.einsum("bqhd,bkod->bhqk", local[0], local[1]) * scale
+                scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+                weights = scores.masked_fill(~visible, torch.finfo(dtype).min).softmax(-1).masked_fill(~visible, 0.0)
+                out = torch.einsum("bhqk,bkod->bqhd", weights, local[2])
+                gradients = torch.autograd.grad(out, local, do[:, :, of_heads[0][1]].to(dtype))
+            parts.append([out.detach(), *gradients])
+        found.append([torch.cat(of_kind, dim=2).double() for of_kind in zip(*parts, strict=True)])
+    return found[0], found[1]
 
 
-def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Return for each pair the greatest difference over the greatest expected number; infinite for a NaN."""
-    gaps = [(a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in zip(found, expected, strict=True)]
-    return [float(gap.nan_to_num(nan=float("inf"))) for gap in gaps]
+def share_of_allowed(
+    name: str, found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, part: Tensor | None = None
+) -> tuple[float, str]:
+    """Return the greatest error as a share of the one that is allowed, and in words.
 
+    Allowed is twice the error of a plain computation, and some roundings.
 
-def allowed(dtype: torch.dtype, plain: float) -> float:
-    """Return the greatest error that is allowed where a plain computation in this dtype has the error `plain`."""
-    return max(2 * plain, torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 32))
+    Args:
+        dtype: In which tensors are rounded.
+        part: That of `exact` with which `found` is compared; default: all of it.
+    """
+    greatest, expected, found = exact.abs().max(), exact if part is None else part, found.double()
+    gap = float(((found - expected).abs().max() / greatest).nan_to_num(nan=torch.inf))
+    usual, few = float((plain - exact).abs().max() / greatest), 4 if dtype.itemsize == 2 else 32
+    most = max(2 * usual, few * torch.finfo(dtype).eps)
+    factor = float((found * expected).sum() / expected.square().sum())
+    if gap > most and float((found - factor * expected).abs().max() / greatest) <= 0.1 * gap:
+        return gap / most, f"{name} is {factor:.4g} times what it must be"
+    return gap / most, f"{name} differs by {gap:.1e} of its greatest element, and by {usual:.1e} in a plain computation"

@@ -55,7 +55,11 @@ def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], 
         ConfigError: A check failed; on all ranks.
     """
     dtype = getattr(torch, DeepSpeedJson.read(without_auto(content)).known.dtype)
-    shape = {} if patcher_of_class(model) is None else doctor_of_models().shape_of(unwrapped(model))
+    if patcher_of_class(model) is not None:
+        shape = doctor_of_models().shape_of(unwrapped(model))
+    else:  # heads of a model of one's own are not known
+        few = sp.config.ulysses * (1 if sp.config.head_chunks == "auto" else sp.config.head_chunks)
+        shape = {"heads": (2 * few, few)}
     job = Job(sp=sp, model=model, dtype=dtype, quick=True, content=dict(content), loader=loader, **shape)
     findings = examined(job, lambda name: None)
     if dist.get_rank() == 0:

@@ -20,12 +20,13 @@ from ..runtime.comm import Handle, Message
 from ..runtime.devices import this_host
 from ..runtime.work import takes_common_off
 from .findings import Finding, Job
-from .ranks import DIRECTIONS, Gathering
+from .ranks import ADVICE, DIRECTIONS, Gathering
+from .reference import random
 
-SIZE = {"cpu": 2**20, "cuda": 2**24}  # bytes of a message each way
+CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)  # bytes of a message each way, seconds below which no link is called slow
 FIRST = 64  # bytes of the message before it, after which both ranks are there
-ROUNDS, MORE = 4, 3  # messages of which the fastest counts; how often a link is measured again before it is called slow
-SLOW, FLOOR = 3.0, 0.004  # times the median of its kind, and seconds beyond it, of a link that is called slow
+ROUNDS, MORE = 4, 5  # messages of which the fastest counts; how often they are sent before a link is called slow
+SLOW = 3.0  # times the median of the links of its kind
 Link = tuple[str, int, int]  # what it is for, the lower rank, the higher one
 
 
@@ -45,59 +46,50 @@ def check_transfers(job: Job) -> Gathering:
         return [Finding(check=name, status="not tried", detail="one rank sends nothing") for name in ("bytes", "links")]
     yield None
     counted, planned = _received(job)
-    best: dict[Link, float] = {}
-    wrong = ""
+    size, floor = CPU if job.sp.device.type == "cpu" else DEVICE
+    best, other = dict[Link, float](), ""
     for _ in range(MORE):
-        for link, seconds, text in _measured(job):
-            best[link], wrong = min(seconds, best.get(link, seconds)), wrong or text
-        by_rank = yield best, this_host().name, counted, planned, wrong
-        links, slow = _slow(by_rank)
+        for link, seconds, text in _measured(job, size):
+            best[link], other = min(seconds, best.get(link, seconds)), other or text
+        links, slow = _slow((yield best, this_host().name), floor)
         if not slow:
             break
-    fits = counted[0] == planned[0] and abs(counted[1] - planned[1]) <= 8 * planned[2]
-    text = f"{counted[0]:,} elements ({counted[1]:,} bytes) received in a call and its backward"
-    bytes_found = Finding(check="bytes", status="pass", detail=text) if fits else Finding(
-        check="bytes", status="fail", detail=f"{text}, where the plan has {planned[0]:,} ({planned[1]:,} bytes)",
-        advice="compare the transport with the plan that `python -m ds_seqpar show` prints",
-    )  # fmt: skip
-    size = SIZE.get(job.sp.device.type, SIZE["cuda"])
-    rates = sorted(size / seconds / 1e9 for seconds in links.values())
-    text, advice = "; ".join([of_rank[4] for of_rank in by_rank if of_rank[4]] + slow), ""
-    if text:
-        advice = "look at this link (cable, port, NUMA node, other traffic), or order ranks otherwise by rank_order"
-    text = text or f"{len(links)} links of {rates[0]:.2g} to {rates[-1]:.2g} GB/s each way"
-    return [bytes_found, Finding(check="links", status="fail" if advice else "pass", detail=text, advice=advice)]
+    text = "{:,} elements, {:,} bytes".format(*counted)
+    wrong = f"{text} received, where the plan has {{:,}} elements, {{:,}} bytes".format(*planned) * (counted != planned)
+    rates = [size / seconds / 1e9 for seconds in links.values()]
+    figures = f"{len(links)} links of {min(rates):.2g} to {max(rates):.2g} GB/s each way"
+    return [
+        Finding.of("bytes", wrong, ADVICE, f"{text} received in a call and its backward, as planned"),
+        Finding.of("links", other or "; ".join(slow), "look at cable, port, NUMA node and other traffic", figures),
+    ]
 
 
-def _received(job: Job) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Return (elements, bytes) that arrived in a call and its backward; those of the plan, and its messages at most."""
-    sp, runtime, tokens = job.sp, job.sp.runtime, 4 * job.sp.multiple
-    shapes = [(1, tokens // sp.size, heads, job.head_dim) for heads in (job.heads[0], *[job.heads[1]] * 2)]
+def _received(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (elements, bytes) that arrived in a call and its backward, and those that plans have."""
+    sp, runtime, (heads, kv_heads) = job.sp, job.sp.runtime, job.heads
+    (q,), (k, v) = (random(job, 0, (4 * sp.multiple // sp.size, n), count) for n, count in ((heads, 1), (kv_heads, 2)))
     before = sp.comm.received.total(), sp.comm.received_bytes
     with torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):
-        q, k, v = (torch.zeros(shape, dtype=job.dtype, device=sp.device, requires_grad=True) for shape in shapes)
-        out: Any = sp.attention(q, k, v)
+        out: Any = sp.attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         out.sum().backward()
     counted = sp.comm.received.total() - before[0], sp.comm.received_bytes - before[1]
-    elements = in_bytes = messages = 0
+    planned = [0, 0]
     for direction in DIRECTIONS:
-        program = runtime.last_bound[direction][1][0]
-        block_mask = runtime.compiler.block_mask(program.mask, program.shards)
-        for shape in program.shapes:
+        bound = runtime.last_bound[direction][1][0]
+        tokens, block_mask = bound.tokens("q", (0,)), runtime.compiler.block_mask(bound.mask, bound.shards)
+        for shape in bound.shapes:
             steps = runtime.compiler.recipe.steps(direction, block_mask, shape, runtime.rank)
-            block = program.tokens("q", (0,))
-            of_elements, of_bytes = shape.elements_per_token(direction), shape.bytes_per_token(direction)
-            elements += int(received(steps, runtime.rank, {kind: block * n for kind, n in of_elements.items()}))
-            in_bytes += int(received(steps, runtime.rank, {kind: block * n for kind, n in of_bytes.items()}))
-        messages += len(program.program.code)
-        for instruction in program.program.code:
+            units = shape.elements_per_token(direction), shape.bytes_per_token(direction)
+            for at, of_kind in enumerate(units):
+                planned[at] += int(received(steps, runtime.rank, {kind: tokens * n for kind, n in of_kind.items()}))
+        for instruction in bound.program.code:
             if isinstance(instruction, op.ExchangeStart):
-                sizes = program.exchange_sizes(instruction.exchange)
+                sizes = bound.exchange_sizes(instruction.exchange)
                 others = sum(sizes.incoming) - sizes.incoming[runtime.ulysses.rank]
-                elements, in_bytes = elements + others, in_bytes + others * sizes.itemsize
+                planned = [planned[0] + others, planned[1] + others * sizes.itemsize]
     if takes_common_off(job.dtype, 0.0, runtime.size, CAUSAL, None):
-        in_bytes += (sp.size - 1) * (2 * job.heads[1] * job.head_dim + 1) * job.dtype.itemsize
-    return counted, (elements, in_bytes, messages)
+        planned[1] += (sp.size - 1) * (2 * kv_heads * job.head_dim + 1) * job.dtype.itemsize
+    return counted, (planned[0], planned[1])
 
 
 def _groups(job: Job) -> Iterator[_Group]:
@@ -130,39 +122,34 @@ def _groups(job: Job) -> Iterator[_Group]:
         yield collective("collectives", of.group, functools.partial(comm.all_to_all, ranks, "doctor", 0))
 
 
-def _measured(job: Job) -> Iterator[tuple[Link, float, str]]:
+def _measured(job: Job, size: int) -> Iterator[tuple[Link, float, str]]:
     """Yield for each message between this rank and another its link, its seconds and what is wrong with its bytes."""
     rank, device = dist.get_rank(), job.sp.device
-    sent = torch.full((SIZE.get(device.type, SIZE["cuda"]),), rank % 256, dtype=torch.uint8, device=device)
+    sent = torch.full((size,), rank % 256, dtype=torch.uint8, device=device)
     arrived = torch.empty_like(sent)
     for _, group in itertools.product(range(ROUNDS), list(_groups(job))):
         count = len(group.members)
         for turn in range(count):  # in which each rank has another peer; it may also be itself, or not in the plan
             peer = (turn - group.own) % count
             used, seconds = peer in group.peers, 0.0
-            for size in (FIRST, len(sent)):
+            for length in (FIRST, size):
                 began = time.perf_counter()
-                group.start(peer, *(x[: size * used] for x in (sent, arrived))).wait()
+                group.start(peer, *(x[: length * used] for x in (sent, arrived))).wait()
                 if device.type != "cpu":
                     torch.accelerator.synchronize()
                 seconds = time.perf_counter() - began
             if used:
-                a, b = sorted((rank, group.members[peer]))
-                right = bool((arrived == group.members[peer] % 256).all())
-                yield (
-                    (group.name, a, b),
-                    seconds,
-                    ""
-                    if right
-                    else f"what rank {rank} got in {group.name} is not what rank {group.members[peer]} sent",
-                )
+                other = group.members[peer]
+                right = bool((arrived == other % 256).all())
+                text = "" if right else f"what rank {rank} got in {group.name} is not what rank {other} sent"
+                yield (group.name, min(rank, other), max(rank, other)), seconds, text
                 arrived.fill_(rank % 256)
 
 
-def _slow(by_rank: list) -> tuple[dict[Link, float], list[str]]:
+def _slow(by_rank: list, floor: float) -> tuple[dict[Link, float], list[str]]:
     """Return the seconds of all links, and which are slow among those inside hosts, or among those between hosts."""
     links: dict[Link, float] = {}
-    for best, *_ in by_rank:
+    for best, _ in by_rank:
         for link, seconds in best.items():
             links[link] = max(seconds, links.get(link, 0.0))
     slow = []
@@ -172,6 +159,6 @@ def _slow(by_rank: list) -> tuple[dict[Link, float], list[str]]:
         slow += [
             f"the link of ranks {a} and {b} takes {x * 1e3:.1f} ms in {name}, where {usual * 1e3:.1f} ms are usual"
             for (name, a, b), x in alike.items()
-            if x > SLOW * usual and x > usual + FLOOR
+            if x > SLOW * usual and x > usual + floor
         ]
     return links, slow

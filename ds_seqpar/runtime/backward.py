@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from .. import compat
+from . import waits
 from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, digest_of
 from .groups import check_thread
 from .journal import Journal
@@ -36,7 +37,13 @@ class _Call:
     what: str  # for errors
     shape: tuple[int, ...]  # for errors
     inside: bool  # whether a node that ranks agreed on made it, to run its backward at once
+    layer: int | None = None  # of a patched model
     task: int = -1  # the graph task that runs it, or ran it last
+
+    @property
+    def place(self) -> str:
+        """What it is to a reader of a report."""
+        return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
 
     def named(self, last: int) -> str:
         """Return its name in errors, which is unique among the `last` calls."""
@@ -62,10 +69,14 @@ class Calls:
 
     Args:
         journal: what its ranks compare.
+
+    Attributes:
+        layer: which layer of a patched model makes the next call, where that is known.
     """
 
     def __init__(self, journal: Journal) -> None:
         self.journal, self.count, self.of = journal, 0, (0, tuple[int, ...]())
+        self.layer: int | None = None
         groups = journal.groups
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
@@ -81,7 +92,8 @@ class Calls:
             return
         inside = self.run_again()
         self.count += 1
-        call = _Call(self.of, self.count, name, shape, inside)
+        waits.call = call = _Call(self.of, self.count, name, shape, inside, self.layer)
+        self.layer = None
         for node in _nodes_around(sys._getframe(1)):
             _calls.setdefault(node, call)
 
@@ -121,6 +133,7 @@ class Calls:
             return
         check_thread()
         task, call = compat.graph_task(), _current()
+        waits.call = call
         if call is not None and (call.inside or call.task == task):
             call.inside, call.task = False, task
             return

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, ConfigError, SeqParError
-from . import profiling
+from . import profiling, waits
 from .devices import communicator_device
 from .groups import Groups, is_up, timeout
 from .process_exit import LOST, ended, is_out_of_memory
@@ -21,6 +21,7 @@ from .waits import Awaited, Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
+Started = tuple[Any, Awaited]  # a work of torch's, and whose part in it is waited for
 
 
 class Message(NamedTuple):
@@ -122,21 +123,22 @@ class Works:
     Args:
         what: the operation, for errors.
         group: the group of the works.
-        works: one for each message, receives first, or one for all messages; waited for in this order.
+        works: one for each message, receives first, or one for all messages, each with whose part in it is waited for;
+            waited for in this order.
         tensors: those that are sent and received.
         before_waiting: is called first.
     """
 
     def __init__(
-        self, what: str, group: Group, works: list, tensors: list[Tensor], before_waiting: Callable[[], None]
+        self, what: str, group: Group, works: list[Started], tensors: list[Tensor], before_waiting: Callable[[], None]
     ) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
         self.before_waiting = before_waiting
 
     def wait(self) -> None:
         self.before_waiting()
-        with explaining_failure(self.what, self.group):
-            for work in self.works:
+        with explaining_failure(self.what, self.group) as wait:
+            for work, wait.awaited in self.works:
                 work.wait()
         self.works, self.tensors = [], []
 
@@ -170,6 +172,8 @@ class explaining_failure(Wait):  # a class, since a generator would cost time at
         self.end()
         if isinstance(error, SeqParError) or is_out_of_memory(error):
             return
+        if waits.ended is not None and isinstance(error, RuntimeError):
+            raise waits.ended from error
         if isinstance(error, ValueError) and not is_up(self.group):
             raise ConfigError(f"{self.what} {DESTROYED}") from error
         if isinstance(error, RuntimeError):
@@ -311,21 +315,27 @@ def distances(size: int) -> list[list[int]]:
 
 def _one_by_one(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
-) -> list:
-    works = [dist.irecv(m.buffer, group=group, tag=m.tag ^ salt, group_src=peers[m.peer]) for m in receives]
-    return works + [dist.isend(m.buffer, group=group, tag=m.tag ^ salt, group_dst=peers[m.peer]) for m in sends]
+) -> list[Started]:
+    works: list[Started] = []
+    for m in receives:
+        peer = peers[m.peer]
+        works.append((dist.irecv(m.buffer, group=group, tag=m.tag ^ salt, group_src=peer), (peer, 1)))
+    for m in sends:
+        peer = peers[m.peer]
+        works.append((dist.isend(m.buffer, group=group, tag=m.tag ^ salt, group_dst=peer), (peer, 1)))
+    return works
 
 
 def _batched(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
-) -> list:
+) -> list[Started]:
     """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
         for m in messages
     ]
-    return dist.batch_isend_irecv(ops) if ops else []
+    return [(work, None) for work in dist.batch_isend_irecv(ops)] if ops else []
 
 
 EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`, far from a program's tags
@@ -336,7 +346,7 @@ SENDS_AHEAD = 3
 
 def _all_to_all_over_gloo(
     received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, agreement: Agreement, ahead: int | None = None
-) -> list:
+) -> list[Started]:
     """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
 
     A rank sends to the next rank first, then to the one after, so that no two ranks begin
@@ -358,35 +368,37 @@ def _all_to_all_over_gloo(
         for distance in range(1, size)
         if received[rank - distance].numel()
     }
-    sends: list[Any] = []
+    sends: list[Started] = []
     for distance in range(1, size):
         if ahead is not None and distance - ahead in receives:
             agreement.before_waiting()
             receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
         peer = (rank + distance) % size
         if sent[peer].numel():
-            sends.append(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag))
+            sends.append((dist.isend(sent[peer], group=group, group_dst=peer, tag=tag), (peer, 1)))
     received[rank].copy_(sent[rank])
-    return [*receives.values(), *sends]
+    return [*((work, ((rank - distance) % size, 1)) for distance, work in receives.items()), *sends]
 
 
-def _all_gather(received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group, agreement: Agreement) -> list:
+def _all_gather(
+    received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group, agreement: Agreement
+) -> list[Started]:
     """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
     if sent.device.type == "cpu":
         return _all_to_all_over_gloo(received.split(list(sizes)), [sent] * len(sizes), group, agreement)
     if len(set(sizes)) == 1:
-        return [ALL_GATHER(received, sent, group=group, async_op=True)]
-    outgoing = [sent.numel()] * len(sizes)
-    return [dist.all_to_all_single(received, sent.repeat(len(sizes)), [*sizes], outgoing, group=group, async_op=True)]
+        return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
+    outgoing, repeated = [sent.numel()] * len(sizes), sent.repeat(len(sizes))
+    return [(dist.all_to_all_single(received, repeated, [*sizes], outgoing, group=group, async_op=True), None)]
 
 
 def _all_to_all(
     received: Tensor, sent: Tensor, sizes: Sizes, group: Group, agreement: Agreement, ahead: int | None = None
-) -> list:
+) -> list[Started]:
     """Start an all-to-all. sizes: of the parts of `sent` and `received`. The others: as for `_all_to_all_over_gloo`."""
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
-        return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
+        return [(dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True), None)]
     return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, agreement, ahead)
 
 
@@ -417,7 +429,7 @@ class TorchComm:
             works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt * TAGS ^ self.first_tag)
         return self._works("a transfer", inner, works, buffers)
 
-    def _works(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> Works:
+    def _works(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> Works:
         return Works(what, group, works, tensors, self.journal.before_waiting)
 
     def parts_of_all(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ call, of a patched model's forward, and around an engine's backward and step. Al
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterator
@@ -36,8 +37,9 @@ class Finding(NamedTuple):
     """Numbers that are not finite."""
 
     step: int  # in which an attention call found them; below 0 before its first
-    got: str
+    where: str
     advice: str
+    numbers: str  # the first, and how many there are
     sender: int | None = None  # the global rank that they came from
     ranks: tuple[int, ...] = ()  # those that have them, once ranks have compared
 
@@ -74,7 +76,7 @@ class Finite:
         """
         negative = what.split(" of ")[0].endswith(("lse", "sinks"))
         if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
-            self.found = Finding(step, f"{numbers} in {what}, {how}", advice, sender)
+            self.found = Finding(step, f"{what}, {how}", advice, numbers, sender)
 
     def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
         """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
@@ -92,13 +94,15 @@ class Finite:
         by_rank = dict(zip(members, found, strict=True))
         while (before := by_rank.pop(first.sender, None)) is not None and before.step <= first.step:
             first = before
-        ranks = first.ranks or tuple(rank for rank, other in zip(members, found, strict=True) if other == first)
+        alike = [other is not None and other[:3] == first[:3] for other in found]
+        ranks = first.ranks or tuple(itertools.compress(members, alike))
         self.found = first._replace(ranks=ranks) if later else None
         if later:
             return
         when = self.when() if step is None else f", in step {step}"
         on = f"{ranks_in_words(ranks)}{when}"
-        error = InputError(f"check_finite needs finite numbers; got {first.got}, on {on}, {first.advice}")
+        got = f"{first.numbers} in {first.where}, on {on}"
+        error = InputError(f"check_finite needs finite numbers; got {got}, {first.advice}")
         raise_difference(group, [Entry.of(NAME, None)], error if dist.get_rank() == ranks[0] else None)
 
     def when(self) -> str:

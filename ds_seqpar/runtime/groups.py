@@ -68,6 +68,10 @@ def bind_thread() -> None:
     _bound = threading.current_thread()
 
 
+def bound_thread() -> threading.Thread | None:
+    return _bound
+
+
 def check_thread() -> None:
     """Raise ConfigError in any other thread, except autograd's own, which run backward on a device."""
     current = threading.current_thread()

@@ -34,6 +34,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,6 +45,7 @@ import torch.distributed as dist
 
 from .. import compat
 from ..errors import CommunicationError, SeqParError
+from . import waits
 from .log import log_once
 
 Arguments = ParamSpec("Arguments")
@@ -56,10 +58,13 @@ LOST = re.compile(
 )
 NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
 # folders of files that are not the user's: Python's, installed packages', and, by `printed_once`, ours
-LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+STDLIB, PLATSTDLIB, *PACKAGES = (
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+LIBRARIES = {STDLIB, PLATSTDLIB, *PACKAGES}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Printer:
     """Which rank prints an error. `key` and `store` are missing where ranks have not agreed on the error."""
 
@@ -77,7 +82,7 @@ def printed_by(error: SeqParError, rank: int, key: str) -> SeqParError:
         key: identifies the error: the same on all ranks of the group, and different for every other error.
     """
     store = compat.default_store()  # read here, since torch may drop it before the error is printed
-    return _with(error, Printer(rank=rank, key=f"ds_seqpar/told/{key}", store=store))
+    return with_printer(error, Printer(rank=rank, key=f"ds_seqpar/told/{key}", store=store))
 
 
 def printed_once(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
@@ -94,13 +99,14 @@ def printed_once(function: Callable[Arguments, Returned]) -> Callable[Arguments,
             return function(*args, **kwargs)
         except SeqParError as error:
             if not hasattr(error, "printer"):
-                _with(error, Printer(rank=0))
+                with_printer(error, Printer(rank=0))
             raise
 
     return call
 
 
-def _with(error: SeqParError, printer: Printer) -> SeqParError:
+def with_printer(error: SeqParError, printer: Printer) -> SeqParError:
+    """Return an error, set to be printed as `printer` says if it is uncaught."""
     vars(error)["printer"] = printer
     _set_hook()
     return error
@@ -117,6 +123,8 @@ def _print(before: Callable, error_type: type, error: BaseException, trace: Trac
     ours, rank = isinstance(error, SeqParError) or is_lost(error), _rank()
     if not isinstance(error, Exception) or not (ours or dist.is_initialized()):
         return before(error_type, error, trace)
+    if waits.ended is not None and threading.current_thread() is threading.main_thread():
+        return None  # the watchdog's thread prints why
     if not ours:
         if is_out_of_memory(error):
             from .out_of_memory import explain  # few runs need it
@@ -371,12 +379,21 @@ def _gloo_threads() -> dict[str, str]:
     """Return for each of gloo's threads its state and how often it has left the processor, by thread id."""
     states = {}
     for thread in os.listdir(TASKS):
-        try:
-            with open(f"{TASKS}/{thread}/status") as file:
-                status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
-        if status["Name"] == "pt_gloo_runloop":
-            switches = status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"]
-            states[thread] = " ".join((status["State"], *switches))
+        if (state := state_of_thread(thread, name="pt_gloo_runloop")) != "":
+            states[thread] = state
     return states
+
+
+def state_of_thread(thread: object, process: object = "self", name: str = "") -> str:
+    """Return a thread's state, whose first letter is S where it sleeps, and how often it has left the processor.
+
+    Returns "" where it has ended, has another name than is asked for, or the system is not Linux.
+    """
+    try:
+        with open(f"/proc/{process}/task/{thread}/status") as file:
+            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    if name not in ("", status["Name"]):
+        return ""
+    return " ".join(status[key] for key in ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"))

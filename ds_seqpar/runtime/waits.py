@@ -10,8 +10,11 @@ import functools
 import sys
 import threading
 import time
+from typing import Any
 
 import torch.distributed as dist
+
+from ..errors import SeqParError
 
 PATIENCE = 60.0  # seconds, within which a long wait is reported
 CHECKS = 60  # of the current waits in that time
@@ -46,9 +49,26 @@ class Wait:
         """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
         if self.awaited is None or self.group is None:
             return "another rank"
-        members, (last, count) = dist.get_process_group_ranks(self.group), self.awaited
-        name = f"rank {members[last % len(members)]}"
-        return name if count == 1 else f"one of the {count} ranks up to {name}"
+        ranks = self.ranks()
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the {len(ranks)} ranks up to rank {ranks[0]}"
+
+    def ranks(self) -> list[int]:
+        """Return the global ranks of which any may be awaited, the last first."""
+        members = [] if self.group is None else dist.get_process_group_ranks(self.group)
+        if self.awaited is None:
+            return [rank for rank in members if rank != dist.get_rank()]
+        return [members[(self.awaited[0] - before) % len(members)] for before in range(self.awaited[1])]
+
+
+walk: Any = None  # the Walk that runs
+walks = 0  # how many have ended well
+call: Any = None  # the call that it belongs to, or that is about to make one
+ended: SeqParError | None = None  # why the watchdog ends this process
+
+
+def innermost() -> Wait | None:
+    """Return the current wait."""
+    return next(reversed([*_now.values()]), None)
 
 
 _now: dict[int, Wait] = {}  # the current waits, by id

@@ -17,7 +17,7 @@ from ..compiler.schedules.actions import ACCUMULATORS, Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
 from ..errors import CommunicationError, SeqParError
-from . import profiling
+from . import profiling, waits
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
 from .comm import Comm, Handle, Message, is_of_comparison
@@ -52,6 +52,7 @@ class Walk:
         which ranks.
         """
         device_type, count = self.call.device.type, len(self.program.code)
+        waits.walk = self
         autocast = torch.is_autocast_enabled(device_type)
         try:
             # dtypes are chosen already, and sums stay in fp32
@@ -60,6 +61,7 @@ class Walk:
                     self.run_labelled()
                 while self.at < count:
                     self.advance()
+                waits.walks += 1
                 return self.call.results()
         except Exception as error:
             if isinstance(error, SeqParError) and is_of_comparison(error):
@@ -69,6 +71,8 @@ class Walk:
                 raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
             error.add_note(place)
             raise
+        finally:
+            waits.walk = waits.call = None
 
     def run_labelled(self) -> None:
         """Execute all instructions, with a label for each in the profiler's trace, inside one for the program."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
+from transformers import LlamaForSequenceClassification
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 import ds_seqpar
@@ -19,9 +20,10 @@ from ds_seqpar.doctor.findings import Job, examine
 from ds_seqpar.whole import tensor
 from hf_integration.doctor import checks
 from tests.dist.ranks import is_one_sentence, make, refusal
-from tests.hf.llama import adam, llama, settings, small, step
+from tests.hf.llama import adam, llama, settings, small, step, with_lora
+from tests.hf.test_own_heads import ZLossForCausalLM
 from tests.hf.trainers import make as trainer_of
-from tests.launch import on_engine_ranks, on_trainer_ranks
+from tests.launch import on_each_of, on_engine_ranks, on_trainer_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -189,3 +191,41 @@ def test_the_trainer_examines_before_its_first_step(tmp_path, monkeypatch, stage
     for kind, sentence in on_trainer_ranks(WORLD, trained, stage, True):
         assert kind == "ConfigError"
         assert not missing(sentence, "the doctor", "position_ids count each rank's own tokens")
+
+
+class Own(torch.nn.Module):
+    """A model of a user's own, which calls sp.attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 16)
+
+
+# models of other classes -> the status of each check
+OTHERS = {
+    "own loss": (lambda: ZLossForCausalLM(small().config), ["pass", "pass", "not tried"]),
+    "classes": (lambda: LlamaForSequenceClassification(small().config), ["pass", "pass", "not tried"]),
+    "adapters": (lambda: with_lora(small(), "q_proj"), ["pass", "pass", "pass"]),
+}
+
+
+@pytest.mark.whole
+@on_each_of(2, keep="deepspeed")
+def test_models_of_other_classes():
+    sp, content = make(heads=(8, 2), **SECTION), {"zero_optimization": {"stage": 2}}
+    for name, (model, expected) in OTHERS.items():
+        findings = examine(Job(sp=sp, model=model(), content=content), checks.CHECKS, str)
+        assert [finding.status for finding in findings] == expected, (name, findings)
+
+
+@pytest.mark.whole
+@on_each_of(2, keep="deepspeed")
+def test_a_model_of_ones_own_and_another_weight_end_initialize():
+    config = settings(SECTION, "2", 1, 1, **adam(1e-3))
+    ds_seqpar.initialize(model=Own(), config=config, sequence_parallel=make(**SECTION), doctor=True)
+    model = small()
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] += 0.5 * dist.get_rank()
+    kind, sentence = refusal(ds_seqpar.initialize, model=model, config=config, doctor=True)
+    assert kind == "ConfigError"
+    assert not missing(sentence, "lm_head.weight", "rank 1", "the same checkpoint")

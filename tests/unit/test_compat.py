@@ -28,7 +28,7 @@ INTERNAL = {
     *("distributed_c10d", "pg_map", "wrapped_pg", "TensorBase", "DisableTorchFunctionSubclass", "build_shm_op"),
     *("ds_id", "ds_shape", "ds_numel", "tput_timer", "global_samples", "get_param_coordinator", "jit_manager"),
 }
-PUBLIC = {"_replace", "_asdict", "_fields", "_getframe"}  # of named tuples and of Python
+PUBLIC = {"_replace", "_asdict", "_fields", "_getframe", "_exit"}  # of named tuples and of Python
 
 
 def is_private(name):

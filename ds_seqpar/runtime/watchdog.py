@@ -1,0 +1,320 @@
+"""Watch for ranks that wait for others too long, and say in one report who waits for whom.
+
+A thread on each rank looks at the thread that communicates, once a second or so. That one waits for other ranks if it
+is in a `Wait` of ours, or in a call of torch.distributed's and has slept since the last look: Linux counts how often a
+thread leaves the processor. So ZeRO's collectives, barriers and accelerate's gathers are seen without a hook in them.
+
+A rank that has waited too long raises the alarm in the job's store. Every rank then writes its state there, whether it
+waits or not. The rank of the alarm joins the states (`hang_report`), and all ranks read the result. The thread has a
+connection of its own to the store, since the main thread may block the other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import json
+import linecache
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import compat
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import Program, label_of
+from ..compiler.schedules.actions import unit_name
+from ..config.settings import SequenceParallelConfig
+from ..errors import CommunicationError
+from . import groups, process_exit, waits
+from .hang_report import State, report
+from .log import log_once
+
+LEAST = 60.0  # seconds of waiting that "auto" calls too long
+TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or fewer
+ANSWER = 2.0  # seconds in which ranks write their states, once they have looked
+END = 30  # seconds after which a process that cannot print why it ends, ends all the same
+COLLECTIVES = re.compile(r"torch[/\\]distributed[/\\](distributed_c10d|c10d_logger)\.py$|deepspeed[/\\]comm[/\\]")
+WAITING = re.compile(r"\bwait(_tensor)?\(")
+BACKWARD = "_engine_run_backward"
+# the end of a line is a frame's "file:function"; the innermost frame that is in one of them says what its rank does
+PLACES = {
+    r"[/\\][pb]db\.py:": "in a debugger",
+    r"torch[/\\]utils[/\\]data[/\\]": "in its data loader",
+    r":_?save(_\w+)?$": "in save",
+    r":(evaluate|evaluation_loop|predict)$": "in evaluate",
+    r"trainer_callback\.py:": "in a callback",
+    r"torch[/\\]optim[/\\]|(deepspeed|accelerate)[/\\].*:step$": "in an optimizer step",
+    r"threading\.py:_shutdown$|process_exit\.py:wait_until_idle$": "at its end",
+}
+
+
+class Watched:
+    """Keep the watchdog going. A SequenceParallel holds one until it is closed."""
+
+
+_lock = threading.Lock()
+_dog: _Watchdog | None = None
+
+
+def watch(config: SequenceParallelConfig) -> Watched | None:
+    """Watch this rank while anybody holds what this returns. Call it once ranks can communicate."""
+    global _dog
+    if dist.get_world_size() == 1:
+        return None
+    seconds, watched = config.watchdog_s, Watched()
+    with _lock:
+        if is_new := _dog is None or _dog.ended.is_set() or not _dog.is_of_this_job():
+            try:
+                _dog = _Watchdog()
+            except RuntimeError:  # as a store that is not torch's own
+                log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
+                return None
+        _dog.seconds = max(LEAST, groups.timeout().total_seconds() / 2) if seconds == "auto" else seconds
+        _dog.ends = config.watchdog == "end"
+        _dog.users.add(watched)
+        if is_new:
+            threading.Thread(target=_dog.run, name="ds_seqpar watchdog", daemon=True).start()
+            _stop_at_exit()
+    return watched
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    """Let the thread be out of the store when the interpreter ends, which would abort the process."""
+
+    def stop() -> None:
+        if _dog is not None:
+            _dog.at_exit.set()
+            _dog.ended.wait(ANSWER)
+
+    atexit.register(stop)
+
+
+class _Watchdog:
+    """The watchdog of one rank.
+
+    Attributes:
+        seconds: How long a wait must take.
+        ends: Whether a report ends the job.
+        users: Who wants to be watched.
+        number: How many alarms the job had.
+        waited: For how many seconds the rank has been in its current wait.
+        mark: Identifies that wait; None where it does not wait.
+        told: The wait that a report has told of.
+    """
+
+    seconds: float
+    ends: bool
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.group = dist.get_rank(), dist.get_world_size(), weakref.ref(groups.all_ranks())
+        self.store = dist.PrefixStore("ds_seqpar/watchdog", compat.default_store().clone())
+        self.at_exit, self.ended, self.users = threading.Event(), threading.Event(), weakref.WeakSet[Watched]()
+        self.number, self.waited, self.at = 0, 0.0, time.monotonic()
+        self.mark: Any = None
+        self.told: Any = None
+
+    def is_of_this_job(self) -> bool:
+        return groups.is_up(None) and self.group() is groups.all_ranks()
+
+    @property
+    def tick(self) -> float:
+        return min(max(TICK, self.world / FEW), self.seconds / 4)
+
+    def run(self) -> None:
+        try:
+            self.store.set(f"where/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+            while self.store.check([f"{self.number}/alarm"]):  # those of an earlier watchdog of this job
+                self.number += 1
+            while not self.at_exit.wait(self.tick):
+                with _lock:
+                    if not self.users or not self.is_of_this_job():
+                        return self.ended.set()
+                self.look()
+            self.store.set(f"ended/{self.rank}", "")
+        except dist.DistError:
+            pass  # the rank that has the store has ended
+        return self.ended.set()
+
+    def look(self) -> None:
+        now, mark = time.monotonic(), _mark()
+        # a process that was stopped itself has not waited meanwhile
+        self.waited = self.waited + min(now - self.at, 2 * self.tick) if mark and mark == self.mark else 0.0
+        self.at, self.mark = now, mark
+        if self.waited >= self.seconds and mark != self.told:
+            self.store.compare_set(f"{self.number}/alarm", "", str(self.rank))
+        if self.store.check([f"{self.number}/alarm"]):
+            self.told = mark
+            self.answer(f"{self.number}/")
+            self.number += 1
+
+    def answer(self, key: str) -> None:
+        """Write this rank's state, and read the report, which the rank of the alarm writes."""
+        writer = int(self.store.get(key + "alarm"))
+        self.store.set(f"{key}state/{self.rank}", json.dumps(_state()))
+        self.store.add(key + "answers", 1)
+        if self.rank == writer:
+            self.all_have(key + "answers", self.world, self.tick + ANSWER)
+            states = {rank: self.state_of(rank, key) for rank in range(self.world)}
+            self.store.set(key + "report", json.dumps(report(states, writer, self.seconds)))
+        try:
+            self.store.wait([key + "report"], timedelta(seconds=2 * (self.tick + ANSWER)))
+        except dist.DistStoreError:
+            return  # that rank was ended meanwhile
+        details, sentence = json.loads(self.store.get(key + "report"))
+        if self.rank == writer:
+            print(details, file=sys.stderr, flush=True)
+        if self.ends:
+            self.end(sentence, writer, key)
+        elif self.rank == writer:
+            print(f"ds_seqpar: {sentence}", file=sys.stderr, flush=True)
+
+    def all_have(self, key: str, count: int, seconds: float) -> None:
+        """Wait until so many ranks have been counted, for so many seconds at most."""
+        until = time.monotonic() + seconds
+        while self.store.add(key, 0) < count and time.monotonic() < until:
+            time.sleep(self.tick / 20)
+
+    def state_of(self, rank: int, key: str) -> State:
+        if self.store.check([f"{key}state/{rank}"]):
+            return State(*json.loads(self.store.get(f"{key}state/{rank}")))
+        host, pid = json.loads(self.store.get(where)) if self.store.check([where := f"where/{rank}"]) else ("?", 0)
+        here = process_exit.state_of_thread(pid, pid) if host == socket.gethostname() else "?"
+        words = "does not answer: it is stopped, in a debugger, at its end, or in code that keeps Python's lock"
+        if self.store.check([f"ended/{rank}"]):
+            words = "is at its end"
+        elif here == "":
+            words = "has ended"
+        elif here[0] in "Tt":
+            words = "is stopped, by a signal or in a debugger"
+        return State(f"process {pid} on {host}", words)
+
+    def end(self, sentence: str, writer: int, key: str) -> None:
+        """End the process with the report's sentence as its error, which one rank prints."""
+        error, printer = CommunicationError(sentence), process_exit.Printer(writer, key + "told", self.store)
+        waits.ended = process_exit.with_printer(error, printer)
+        faulthandler.dump_traceback_later(END, exit=True)
+        self.store.add(key + "ready", 1)  # all ranks know why connections are lost, before one is
+        self.all_have(key + "ready", self.store.add(key + "answers", 0), ANSWER)
+        sys.excepthook(type(error), error, None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _frames() -> list[FrameType]:
+    """Return the frames of the thread that communicates, the innermost first."""
+    frame = compat.frames_of_threads().get(_thread().ident or 0)
+    return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)]
+
+
+def _thread() -> threading.Thread:
+    return groups.bound_thread() or threading.main_thread()
+
+
+def _mark() -> Any:
+    """Return what identifies the wait that this rank is in; None where it is in none."""
+    wait, slept = waits.innermost(), process_exit.state_of_thread(_thread().native_id)
+    if wait is not None:
+        return wait.since, wait.awaited, slept
+    return slept if slept.startswith("S") and _is_collective(_frames()) else None
+
+
+def _is_collective(frames: list[FrameType]) -> bool:
+    """Return whether a thread that sleeps is in a call of others that waits for ranks."""
+    if not frames:
+        return False
+    file, function = frames[0].f_code.co_filename, frames[0].f_code.co_name
+    if function == BACKWARD:  # DDP's; on a device backward runs in threads of its own
+        return not torch.accelerator.is_available()
+    line = "" if file.startswith(process_exit.STDLIB) else linecache.getline(file, frames[0].f_lineno)
+    return bool(COLLECTIVES.search(file) or WAITING.search(line))
+
+
+def _state() -> State:
+    """Return what this rank does."""
+    frames, wait, walk = _frames(), waits.innermost(), waits.walk
+    posted = [] if walk is None else [name for names in _started(walk.program, walk.at).values() for name in names]
+    what, awaited, message, words = "", [], "", _doing(frames)
+    place = "" if waits.call is None else f", {waits.call.place}"
+    if walk is not None:
+        step = walk.program.code[walk.at].step
+        place = f" at step {step} of {walk.program.name} {walk.program.direction}{place}"
+    if wait is not None:
+        what, awaited = wait.what, wait.ranks()
+        words, message = _in_wait(wait, walk, place)
+    elif process_exit.state_of_thread(_thread().native_id).startswith("S") and _is_collective(frames):
+        what, awaited = _in_collective(frames)
+        words = f"waits in {what} for"
+    else:
+        words += place
+    stack = traceback.StackSummary.extract((x, x.f_lineno) for x in reversed(frames[:1] + _own(frames[1:])))
+    where = f"process {os.getpid()} on {socket.gethostname()}"
+    return State(where, words, what, awaited, message, posted, waits.walks, "".join(stack.format()).rstrip())
+
+
+def _in_wait(wait: waits.Wait, walk: Any, place: str) -> tuple[str, str]:
+    """Return the words of a rank in a wait of ours, and the message that it waits for, "" for none."""
+    instruction: Any = None if walk is None else walk.program.code[walk.at]
+    works = walk.tickets.get(instruction.ticket) if isinstance(instruction, op.Wait) else None
+    if works is None or works.what != wait.what or not works.works:  # a comparison is ended first
+        return f"waits in {wait.what}{place} for", ""
+    names = _started(walk.program, walk.at)[instruction.ticket]
+    name = names[[awaited for _, awaited in works.works].index(wait.awaited) % len(names)]
+    if not (message := re.fullmatch(r"(.*):(\d+)>(\d+)", name)):
+        return f"waits{place} for {name} from", name
+    takes = int(message[3]) == walk.program.rank
+    return f"waits{place} for {message[1]} {'from' if takes else 'to be taken by'}", name
+
+
+def _started(program: Program, at: int) -> dict[int, list[str]]:
+    """Return by ticket what a rank has started before instruction `at`: messages in the order of `Works`, named alike
+    on both ends ("kv(1):1>2"), or a collective."""
+    started: dict[int, list[str]] = {}
+    for x in program.code[:at]:
+        if isinstance(x, op.Post):
+            receives = [f"{unit_name(transfer.unit)}:{transfer.peer}>{program.rank}" for transfer in x.receives]
+            sends = [f"{unit_name(transfer.unit)}:{program.rank}>{transfer.peer}" for transfer in x.sends]
+            started[x.ticket] = receives + sends
+        elif isinstance(x, op.Started):
+            started[x.ticket] = [label_of(x)]
+    return started
+
+
+def _in_collective(frames: list[FrameType]) -> tuple[str, list[int]]:
+    """Return in which collective of others a rank is, and which other ranks belong to it."""
+    inside = [frame for frame in frames if COLLECTIVES.search(frame.f_code.co_filename)] or frames[:1]
+    name = [frame.f_code.co_name for frame in inside if "wrapper" not in frame.f_code.co_name][-1]  # no decorators
+    group = inside[0].f_locals.get("group")
+    caller = next((frame for frame in frames if frame not in inside), frames[0])
+    ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else groups.all_ranks())
+    what = f"{name} (called by {caller.f_globals.get('__name__')}.{caller.f_code.co_name})"
+    return what, [rank for rank in ranks if rank != dist.get_rank()]
+
+
+def _own(frames: list[FrameType]) -> list[FrameType]:
+    """Return those frames that are in the user's own files."""
+    return [x for x in frames if not x.f_code.co_filename.startswith((*process_exit.LIBRARIES, "<"))]
+
+
+def _doing(frames: list[FrameType]) -> str:
+    """Return what a rank does that does not wait."""
+    if not frames:
+        return "has ended the thread that communicates"
+    user = (_own(frames) or frames)[0]
+    where = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno}, in {user.f_code.co_name}"
+    names = [f"{frame.f_code.co_filename}:{frame.f_code.co_name}" for frame in frames]
+    words = next((words for name in names for place, words in PLACES.items() if re.search(place, name)), "")
+    return f"is {words} ({where})" if words else f"is at {where}"

@@ -1,0 +1,323 @@
+"""A job that hangs says who waits for whom, at which instruction of which layer, and why."""
+
+import contextlib
+import io
+import os
+import pdb
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.trainer_callback import CallbackHandler, TrainerCallback
+
+from ds_seqpar.runtime import comm, waits
+from ds_seqpar.runtime.kernels import KERNELS
+from hf_integration import patch_attention
+from tests.dist.ranks import make
+from tests.hf.llama import SEQ, llama
+from tests.launch import on_ranks
+from tests.words import missing
+
+WORLD, LATE = 4, 2
+AFTER = "ds_seqpar: after 1 s of waiting"
+
+
+def watched(mode, **config):
+    return make(watchdog=mode, watchdog_s=1.0, kernel="cpu_flash", rotate_forward="kv", rotate_backward="kv", **config)
+
+
+def forward(model, sp):
+    ids = torch.arange(SEQ)[None] % 60
+    batch = sp.shard_batch({"input_ids": ids, "labels": ids})
+    return model(**batch).loss
+
+
+def step(model, sp):
+    forward(model, sp).backward()
+
+
+class Hang:
+    """What a rank does until the report is there."""
+
+    def __init__(self, file):
+        self.file, self.late = file, dist.get_rank() == LATE
+
+    def told(self):
+        until = time.monotonic() + 30
+        while AFTER not in self.file.read_text():
+            time.sleep(0.02)
+            assert time.monotonic() < until
+
+    def then(self, call):
+        """Call once the report is there, beside what this rank does."""
+        thread = threading.Thread(target=lambda: (self.told(), call()))
+        thread.start()
+        return thread
+
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, told):
+        self.told = told
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, number):
+        self.told()
+        return number
+
+
+def in_its_loader(hang, sp, model):
+    if hang.late:
+        list(torch.utils.data.DataLoader(Slow(hang.told)))
+    step(model, sp)
+
+
+def in_a_debugger(hang, sp, model):
+    if hang.late:
+        read, write = os.pipe()
+        hang.then(lambda: os.write(write, b"c\n"))
+        with os.fdopen(read) as stdin, open(os.devnull, "w") as stdout:
+            pdb.Pdb(stdin=stdin, stdout=stdout).set_trace()
+            step(model, sp)
+        return
+    step(model, sp)
+
+
+def in_layer(number, direction, call):
+    """Call once in a kernel of this layer."""
+    kernel, real = KERNELS["cpu_flash"], getattr(KERNELS["cpu_flash"], direction)
+
+    def planted(*args):
+        if waits.call.layer == number:
+            setattr(kernel, direction, real)
+            call()
+        return real(*args)
+
+    setattr(kernel, direction, planted)
+
+
+def stopped(hang, sp, model):
+    process = [0] * WORLD
+    dist.all_gather_object(process, os.getpid())
+    if hang.late:
+        in_layer(1, "forward", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    elif dist.get_rank() == 0:
+        hang.then(lambda: os.kill(process[LATE], signal.SIGCONT))
+    step(model, sp)
+
+
+def in_backward(hang, sp, model):
+    if hang.late:
+        in_layer(0, "backward", hang.told)
+    step(model, sp)
+
+
+def in_a_callback(hang, sp, model):
+    class Sleeps(TrainerCallback):
+        def on_log(self, *args, **kwargs):
+            hang.told()
+
+    if hang.late:
+        CallbackHandler([Sleeps()], None, None, None, None).call_event("on_log", None, None, None)
+    step(model, sp)
+
+
+def in_save(hang, sp, model):
+    class Disk(io.BytesIO):
+        def write(self, data):
+            hang.told()
+            return super().write(data)
+
+    if hang.late:
+        torch.save(torch.ones(2), Disk())
+    step(model, sp)
+
+
+def in_evaluate(hang, sp, model):
+    def evaluate():
+        hang.told()
+
+    if hang.late:
+        evaluate()
+    step(model, sp)
+
+
+def in_an_optimizer_step(hang, sp, model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step(model, sp)
+    if hang.late:
+        optimizer.register_step_pre_hook(lambda *_: hang.told())
+    optimizer.step()
+    step(model, sp)
+
+
+class Later:
+    """The work of a message that a thread sends."""
+
+    def __init__(self, thread, waits):
+        self.thread, self.waits = thread, waits
+
+    def wait(self):
+        if self.waits:
+            self.thread.join()
+
+
+def on_link(sender, receiver, start):
+    """What `start` makes of the first message between these ranks in layer 1."""
+    if dist.get_rank() == sender:
+        real, dist.isend = dist.isend, None
+
+        def isend(tensor, group=None, tag=0, group_dst=None):
+            if waits.walk is None or waits.call.layer != 1 or group_dst != receiver or tag >= comm.TAGS:
+                return real(tensor, group=group, tag=tag, group_dst=group_dst)
+            dist.isend = real
+            return start(lambda to=receiver: real(tensor, group=group, tag=tag, group_dst=to))
+
+        dist.isend = isend
+
+
+def on_a_dead_link(hang, sp, model):
+    on_link(1, LATE, lambda send: Later(hang.then(lambda: send().wait()), waits=False))
+    step(model, sp)
+
+
+def on_a_slow_link(hang, sp, model):
+    def start(send):
+        thread = threading.Thread(target=lambda: (time.sleep(2), send().wait()))
+        thread.start()
+        return Later(thread, waits=True)
+
+    on_link(1, LATE, start)
+    step(model, sp)
+
+
+def to_a_wrong_peer(hang, sp, model):
+    lost = []
+
+    def start(send):
+        lost.append(send(3))
+        return Later(hang.then(lambda: send().wait()), waits=True)
+
+    on_link(1, LATE, start)
+    step(model, sp)
+
+
+LINK = "which has come to it too: the link between ranks 1-2 is slow or down"
+RELEASED = {
+    in_its_loader: ("for rank 2, which is in its data loader (",),
+    in_a_debugger: ("for rank 2, which is in a debugger (", "in in_a_debugger"),
+    stopped: ("of ring forward, layer 1 for kv(", "rank 2, which is stopped, by a signal"),
+    in_backward: (
+        "of ring backward, layer 0 for ",
+        "rank 2, which is at ",
+        "in told at step 0 of ring backward, layer 0",
+    ),
+    in_a_callback: ("rank 2, which is in a callback (", "in told"),
+    in_save: ("rank 2, which is in save (", "in told)"),
+    in_evaluate: ("rank 2, which is in evaluate (",),
+    in_an_optimizer_step: ("rank 2, which is in an optimizer step (",),
+    on_a_dead_link: ("rank 2", "ring forward, layer 1 for kv(1) from rank 1", LINK),
+    on_a_slow_link: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
+    to_a_wrong_peer: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
+}
+
+
+def hang_each(folder, cases):
+    sp = watched("report", size=WORLD, ulysses=1)
+    model, found = patch_attention(llama(), sp), {}
+    step(model, sp)
+    for case in cases:
+        file = folder / case
+        file.touch()
+        dist.barrier()
+        with file.open("a") as sys.stderr:
+            globals()[case](Hang(file), sp, model)
+            dist.barrier()
+        found[case] = file.read_text()
+    return found
+
+
+class OneLayerFewer(torch.nn.Module):
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states
+
+
+def one_layer_fewer(sp, model):
+    if dist.get_rank() == LATE:
+        model.model.layers[1] = OneLayerFewer()
+    step(model, sp)
+
+
+def one_micro_batch_fewer(sp, model):
+    """In a loop that sums gradients by itself."""
+    for _ in range(1 if dist.get_rank() == LATE else 2):
+        step(model, sp)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def an_error_that_was_caught(sp, model):
+    def fail():
+        raise ArithmeticError
+
+    if dist.get_rank() == LATE:
+        in_layer(1, "forward", fail)
+    with contextlib.suppress(ArithmeticError):
+        step(model, sp)
+    step(model, sp)
+
+
+def one_sequence_fewer(sp, model):
+    """In the second group, which has two ranks of its own."""
+    for _ in range(2 - sp.data_rank):
+        step(model, sp)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+OTHER = "rank 2 is in another call than the others"
+# what ends the job -> (ranks that share a sequence, words)
+ENDS = {
+    one_layer_fewer: (4, "rank 2, which waits in backward of attention", "over ranks, layer 1 for", OTHER),
+    one_micro_batch_fewer: (4, "rank 2, which waits in all_reduce (called by ", "waits in shard_batches", OTHER),
+    an_error_that_was_caught: (4, "ring forward, layer 1 for kv(", "rank 2, which waits in shard_batches for", OTHER),
+    one_sequence_fewer: (2, "rank 3", "waits in all_reduce (called by ", "waits in shard_batches"),
+}
+
+
+def hang_and_end(file, case, size):
+    sp = watched("end", size=size, ulysses=1)
+    model = patch_attention(llama(), sp)
+    step(model, sp)
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.stderr = os.fdopen(2, "w")
+    globals()[case](sp, model)
+    return "went on"
+
+
+def test_a_report_names_the_rank_the_instruction_and_the_layer(tmp_path):
+    found, *_ = on_ranks(WORLD, hang_each, tmp_path, [case.__name__ for case in RELEASED])
+    wrong = {}
+    for case, words in RELEASED.items():
+        text = found[case.__name__]
+        *_, last = text.splitlines()
+        if text.count(AFTER) != 1 or missing(last, AFTER, *words):
+            wrong[case.__name__] = text
+    assert not wrong, "\n".join(f"==== {name}\n{text}" for name, text in wrong.items())
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_report_ends_the_job_where_nothing_else_would(case, tmp_path):
+    """Every rank ends by exit code 1, and one prints the sentence, which is the last that is printed."""
+    size, *words = ENDS[case]
+    ended = on_ranks(WORLD, hang_and_end, tmp_path / "said", case.__name__, size, check=False)
+    assert [outcome[:2] for outcome in ended] == [("Died", "exit code 1")] * WORLD
+    text = (tmp_path / "said").read_text()
+    *_, last = text.splitlines()
+    assert text.count("Error: after 1 s of waiting") == 1
+    assert missing(last, "CommunicationError: after 1 s of waiting", *words) == [], text
