@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .config.deepspeed_json import DeepSpeedJson
-    from .parallel import SequenceParallel
     from .planner.auto import Job as Job
     from .planner.machine import Machine
     from .planner.request import Model as Model
@@ -94,12 +93,12 @@ def planned_by_all(
     return resolved
 
 
-def advise_on_memory(model: nn.Module, sp: SequenceParallel, job_with_sizes: Callable[[nn.Module], Job]) -> None:
+def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Module], Job]) -> None:
     """Let an out-of-memory error of this rank say what the planner predicts for the job.
 
     Args:
         model: The model, which is not kept alive, as `sp` is not.
-        sp: What it trains with.
+        sp: The SequenceParallel that it trains with.
         job_with_sizes: Returns what the planner must know, the model's sizes too.
     """
     from .runtime import out_of_memory
@@ -108,7 +107,7 @@ def advise_on_memory(model: nn.Module, sp: SequenceParallel, job_with_sizes: Cal
 
 
 def _memory_in_words(
-    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[SequenceParallel], job_with_sizes: Callable[[nn.Module], Job]
+    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[Any], job_with_sizes: Callable[[nn.Module], Job]
 ) -> str:
     """Return what a step with sequences as in the last forward is predicted to need; "" where that is not known."""
     from .planner.auto import memory_in_words
