@@ -15,7 +15,7 @@ from torch import nn
 
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import as_seqpar_error
-from .runtime import devices
+from .runtime import devices, out_of_memory
 from .runtime.agreement import all_gather_objects, assert_ranks_agree
 from .runtime.log import log_once
 
@@ -101,8 +101,6 @@ def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Mod
         sp: The SequenceParallel that it trains with.
         job_with_sizes: Returns what the planner must know, the model's sizes too.
     """
-    from .runtime import out_of_memory
-
     out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
 
 

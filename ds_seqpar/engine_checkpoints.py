@@ -37,7 +37,7 @@ class EngineCheckpoints:
     """
 
     def __init__(self, engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
-        if engine.checkpoint_engine.is_decoupled():
+        if engine.checkpoint_engine is not None and engine.checkpoint_engine.is_decoupled():  # one that trains
             raise ConfigError(
                 'checkpoints need a writer that returns once files are written; got "decoupled" in "checkpoint" of '
                 "the JSON, leave it out"

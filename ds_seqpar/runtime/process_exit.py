@@ -47,6 +47,7 @@ from .. import compat
 from ..errors import CommunicationError, SeqParError
 from . import waits
 from .log import log_once
+from .out_of_memory import explain
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -127,8 +128,6 @@ def _print(before: Callable, error_type: type, error: BaseException, trace: Trac
         return None  # the watchdog's thread prints why
     if not ours:
         if is_out_of_memory(error):
-            from .out_of_memory import explain  # few runs need it
-
             trace = _shortened(explain(error, rank))
         return _print_first(before, error, trace, rank)
     if is_lost(error) and (cause := ended()) is not None:
