@@ -8,7 +8,7 @@ A case is a run of 6 steps, which saves every second one. One of its ranks is ki
 a second run resumes. Then a run goes on from the last checkpoint. Ranks are gloo processes of this machine.
 
 ended: seconds from the kill to the end of the last other rank, each of which must have said why (2 s are allowed).
-resumed at: the step of the checkpoint. It is the last whole one: the files of no other are there.
+resumed at: the step of the checkpoint: the last that was saved, or the one that was being saved, if it is whole.
 losses: of the resumed run against the same steps of the uninterrupted one, with the norms of gradients. They must be
 the same to the last digit, and to 1e-5 of themselves where the number of ranks has changed.
 
@@ -24,6 +24,7 @@ import json
 import math
 import random
 import re
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -32,12 +33,13 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import tables
-from benchmarks.faults.ranks import PRINTED, RESUMING, SAVE_STEPS, SAVING, STEPS, TRAINING, run
+from benchmarks.faults.ranks import BEGUN, PRINTED, RESUMING, SAVE_STEPS, SAVED, SAVING, STEPS, TRAINING, run
 from tests.launch import on_ranks
 
 COLUMNS = ["case", "by", "ZeRO", "ranks", "killed in", "rank", "ended", "resumed at", "losses", "verdict"]
 LIMIT, SECONDS = 2.0, 120  # until ranks end after a kill; of a run, which hangs if it takes longer
 DIGITS = 1e-5  # of losses, where the number of ranks changes
+NOT_KILLED, ATTEMPTS = "not killed", 4
 PACE = {TRAINING: 0.1, SAVING: 0.3, RESUMING: 0.3}  # seconds, where no run has told how long a phase takes
 
 
@@ -112,41 +114,49 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 @functools.cache
 def uninterrupted(driver: str, stage: int, ranks: int) -> tuple[dict[int, list[float]], dict[str, float]]:
-    """Return the losses of a run that nobody kills, and how many seconds a phase takes at most."""
+    """Return the losses of a run that nobody kills, and how many seconds a phase takes."""
     with tempfile.TemporaryDirectory() as folder:
         losses, seconds = on_ranks(ranks, run, driver, stage, Path(folder), 0, None, timeout=SECONDS)[0]
-    return losses, PACE | {name: max(took[1:] or took) for name, took in seconds.items() if name != RESUMING}
+    return losses, PACE | {name: statistics.median(took) for name, took in seconds.items() if name != RESUMING}
 
 
 def judged(case: Case) -> dict[str, Any]:
-    """Run a case, and return what came of it."""
+    """Run a case, and return what came of it. If the run ends before the kill, as on a machine that has become faster,
+    the next one is killed sooner."""
     _, seconds = uninterrupted(case.driver, case.stage, case.ranks)
-    planned = case.phase, case.step, case.share * seconds[case.phase]
-    with tempfile.TemporaryDirectory() as name:
-        folder, call = Path(name), functools.partial(run, case.driver, case.stage)
-        if case.phase == RESUMING:  # of a run that has saved, and is killed then
-            first = TRAINING, SAVE_STEPS + 1, 0.0
-            on_ranks(case.ranks, call, folder, case.victim, first, timeout=SECONDS, check=False)
-            clear(folder)
-        outcomes = on_ranks(case.ranks, call, folder, case.victim, planned, timeout=SECONDS, check=False)
-        verdict, ended = end_of(case, folder, outcomes)
+    found, delay = {"verdict": NOT_KILLED}, case.share * seconds[case.phase]
+    for attempt in range(ATTEMPTS):
+        if found["verdict"] == NOT_KILLED:
+            with tempfile.TemporaryDirectory() as folder:
+                found = judged_in(Path(folder), case, delay / 4**attempt)
+    return {"case": dataclasses.asdict(case), **found}
+
+
+def judged_in(folder: Path, case: Case, delay: float) -> dict[str, Any]:
+    call = functools.partial(run, case.driver, case.stage)
+    if case.phase == RESUMING:  # of a run that has saved, and is killed then
+        first = TRAINING, SAVE_STEPS + 1, 0.0
+        on_ranks(case.ranks, call, folder, case.victim, first, timeout=SECONDS, check=False)
         clear(folder)
-        again = on_ranks(case.then, call, folder, 0, None, timeout=SECONDS, check=False)
-        errors = [json.loads(file.read_text())["error"] for file in sorted(folder.glob("ended-*.json"))]
+    planned = case.phase, case.step, delay
+    outcomes = on_ranks(case.ranks, call, folder, case.victim, planned, timeout=SECONDS, check=False)
+    verdict, ended = end_of(case, folder, outcomes)
+    begun, saved = (max(steps_of(folder, name), default=0) for name in (BEGUN, SAVED))
+    clear(folder)
+    again = on_ranks(case.then, call, folder, 0, None, timeout=SECONDS, check=False)
     if not all(isinstance(outcome[0], dict) for outcome in again):
+        errors = [json.loads(file.read_text())["error"] for file in sorted(folder.glob("ended-*.json"))]
         verdict = " ".join([verdict, "not resumed:", *(errors or map(str, again))])
-        return {"case": dataclasses.asdict(case), "verdict": verdict, "ended": ended, "resumed": 0,
-                "difference": math.inf}  # fmt: skip
-    found = again[0][0]
-    resumed, reference = min(found, default=STEPS + 1) - 1, uninterrupted(case.driver, case.stage, case.then)[0]
-    pairs = [(x, y) for step in found for x, y in zip(found[step], reference[step], strict=True)]
+        return {"verdict": verdict, "ended": ended, "resumed": 0, "difference": math.inf}
+    losses, reference = again[0][0], uninterrupted(case.driver, case.stage, case.then)[0]
+    resumed = min(losses, default=STEPS + 1) - 1
+    pairs = [(x, y) for step in losses for x, y in zip(losses[step], reference[step], strict=True)]
     difference = max((abs(x - y) / max(abs(y), 1e-30) for x, y in pairs), default=0.0)
     if difference > (DIGITS if case.ranks != case.then else 0.0):
         verdict = verdict or "other losses"
-    if resumed not in whole_steps(case):
-        verdict = verdict or f"resumed at {resumed}"
-    return {"case": dataclasses.asdict(case), "verdict": verdict or "exact", "ended": ended, "resumed": resumed,
-            "difference": difference}  # fmt: skip
+    if not saved <= resumed <= begun:
+        verdict = verdict or f"saved {saved}, resumed at {resumed}"
+    return {"verdict": verdict or "exact", "ended": ended, "resumed": resumed, "difference": difference}
 
 
 def clear(folder: Path) -> None:
@@ -154,19 +164,14 @@ def clear(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def whole_steps(case: Case) -> set[int]:
-    """Return the steps at which the resumed run may begin."""
-    if case.phase == RESUMING:
-        return {SAVE_STEPS}
-    if case.phase == SAVING:
-        return {case.step - SAVE_STEPS, case.step}
-    return {(case.step - 1) // SAVE_STEPS * SAVE_STEPS}
+def steps_of(folder: Path, name: str) -> list[int]:
+    return [int(file.name.removeprefix(name)) for file in folder.glob(f"{name}*")]
 
 
 def end_of(case: Case, folder: Path, outcomes: list[Any]) -> tuple[str, float]:
     """Return what was wrong with the end of a run, "" for nothing, and how long after the kill it was."""
     if not (folder / "killed").exists():
-        return "not killed", 0.0
+        return NOT_KILLED, 0.0
     if any(outcome[0] == "Hang" for outcome in outcomes):
         return "hang", math.inf
     killed, others = float((folder / "killed").read_text()), set(range(case.ranks)) - {case.victim}

@@ -30,6 +30,7 @@ from tests.hf.trainers import documents, make
 STEPS, SAVE_STEPS, SEQUENCES, SIZE = 6, 2, 4, 2  # an epoch has 4 steps
 TRAINING, SAVING, RESUMING = "training", "saving", "resuming"
 PRINTED = "printed"  # a file, for what ranks print
+BEGUN, SAVED = "begun-", "saved-"  # files, with the step of a save
 Losses = dict[int, list[float]]  # by step: the loss and the norm of gradients
 
 
@@ -50,7 +51,11 @@ class Kill:
         if self.planned and (name, step if name != RESUMING else 0) == self.planned[:2]:
             threading.Thread(target=self.run, args=self.planned[2:], daemon=True).start()
         began = time.monotonic()
+        if name == SAVING:
+            (self.folder / f"{BEGUN}{step}").touch()
         yield
+        if name == SAVING:
+            (self.folder / f"{SAVED}{step}").touch()
         self.seconds.setdefault(name, []).append(time.monotonic() - began)
 
     def run(self, seconds: float) -> None:

@@ -75,8 +75,13 @@ def main(argv: list[str] | None = None) -> int:
         if printer is None or not printer.key or printer.rank == int(os.environ.get("RANK", "0")):
             print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head` closed the pipe; the interpreter flushes once more at exit
+    except OSError as error:  # of stdout, which the interpreter flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # as of `| head`
+            print(
+                f"ds-seqpar: stdout must be a place with room; got {error.strerror}, print elsewhere", file=sys.stderr
+            )
+            return 2
         return 0
     return code
 
