@@ -63,7 +63,7 @@ def exact_and_plain(
 
 
 def share_of_allowed(
-    name: str, found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, part: Tensor | None = None
+    name: str, found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, group: int, part: Tensor | None = None
 ) -> tuple[float, str]:
     """Return the greatest error as a share of the one that is allowed, and in words.
 
@@ -71,12 +71,13 @@ def share_of_allowed(
 
     Args:
         dtype: In which tensors are rounded.
+        group: Query heads of a key/value head, whose gradients some kernels add up in that dtype.
         part: That of `exact` with which `found` is compared; default: all of it.
     """
     greatest, expected, found = exact.abs().max(), exact if part is None else part, found.double()
     gap = float(((found - expected).abs().max() / greatest).nan_to_num(nan=torch.inf))
     usual, few = float((plain - exact).abs().max() / greatest), 4 if dtype.itemsize == 2 else 32
-    most = max(2 * usual, few * torch.finfo(dtype).eps)
+    most = max(2 * usual, few * torch.finfo(dtype).eps * max(1.0, group**0.5 / 2))
     factor = float((found * expected).sum() / expected.square().sum())
     if gap > most and float((found - factor * expected).abs().max() / greatest) <= 0.1 * gap:
         return gap / most, f"{name} is {factor:.4g} times what it must be"
