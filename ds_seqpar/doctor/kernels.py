@@ -27,7 +27,8 @@ ADVICE = "see what has changed ds_seqpar.runtime.kernels.accumulate"
 
 def check_kernels(job: Job) -> list[Finding]:
     """Compare each kernel that would be taken, forward and backward, with a computation in fp64."""
-    local = torch.empty(1, 8, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
+    tokens = 4 * job.sp.multiple // job.sp.size
+    local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
     chunks = job.sp.config.head_chunks if isinstance(job.sp.config.head_chunks, int) else 1
     wrong, worst, names, cases = list[str](), 0.0, dict[str, None](), 0
     for kind, mask in masks(64, job.window).items():
@@ -41,7 +42,7 @@ def check_kernels(job: Job) -> list[Finding]:
             try:
                 share, what = _compare(job, kernel, mask, heads, *shape)
             except Exception as error:  # one that a kernel raises for one shape
-                share, what = float("inf"), f"raises {type(error).__name__}: {str(error).splitlines()[0]:.200}"
+                share, what = float("inf"), f"raises {type(error).__name__}: {' '.join(str(error).split()):.200}"
             cases, worst = cases + 1, max(worst, share)
             if share > 1:
                 wrong.append(f"{kernel.name}, {kind}, {shape[1]} queries and {shape[2]} keys: {what}")
@@ -62,7 +63,7 @@ def _compare(
     cut = launches(tiles((Run(first, 1, rows),), (Run(0, 1, columns),), mask, kernel.support.square), kernel.support)
     exact, plain = exact_and_plain(q, k, v, do, visible, job.softcap)
     pairs = zip(NAMES, _product(kernel, q, k, v, do, cut, scale), exact, plain, strict=True)
-    return max(share_of_allowed(name, x, one, usual, job.dtype) for name, x, one, usual in pairs)
+    return max(share_of_allowed(name, x, one, usual, job.dtype, heads[0] // heads[1]) for name, x, one, usual in pairs)
 
 
 def _product(
