@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,12 @@ from torch import nn
 
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import as_seqpar_error
-from .runtime import devices
+from .runtime import devices, out_of_memory
 from .runtime.agreement import all_gather_objects, assert_ranks_agree
 from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .config.deepspeed_json import DeepSpeedJson
-    from .parallel import SequenceParallel
     from .planner.auto import Job as Job
     from .planner.machine import Machine
     from .planner.request import Model as Model
@@ -94,21 +93,19 @@ def planned_by_all(
     return resolved
 
 
-def advise_on_memory(model: nn.Module, sp: SequenceParallel, job_with_sizes: Callable[[nn.Module], Job]) -> None:
+def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Module], Job]) -> None:
     """Let an out-of-memory error of this rank say what the planner predicts for the job.
 
     Args:
         model: The model, which is not kept alive, as `sp` is not.
-        sp: What it trains with.
+        sp: The SequenceParallel that it trains with.
         job_with_sizes: Returns what the planner must know, the model's sizes too.
     """
-    from .runtime import out_of_memory
-
     out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
 
 
 def _memory_in_words(
-    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[SequenceParallel], job_with_sizes: Callable[[nn.Module], Job]
+    model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[Any], job_with_sizes: Callable[[nn.Module], Job]
 ) -> str:
     """Return what a step with sequences as in the last forward is predicted to need; "" where that is not known."""
     from .planner.auto import memory_in_words

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from . import compat
 from .data.loader import Loader
-from .errors import ConfigError, as_seqpar_error
+from .errors import ConfigError
 from .parallel import SequenceParallel
 from .random_states import random_state, set_random_state
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
@@ -35,12 +37,12 @@ class EngineCheckpoints:
     """
 
     def __init__(self, engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
-        if engine.checkpoint_engine.is_decoupled():
+        if engine.checkpoint_engine is not None and engine.checkpoint_engine.is_decoupled():  # one that trains
             raise ConfigError(
                 'checkpoints need a writer that returns once files are written; got "decoupled" in "checkpoint" of '
                 "the JSON, leave it out"
             )
-        self.engine, self.sp, self.of_loop = engine, sp, of_loop
+        self.engine, self.sp, self.of_loop, self.ranks = engine, sp, of_loop, sp.size * sp.data_size
         self._save, engine.save_checkpoint = engine.save_checkpoint, self.save_checkpoint
         self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
 
@@ -74,33 +76,28 @@ class EngineCheckpoints:
         engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
-        assert_ranks_agree(
-            group, "checkpoint", compared, error=_unread(folder / name) or self._unsaved(), call="save_checkpoint"
-        )
+        done, steps = engine.micro_steps % engine.gradient_accumulation_steps(), engine.gradient_accumulation_steps()
+        error = _unread(folder / name)
+        if self.of_loop and done and not engine.was_step_applied():
+            error = ConfigError(
+                f"a checkpoint has no gradients, so it is saved after an optimizer step; got save_checkpoint after "
+                f"{done} of the {steps} micro-batches of one, call it after the last"
+            )
+        assert_ranks_agree(group, "checkpoint", compared, error=error, call="save_checkpoint")
         with written_aside(group, folder, name, self._leads, save_latest) as aside:
-            writer, members = engine.checkpoint_engine, vars(engine)
-            copy_scripts = getattr(engine, compat.COPY_SCRIPTS)
-            engine.checkpoint_engine = _Writer(writer, aside)
-            members[compat.COPY_SCRIPTS] = lambda _: _guarded(aside, copy_scripts, str(folder))
-            try:
+            writer = engine.checkpoint_engine
+            with _deferring(aside, writer, "save"), _deferring(aside, engine, compat.COPY_SCRIPTS, str(folder)):
                 self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
-                engine.checkpoint_engine.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
-            finally:
-                engine.checkpoint_engine = writer
-                del members[compat.COPY_SCRIPTS]
+                writer.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
         return True
 
     def load_checkpoint(
         self,
         load_dir: str | Path,
         tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
         *,
         loader: Loader | None = None,
+        **given: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint, also one of another number of ranks, SP size or ZeRO stage. Collective over all ranks.
 
@@ -110,12 +107,9 @@ class EngineCheckpoints:
         Args:
             load_dir: The folder of checkpoints.
             tag: The checkpoint's name; default: the last one that was saved.
-            load_module_strict: As DeepSpeed's.
-            load_optimizer_states: As DeepSpeed's.
-            load_lr_scheduler_states: As DeepSpeed's.
-            load_module_only: As DeepSpeed's.
-            custom_load_fn: As DeepSpeed's.
             loader: The loader of `sp.loader` that goes on; default: that of `training_data`.
+            **given: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                load_module_only and custom_load_fn.
 
         Returns:
             (the path that was loaded, the `client_state` that was saved); (None, None) where the folder has no
@@ -125,29 +119,26 @@ class EngineCheckpoints:
             ConfigError: On every rank, where the checkpoint is not whole, or the run cannot go on from it.
         """
         engine, folder, group = self.engine, Path(load_dir), self.sp.control_world
-        given = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        error = None
-        try:
-            if self._leads:
+        if self._leads:
+            with contextlib.suppress(OSError):  # of a folder that is only read
                 recover(folder)
-        except OSError as reason:
-            error = as_seqpar_error("reading a folder of checkpoints failed", reason)
-        assert_ranks_agree(group, "folder of checkpoints", None, error=error, call="load_checkpoint")
+        assert_ranks_agree(group, "folder of checkpoints", None, call="load_checkpoint")
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)
         error = None if name is None else _unread(folder / name)
         assert_ranks_agree(group, "checkpoint to load", {"tag": name}, error=error, call="load_checkpoint")
-        if name is None or universal or load_module_only or not load_optimizer_states:
-            return self._load(str(load_dir), tag, *given)
+        continues = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        if name is None or universal or not continues:
+            return self._load(str(load_dir), tag, **given)
         states, converts = self._inspected(folder / name, loader)
         if not converts:
-            loaded = self._load(str(load_dir), name, *given)
+            loaded = self._load(str(load_dir), name, **given)
         else:
             self._convert(folder, name)
             config = compat.engine_config(engine)
             config.load_universal_checkpoint = True
             try:
-                loaded = self._load(str(folder / name), UNIVERSAL, *given)
+                loaded = self._load(str(folder / name), UNIVERSAL, **given)
             finally:
                 config.load_universal_checkpoint = False
             mend(engine, folder / name / UNIVERSAL)
@@ -170,7 +161,7 @@ class EngineCheckpoints:
 
     def _loop_state(self, loader: Loader | None) -> dict[str, Any]:
         loader = self._loader(loader)
-        state = {"ranks": self.sp.size * self.sp.data_size, "sequences": self.engine.train_batch_size()}
+        state = {"ranks": self.ranks, "sequences": self.engine.train_batch_size()}
         if self.of_loop:
             state |= {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
         return state
@@ -178,9 +169,11 @@ class EngineCheckpoints:
     def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
         """Return the loop's state for this rank, or None if the checkpoint has none. Raises ConfigError if this loop
         cannot go on from it."""
-        if not _loop_file(folder, 0).exists():
+        rank = self.engine.global_rank
+        file = next((x for x in (_loop_file(folder, 0), _loop_file(folder, rank)) if x.exists()), None)
+        if file is None:
             return None
-        state, rank = torch.load(_loop_file(folder, 0), weights_only=False), self.engine.global_rank
+        state = torch.load(file, weights_only=False)
         if state["sequences"] != self.engine.train_batch_size():
             raise ConfigError(
                 "a run goes on with as many sequences a step (of a device, by accumulation, by groups); got "
@@ -204,7 +197,7 @@ class EngineCheckpoints:
         it is not whole or this run cannot go on from it."""
         engine, states = self.engine, None
         run = LoadingRun(
-            rank=engine.global_rank, ranks=self.sp.size * self.sp.data_size, stage=engine.zero_optimization_stage(),
+            rank=engine.global_rank, ranks=self.ranks, stage=engine.zero_optimization_stage(),
             bf16=engine.bfloat16_enabled(),
         )  # fmt: skip
         try:
@@ -232,51 +225,29 @@ class EngineCheckpoints:
             return
         log_once(f"sequence_parallel: converting {folder / name}, once, for another number of ranks or ZeRO stage")
         with written_aside(group, folder, f"{name}/{UNIVERSAL}", self.engine.global_rank == 0) as aside:
-            errors: list[Exception] = []
-            thread = threading.Thread(target=_kept, args=(errors, convert, folder / name, aside.path), daemon=True)
-            if self.engine.global_rank == 0:
-                thread.start()
-            busy = True
-            while busy:  # in short waits, for which a group's timeout is long enough
-                if self.engine.global_rank == 0:
-                    thread.join(PROGRESS)
-                busy = bool(assert_ranks_agree(group, "conversion", None, number=int(thread.is_alive())))
-            if errors:
-                raise errors[0]
-
-    def _unsaved(self) -> ConfigError | None:
-        done, steps = self.engine.micro_steps, self.engine.gradient_accumulation_steps()
-        if not self.of_loop or done % steps == 0 or self.engine.was_step_applied():
-            return None
-        return ConfigError(
-            f"a checkpoint has no gradients, so it is saved after an optimizer step; got save_checkpoint after "
-            f"{done % steps} of the {steps} micro-batches of one, call it after the last"
-        )
+            with ThreadPoolExecutor(1) as pool:
+                jobs = [pool.submit(convert, folder / name, aside.path)] if self.engine.global_rank == 0 else []
+                # in short waits, for which a group's timeout is long enough
+                while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
+                    pass
+            for job in jobs:
+                job.result()
 
 
-class _Writer:
-    """DeepSpeed's writer of files, whose errors are kept until all ranks have written."""
+@contextlib.contextmanager
+def _deferring(aside: Aside, owner: Any, name: str, *given: Any) -> Iterator[None]:
+    """Context manager in which a method's errors are kept until all ranks have written. `given` replaces arguments."""
+    method = getattr(owner, name)
 
-    def __init__(self, writer: Any, aside: Aside) -> None:
-        self.writer, self.aside = writer, aside
+    def call(*args: Any, **kwargs: Any) -> None:
+        with aside.keeping_errors():
+            method(*(given or args), **kwargs)
 
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        return _guarded(self.aside, self.writer.save, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.writer, name)
-
-
-def _guarded(aside: Aside, write: Any, *args: Any, **kwargs: Any) -> Any:
-    with aside.keeping_errors():
-        return write(*args, **kwargs)
-
-
-def _kept(errors: list[Exception], function: Any, *args: Any) -> None:
+    vars(owner)[name] = call
     try:
-        function(*args)
-    except Exception as reason:
-        errors.append(reason)
+        yield
+    finally:
+        del vars(owner)[name]
 
 
 def _loop_file(folder: Path, rank: int) -> Path:

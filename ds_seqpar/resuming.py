@@ -21,6 +21,7 @@ import torch
 from .saving import is_whole
 
 UNIVERSAL = "universal"  # folder, in a checkpoint's, of its converted copy
+MODEL = "mp_rank_00_model_states.pt"  # the end of the name of a file of weights
 ADAM = ("exp_avg", "exp_avg_sq")  # the states of an optimizer that DeepSpeed converts
 GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
@@ -57,7 +58,7 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
 
     The caller stops at the first fault, so later checks may rely on earlier files.
     """
-    models = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    models = sorted(folder.glob(f"*{MODEL}"))
     if not models:
         yield f"{folder.name} has no model_states.pt"
     local_file = f"zero_pp_rank_{run.rank}_"
@@ -68,44 +69,34 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
     report.ranks = content.get("dp_world_size", run.ranks)
     settings = content.get("ds_config", {})
     stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
-    report.mismatch = _mismatch(stage, bool(bf16), settings, content, run)
+    if bool(stage) != bool(run.stage):
+        report.mismatch = (
+            f"the checkpoint was written under ZeRO stage {stage}, and this run has {run.stage}: set that stage, since "
+            "DeepSpeed converts between 1, 2 and 3 alone"
+        )
+    elif run.stage and bool(bf16) != run.bf16:
+        report.mismatch = (
+            f"the checkpoint was written with bf16={bool(bf16)}, and this run has bf16={run.bf16}: set it alike"
+        )
     report.converts = (stage == 3) != (run.stage == 3) or (run.stage > 0 and report.ranks != run.ranks)
     if report.mismatch or (report.converts and run.rank):
         return
     for rank in range(report.ranks) if report.converts else [run.rank]:
-        shard = f"zero_pp_rank_{rank}_mp_rank_00"
         if stage == 3:
-            yield fault_of(folder / f"{shard}_model_states.pt")
+            yield fault_of(folder / f"zero_pp_rank_{rank}_{MODEL}")
         if stage:
-            optimizer = folder / f"{'bf16_' if bf16 else ''}{shard}_optim_states.pt"
+            optimizer = folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             yield fault_of(optimizer)
             if report.converts and not rank:
-                report.mismatch = _unconvertible(optimizer, stage, settings, content)
+                report.mismatch = _unconvertible(optimizer, stage, settings)
 
 
-def _mismatch(stage: int, bf16: bool, settings: Mapping[str, Any], content: Mapping[str, Any], run: LoadingRun) -> str:
-    """Return which setting differs from the run that wrote the file, and what to do; "" if none that matters does."""
-    if bool(stage) != bool(run.stage):
-        return (
-            f"the checkpoint was written under ZeRO stage {stage}, and this run has {run.stage}: set that stage, since "
-            "DeepSpeed converts between 1, 2 and 3 alone"
-        )
-    if run.stage and bf16 != run.bf16:
-        return f"the checkpoint was written with bf16={bf16}, and this run has bf16={run.bf16}: set it alike"
-    return ""
-
-
-def _unconvertible(path: Path, stage: int, settings: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+def _unconvertible(path: Path, stage: int, settings: Mapping[str, Any]) -> str:
     """Return why DeepSpeed cannot convert a checkpoint; "" where it can."""
     same = "start as many ranks, under the same ZeRO stage, as the run that wrote it"
     zero = settings.get("zero_optimization", {})
     if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
         return f"DeepSpeed converts no checkpoint of what is offloaded to NVMe: {same}"
-    if stage == 3 and content.get("frozen_param_shapes"):
-        return (
-            "DeepSpeed converts no parameters that are not trained from ZeRO-3: save with "
-            f"exclude_frozen_parameters=True, or {same}"
-        )
     optimizer = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
     states = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"]
     found: Mapping[str, Any] = next(iter(states.values() if isinstance(states, dict) else states), {})
@@ -147,14 +138,18 @@ def convert(source: Path, target: Path) -> None:
     known = {name: state[name] for name in GLOBAL if name in state}
     torch.save({**known, **by_stage, "ds_version": deepspeed.__version__}, zero / "optimizer_state.pt")
     # the rest of what loading reads, under the name that each stage looks for
-    models = sorted(target.glob("*_model_states.pt"))
-    content = torch.load(models[0], map_location="cpu", weights_only=False, mmap=True)
-    names = {folder.name for folder in trained}
+    models = [target / f"zero_pp_rank_{rank}_{MODEL}" for rank in range(len([*target.glob(f"zero*{MODEL}")]))]
+    models = models if nested else [target / MODEL]
+    ranks = [torch.load(model, map_location="cpu", weights_only=False, mmap=True) for model in models]
+    content, names = ranks[0], {folder.name for folder in trained}
     content["module"] = {name: x.clone() for name, x in content["module"].items() if name not in names}
+    for name, shape in (content["frozen_param_shapes"] or {}).items() if nested else ():
+        fragments = torch.cat([rank["frozen_param_fragments"][name] for rank in ranks])
+        content["module"][name] = fragments[: shape.numel()].view(shape)
     for model in models:
         model.unlink()
-    torch.save(content, target / "mp_rank_00_model_states.pt")
-    shutil.copyfile(target / "mp_rank_00_model_states.pt", target / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save(content, target / MODEL)
+    shutil.copyfile(target / MODEL, target / f"zero_pp_rank_0_{MODEL}")
 
 
 def mend(engine: Any, folder: Path) -> None:
@@ -171,7 +166,7 @@ def mend(engine: Any, folder: Path) -> None:
         group.update({name: value for name, value in saved.items() if name != "params"})
     for states in engine.optimizer.optimizer.state.values():  # which share a step, where each adds to its own
         states["step"] = copy.deepcopy(states["step"])
-    content = torch.load(folder / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+    content = torch.load(folder / MODEL, map_location="cpu", weights_only=False)["module"]
     targets = {name: x for name, x in engine.module.named_parameters() if not x.requires_grad}
     with deepspeed.zero.GatheredParameters(list(targets.values()), modifier_rank=0), torch.no_grad():
         targets |= dict(engine.module.named_buffers())

@@ -7,6 +7,7 @@ Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_
 kernel; of processor time, since it waits for nobody. "but for its kernel" is what a call takes outside of it.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks; and
 forward of few tokens in each mode of "agreement", beside one that compares nothing.
+Trust: a training step of a small LLaMA on 4 ranks; the processor time of its comparisons of ranks, and of the watchdog.
 Program: what is looked up, or derived, before a rank's walk, with its kernel calls. That is for lengths that it knows,
 for new ones, and for new packs of 64 documents.
 A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
@@ -33,9 +34,13 @@ from benchmarks.turns import Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.program.instructions import Product
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.runtime import watchdog
+from ds_seqpar.runtime.agreement import Comparison
 from ds_seqpar.runtime.input_checks import AttentionOptions, agree_on_inputs
 from ds_seqpar.runtime.kernels import KERNELS, Kernel
 from ds_seqpar.runtime.runtime import Runtime
+from hf_integration import patch_attention
+from tests.hf.llama import llama
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
@@ -130,6 +135,49 @@ def shared(mode: str) -> SequenceParallel:
     return SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1, agreement=mode))
 
 
+def trust(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
+    tokens = 16 * args.tokens
+    yield f"4 ranks of {tokens} tokens", on_ranks(4, steps, tokens, max(3, args.calls // 60), timeout=3600)[0]
+
+
+def steps(tokens: int, calls: int) -> Rows:
+    comparisons, looks = Inside(time.thread_time), Inside(time.thread_time)
+    for name in ("__init__", "result"):
+        setattr(Comparison, name, comparisons.counting(getattr(Comparison, name)))
+    watchdog._Watchdog.look = looks.counting(watchdog._Watchdog.look)  # type: ignore[method-assign]
+    sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size()))
+    model = patch_attention(llama(hidden_size=256, num_hidden_layers=4, max_position_embeddings=4 * tokens), sp)
+    ids = torch.arange(4 * tokens)[None] % 60
+    rows: Rows = {"step": [], "agreement": [], "watchdog": []}
+    for number in range(calls + 1):
+        dist.barrier()
+        before = time.perf_counter(), comparisons.seconds, looks.seconds
+        loss = model(**sp.shard_batch({"input_ids": ids, "labels": ids})).loss
+        loss.backward()
+        sp.mean_loss(loss)
+        for seconds, now, began in zip(
+            rows.values(), (time.perf_counter(), comparisons.seconds, looks.seconds), before, strict=True
+        ):
+            seconds += [now - began] if number else []
+    return rows
+
+
+class Inside:
+    """The seconds, by a clock, that were spent in functions."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.seconds = clock, 0.0
+
+    def counting(self, function: Callable) -> Callable:
+        def run(*args: object) -> object:
+            began = self.clock()
+            result = function(*args)
+            self.seconds += self.clock() - began
+            return result
+
+        return run
+
+
 def program(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     for ranks in (8, 64, 256):
         with fake_ranks(ranks) as runtime:
@@ -176,7 +224,7 @@ def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:
     return [torch.randn(1, tokens, heads, HEAD_DIM) for _ in range(4)]
 
 
-PARTS = {"Call": call, "Agreement": agreement, "Program": program}
+PARTS = {"Call": call, "Agreement": agreement, "Trust": trust, "Program": program}
 
 if __name__ == "__main__":
     main()

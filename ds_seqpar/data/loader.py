@@ -153,7 +153,7 @@ class Loader:
                 skipped = 0
             elif self._indices is not None:
                 self._indices.skip, skipped = skipped, 0
-            batches = iter(self.loader)
+            batches = (batch for batch in self.loader)  # DeepSpeed's loader begins anew at every `iter`
             first = list(itertools.islice(batches, skipped, skipped + 1))
         yield from itertools.chain(first, batches)
 

@@ -46,6 +46,8 @@ import torch.distributed as dist
 from .. import compat
 from ..errors import CommunicationError, SeqParError
 from . import waits
+from .log import log_once
+from .out_of_memory import explain
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -126,8 +128,6 @@ def _print(before: Callable, error_type: type, error: BaseException, trace: Trac
         return None  # the watchdog's thread prints why
     if not ours:
         if is_out_of_memory(error):
-            from .out_of_memory import explain  # few runs need it
-
             trace = _shortened(explain(error, rank))
         return _print_first(before, error, trace, rank)
     if is_lost(error) and (cause := ended()) is not None:
@@ -157,8 +157,8 @@ def _print_first(before: Callable, error: Exception, trace: TracebackType | None
         return  # another rank here has said why, whose store is gone
     before(type(error), error, trace)
     sys.stderr.flush()
-    with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or was never there
-        compat.default_store().compare_set(ENDED, "", f"{rank}\n{_place_of_stderr()}\n{sentence}")
+    value = f"{rank}\n{_place_of_stderr()}\n{sentence}"
+    _ask_store(lambda store: store.compare_set(ENDED, "", value))
 
 
 def _print_pointer(error: Exception, rank: int, printed_by: int, place: str) -> None:
@@ -166,6 +166,24 @@ def _print_pointer(error: Exception, rank: int, printed_by: int, place: str) -> 
     _write_error_file(f"see rank {printed_by}", late=True)
     if place != _place_of_stderr():
         print(f"[rank{rank}]: {type(error).__name__}, see rank {printed_by}", file=sys.stderr)
+
+
+def _ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
+    """Return what `ask` returns of the store; None where the store has ended with its rank, or never was.
+
+    For each call to such a store torch prints a stack of C++, which would hide our sentence.
+    """
+    sys.stderr.flush()
+    before, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 2)
+    try:
+        return ask(compat.default_store())
+    except (RuntimeError, ValueError):
+        return None
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(silent)
 
 
 class Ended(NamedTuple):
@@ -181,12 +199,11 @@ ENDED = "ds_seqpar/ended"  # in the store
 
 def ended() -> Ended | None:
     """Return the first error that ended a rank; None where there was none, or the store has ended too."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        store = compat.default_store()
-        if store.check([ENDED]):
-            rank, place, sentence = store.get(ENDED).decode().split("\n", 2)
-            return Ended(int(rank), place, sentence)
-    return None
+    text = _ask_store(lambda store: store.get(ENDED).decode() if store.check([ENDED]) else "")
+    if not text:
+        return None
+    rank, place, sentence = text.split("\n", 2)
+    return Ended(int(rank), place, sentence)
 
 
 def _first_to_print(error: BaseException, rank: int) -> Printer | None:
@@ -197,14 +214,14 @@ def _first_to_print(error: BaseException, rank: int) -> Printer | None:
     identity = "lost" if is_lost(error) else f"{type(error).__name__}: {error}"
     digest = hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
     key = f"ds_seqpar/told/{digest}"
-    try:
-        store = compat.default_store()
+
+    def first(store: Any) -> Printer:
         if store.add(f"{key}/ranks", 1) == 1:
             store.set(f"{key}/first", str(rank))
         store.wait([f"{key}/first"], PRINT_TIMEOUT)
         return Printer(rank=int(store.get(f"{key}/first")), key=key, store=store)
-    except (dist.DistNetworkError, dist.DistStoreError):
-        return None
+
+    return _ask_store(first)
 
 
 def is_lost(error: BaseException) -> bool:
@@ -274,6 +291,7 @@ def _was_printed(printer: Printer) -> str:
 
 # environment variables of launchers that print after their ranks: torchrun's, which accelerate runs, and DeepSpeed's
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # a process of its own, which has no rank for a parent: launchers end the children of ranks
 LAST_LINE = """
 import os, select, sys
@@ -281,6 +299,15 @@ launcher, sentence = sys.argv[1:]
 if not os.fork() and select.select([int(launcher)], [], [], 60)[0]:
     print(sentence, file=sys.stderr)
 """
+
+
+def _warn_of_restarts() -> None:
+    """Say that torchrun cannot start ranks again, if it cannot: it keeps the store, with addresses of ended ranks."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(AGENT_STORE) == "True":
+        log_once(
+            "torchrun --max-restarts hangs or fails when it starts ranks again, for they find addresses of the ended "
+            "ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and say --rdzv-backend c10d"
+        )
 
 
 def _leave_last_line(sentence: str) -> bool:
@@ -325,6 +352,7 @@ IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processo
 def wait_at_exit() -> None:
     """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
     _set_hook()
+    _warn_of_restarts()
     atexit.unregister(wait_until_idle)  # once is enough, however many SequenceParallel there are
     atexit.register(wait_until_idle)
 

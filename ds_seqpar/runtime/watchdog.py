@@ -39,6 +39,7 @@ from ..config.settings import SequenceParallelConfig
 from ..errors import CommunicationError
 from . import groups, process_exit, waits
 from .hang_report import State, report
+from .log import log_once
 
 LEAST = 60.0  # seconds of waiting that "auto" calls too long
 TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or fewer
@@ -75,7 +76,11 @@ def watch(config: SequenceParallelConfig) -> Watched | None:
     seconds, watched = config.watchdog_s, Watched()
     with _lock:
         if is_new := _dog is None or _dog.ended.is_set() or not _dog.is_of_this_job():
-            _dog = _Watchdog()
+            try:
+                _dog = _Watchdog()
+            except RuntimeError:  # as a store that is not torch's own
+                log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
+                return None
         _dog.seconds = max(LEAST, groups.timeout().total_seconds() / 2) if seconds == "auto" else seconds
         _dog.ends = config.watchdog == "end"
         _dog.users.add(watched)

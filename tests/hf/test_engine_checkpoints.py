@@ -1,9 +1,12 @@
 """Engines of `initialize` that are saved and go on, in the same run or a changed one: the losses are those of the run
 that was not interrupted, and a save that fails changes nothing."""
 
+import contextlib
 import dataclasses
 import itertools
+import re
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 STOP, END = 3, 8  # an epoch has 5 steps
 SEQUENCES = 8  # of a step
 
@@ -105,49 +109,69 @@ def gone_on(folder, case):
 
 
 SAME = Case()
-PAIRS = [
-    (SAME, Case(size=1)),
-    (SAME, Case(world=4, size=2, stage=3)),
-    (Case(order="sampler", frozen=True), Case(world=4, size=1, order="sampler", frozen=True)),
-]
+OTHER = Case(world=1, size=1, stage=3)
 SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
-MATRIX = [
-    (Case(world, size, stage, bf16), Case(*other, other_stage, bf16))
-    for (world, size), stage, bf16 in itertools.product(((2, 2), (4, 2)), (0, 1, 2, 3), (False, True))
-    for other, other_stage in itertools.product(SHAPES, (1, 2, 3) if stage else (0,))
-    if other != (world, size) or other_stage != stage
-]
 
 
-@pytest.mark.parametrize("pairs", [PAIRS[:2], PAIRS[2:]])
-def test_a_run_goes_on(pairs, tmp_path):
-    compare(pairs, tmp_path)
+def matrix():
+    """Each first kind of run with a third of the others; all pairs of a first kind and a stage are there."""
+    pairs = [
+        (Case(world, size, stage, bf16), Case(*other, other_stage, bf16))
+        for stage, (world, size), bf16 in itertools.product((0, 1, 2, 3), ((2, 2), (4, 2)), (False, True))
+        for number, other in enumerate(SHAPES)
+        for other_stage in ([(number + world + bf16 + stage) % 3 + 1] if stage else [0])
+    ]
+    return {first: [pair for pair in pairs if pair[0] == first] for first, _ in pairs}
+
+
+MATRIX = matrix()
+
+
+def test_a_run_goes_on(tmp_path):
+    compare([(SAME, OTHER)], tmp_path)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("first", sorted({first for first, _ in MATRIX}, key=str), ids=str)
-def test_a_run_goes_on_in_every_other(first, tmp_path):
-    compare([pair for pair in MATRIX if pair[0] == first], tmp_path)
+@pytest.mark.parametrize("first", MATRIX, ids=str)
+def test_a_run_goes_on_in_others_and_comes_back(first, tmp_path):
+    compare(MATRIX[first], tmp_path, back=True)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("order", ["sampler", "given"])
-def test_the_order_of_examples_goes_on(order, tmp_path):
+def test_the_order_of_examples_and_what_is_not_trained_go_on(order, tmp_path):
     first = Case(order=order, frozen=True)
     others = [Case(2, 1, 3), Case(4, 2, 2)]
-    compare([(first, dataclasses.replace(other, order=order, frozen=True)) for other in others], tmp_path)
+    pairs = [(first, dataclasses.replace(other, order=order, frozen=True)) for other in others]
+    compare(pairs, tmp_path, back=True)
 
 
-def compare(pairs, folder):
-    """Looks at runs from a checkpoint of the first kind: of the same kind, of others, and of the first again after one
-    of the others has saved what it loaded. In bf16 the sums of gradients depend on the ranks."""
+def compare(pairs, folder, back=False):
+    """Looks at runs from a checkpoint of the first kind: of the same kind, of others, and, if it comes back, of the
+    first again after one of the others has saved what it loaded. In bf16 the sums of gradients depend on the ranks."""
     first = pairs[0][0]
     expected = on_ranks(first.world, whole, folder, first)[0][STOP:]
     assert on_ranks(first.world, gone_on, folder, first)[0] == expected
     for _, other in pairs:
         found = on_ranks(other.world, gone_on, folder, other)[0]
         assert found == pytest.approx(expected, rel=3e-3 if first.bf16 else 1e-5), other
-    assert on_ranks(first.world, gone_on, folder / str(pairs[-1][1]), first)[0] == expected
+        if back:
+            assert on_ranks(first.world, gone_on, folder / str(other), first)[0] == expected, other
+
+
+def page_run(folder, script):
+    """The optimizer steps that an engine of the page's script has counted when it ends, and its loader's epochs."""
+    with contextlib.chdir(folder):
+        names = {}
+        exec(script, names)
+    return names["engine"].global_steps, names["loader"].passes
+
+
+@pytest.mark.whole
+def test_the_script_of_the_page_goes_on_with_other_ranks(tmp_path):
+    (script,) = re.findall(r"```python\n(# resumable.py:.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert on_ranks(4, page_run, tmp_path, script.replace("passes < 2", "passes < 1")) == [(4, 1)] * 4
+    assert on_ranks(2, page_run, tmp_path, script) == [(8, 2)] * 2
 
 
 # --- what is refused, and saves that fail
@@ -197,27 +221,20 @@ def test_what_cannot_go_on_is_refused_on_all_ranks(tmp_path):
         assert found["nothing"] == (None, None)
 
 
-def refused_conversions(folder, cases):
-    found = {}
-    for name, case in cases.items():
-        if dist.get_world_size() == 2:
-            engine, loader = made(case)
-            losses(engine, loader, 1, lambda _, engine=engine, loader=loader, name=name: engine.save_checkpoint(
-                folder / name, loader=loader
-            ))  # fmt: skip
-        else:
-            engine, loader = made(dataclasses.replace(case, world=4))
-            found[name] = refusal(engine.load_checkpoint, folder / name, loader=loader)
-    return found
+def converted(folder, case):
+    """What is said of a checkpoint that needs a conversion; two ranks save it."""
+    engine, loader = made(case)
+    if case.world == 2:
+        losses(engine, loader, 1)
+        engine.save_checkpoint(folder, loader=loader)
+    return refusal(engine.load_checkpoint, folder, loader=loader)
 
 
 @pytest.mark.whole
-def test_what_deepspeed_does_not_convert_is_refused_on_all_ranks(tmp_path):
-    cases = {"SGD": Case(adam=False, stage=1), "frozen": Case(stage=3, frozen=True)}
-    on_ranks(2, refused_conversions, tmp_path, cases)
-    for found in on_ranks(4, refused_conversions, tmp_path, cases):
-        assert missing(found["SGD"][1], "Adam's states alone", "as many ranks") == []
-        assert missing(found["frozen"][1], "not trained from ZeRO-3", "exclude_frozen_parameters=True") == []
+def test_an_optimizer_that_deepspeed_does_not_convert_is_refused_on_all_ranks(tmp_path):
+    on_ranks(2, converted, tmp_path, Case(adam=False, stage=1))
+    for _, message in on_ranks(4, converted, tmp_path, Case(adam=False, stage=1, world=4)):
+        assert missing(message, "Adam's states alone", "as many ranks") == []
 
 
 def failing(folder, stage):
