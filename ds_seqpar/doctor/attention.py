@@ -163,7 +163,7 @@ def _compared(job: Job, case: _Case) -> tuple[str, str]:
     exact, plain = exact_and_plain(q, k, v, do * counts, case.visible, job.softcap)
     sent = torch.bfloat16 if job.sp.config.comm_dtype == "bf16" and job.sp.runtime.size > 1 else job.dtype
     worst, text = max(
-        share_of_allowed(name, x, one, usual, sent, job.sp.shard(one, 1, case.layout)[0])
+        share_of_allowed(name, x, one, usual, sent, heads // kv_heads, job.sp.shard(one, 1, case.layout)[0])
         for name, x, one, usual in zip(NAMES, found, exact, plain, strict=True)
     )
     return text if worst > 1 else "", f"out, dq, dk, dv have at most {worst:.0%} of the error that is allowed"

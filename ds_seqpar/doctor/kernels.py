@@ -62,7 +62,7 @@ def _compare(
     cut = launches(tiles((Run(first, 1, rows),), (Run(0, 1, columns),), mask, kernel.support.square), kernel.support)
     exact, plain = exact_and_plain(q, k, v, do, visible, job.softcap)
     pairs = zip(NAMES, _product(kernel, q, k, v, do, cut, scale), exact, plain, strict=True)
-    return max(share_of_allowed(name, x, one, usual, job.dtype) for name, x, one, usual in pairs)
+    return max(share_of_allowed(name, x, one, usual, job.dtype, heads[0] // heads[1]) for name, x, one, usual in pairs)
 
 
 def _product(

@@ -72,27 +72,28 @@ def check_agreement(job: Job) -> Gathering:
     held = [runs_of_sp_rank(shards, "q", runtime.ulysses.size, rank) for rank in range(sp.size)]
     positions = sorted(itertools.chain.from_iterable(run.positions for runs in held for run in runs))
     fields = fields_of(config.settings()) | {"topology": str(runtime.topology.axes), "heads": str(job.heads)}
-    fields |= {
-        f"tokens of SP rank {rank}": " ".join(
-            f"{run.start}-{run.last}" + f" by {run.step}" * (run.step > 1) for run in runs
-        )
-        for rank, runs in enumerate(held)
-    }
-    block_mask, wrong = runtime.compiler.block_mask(CAUSAL, shards), ""
+    for rank, runs in enumerate(held):
+        spans = (f"{run.start}-{run.last}" + f" by {run.step}" * (run.step > 1) for run in runs)
+        fields[f"tokens of SP rank {rank}"] = " ".join(spans)
+    block_mask, digests = runtime.compiler.block_mask(CAUSAL, shards), []
+    wrong = "" if config == sp.config else "the SequenceParallel and its runtime have different settings"
     if positions != list(range(tokens)):
         wrong = f"{tokens} tokens must be held once; got {len(positions)}, of which {len({*positions})} are different"
     for direction in DIRECTIONS if recipe.size <= MOST_RANKS else ():
         q = torch.empty(1, tokens // sp.size, job.heads[0], job.head_dim, dtype=job.dtype, device=sp.device)
         program, _ = runtime.bound(direction, q, job.heads[1], CAUSAL, shards)
         plan = recipe.plan(direction, block_mask, program.shape)
-        fields[f"{direction} plan"] = f"{digest_of(plan.table()):x}"
+        digests.append(digest_of(plan.table()))
         try:
             validate(plan, block_mask.pairs())
         except PlanError as error:
             wrong = wrong or str(error)
-    by_rank, numbers = zip(*(yield fields, (sp.data_rank, sp.rank)), strict=True)
+    planned = runtime.ulysses.rank, tuple(digests)  # Ulysses ranks with other numbers of heads may have other plans
+    by_rank, numbers, plans = zip(*(yield fields, (sp.data_rank, sp.rank), planned), strict=True)
     if len({*numbers}) < len(numbers):
-        wrong = f"(group, SP rank) must be another one on each rank; got {numbers}"
+        wrong = f"each rank needs an own (group, SP rank); got {numbers}"
+    elif len({*plans}) > len({ulysses_rank for ulysses_rank, _ in plans}):
+        wrong = f"ranks with the same Ulysses rank need one plan; got (Ulysses rank, digests of plans) {plans}"
     passed = f'size {config.size}, ulysses {config.ulysses}, schedule "{config.schedule}", layout "{config.layout}"'
     products = f"each of {tokens} tokens is held once, each of {len(list(block_mask.pairs()))} products computed once"
     return [

@@ -63,21 +63,30 @@ def exact_and_plain(
 
 
 def share_of_allowed(
-    name: str, found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, part: Tensor | None = None
+    name: str, found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, group: int, part: Tensor | None = None
 ) -> tuple[float, str]:
-    """Return the greatest error as a share of the one that is allowed, and in words.
+    """Return the error as a share of the one that is allowed, and in words.
 
-    Allowed is twice the error of a plain computation, and some roundings.
+    Allowed is twice the error of a plain computation, and some roundings. The greatest error counts, and the root mean
+    square, which sees errors that are small and everywhere.
 
     Args:
         dtype: In which tensors are rounded.
+        group: Query heads of a key/value head, whose gradients some kernels add up in that dtype.
         part: That of `exact` with which `found` is compared; default: all of it.
     """
-    greatest, expected, found = exact.abs().max(), exact if part is None else part, found.double()
-    gap = float(((found - expected).abs().max() / greatest).nan_to_num(nan=torch.inf))
-    usual, few = float((plain - exact).abs().max() / greatest), 4 if dtype.itemsize == 2 else 32
-    most = max(2 * usual, few * torch.finfo(dtype).eps)
+    expected, found, worst = exact if part is None else part, found.double(), (0.0, "")
+    rounding = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8) * max(1.0, group**0.5 / 2)
     factor = float((found * expected).sum() / expected.square().sum())
-    if gap > most and float((found - factor * expected).abs().max() / greatest) <= 0.1 * gap:
-        return gap / most, f"{name} is {factor:.4g} times what it must be"
-    return gap / most, f"{name} differs by {gap:.1e} of its greatest element, and by {usual:.1e} in a plain computation"
+    for norm, what, roundings in ((torch.inf, "at most", 4), (2, "on average", 1)):
+
+        def size(x: Tensor, norm: float = norm) -> float:
+            return float(torch.linalg.vector_norm(x, norm) / (1 if norm == torch.inf else x.numel() ** 0.5))
+
+        gap, usual = size(found - expected) / max(map(size, (exact, expected))), size(plain - exact) / size(exact)
+        text = f"{name} differs by {gap:.1e} {what}, and by {usual:.1e} in a plain computation"
+        if size(found - factor * expected) <= 0.1 * size(found - expected):
+            text = f"{name} is {factor:.4g} times what it must be"
+        share = gap / max(2 * usual, roundings * rounding)
+        worst = max(worst, (share if share == share else float("inf"), text))
+    return worst
