@@ -25,12 +25,10 @@ DEALING = "give the DataLoader sampler=sp.sampler(dataset), or let sp.loader dea
 
 def batches(job: Job) -> list[Finding]:
     """Shard a plain, a padded and a packed batch, gather it again, and compare it with the whole one."""
-    sp, tokens = job.sp, max(23, 2 * job.sp.multiple + 5)
+    sp, tokens, wrong = job.sp, max(23, 2 * job.sp.multiple + 5), ""
     for kind, whole in batches_of(tokens, min(sp.vocabulary or (64,))).items():
-        shards = sp.shard_batches([whole, whole], training=False)
-        if wrong := next(filter(None, (_wrong(job, whole, shard) for shard in shards)), ""):
-            wrong += f", in a {kind} batch"
-            break
+        found = [_wrong(job, whole, shard) for shard in sp.shard_batches([whole, whole], training=False)]
+        wrong = wrong or next((f"{one}, in a {kind} batch" for one in found if one), "")
     detail = f"tokens, position_ids and labels of {ROWS} x {tokens} tokens, plain, padded and packed"
     return [Finding.of("batches", wrong, SHARDING, detail)]
 

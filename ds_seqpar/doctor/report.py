@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,13 @@ from ..errors import ConfigError
 from ..models import doctor_of_models, patcher_of_class, unwrapped
 from ..runtime.process_exit import printed_by
 from . import RANKS_CHECKS, data
-from .findings import Finding, Job, examine
+from .findings import Finding, Job, Status, examine
 
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
 MARKS = {"pass": "pass", "fail": "FAIL", "not tried": "-"}
+WORDS: dict[Status, str] = {"fail": "failed", "pass": "passed", "not tried": "not tried"}
 
 
 def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
@@ -34,6 +36,7 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
     checks = [*RANKS_CHECKS, *data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
     sp, first_use = job.sp, job.sp.first_use
     sp.first_use = FirstUse(sp.calls)  # what the doctor computes says nothing of the loop that comes
+    sp.first_use.is_met = True
     try:
         with torch.random.fork_rng([] if sp.device.type == "cpu" else [sp.device]):
             return examine(job, checks, progress)
@@ -80,4 +83,5 @@ def table(findings: Sequence[Finding]) -> str:
             f"{MARKS[finding.status]:<5} {finding.check:<{widest}} {finding.seconds:6.1f} s  {finding.detail}".rstrip()
         )
         lines += [f"      {'':<{widest}}           what to do: {finding.advice}"] if finding.advice else []
-    return "\n".join(lines)
+    counts = collections.Counter(finding.status for finding in findings)
+    return "\n".join([*lines, "", ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items())])

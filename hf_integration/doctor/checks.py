@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import deepspeed
@@ -84,11 +83,13 @@ def step(job: Job) -> list[Finding]:
     if not is_plain_head(model):
         return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has a loss of its own")]
     content, accumulation = _content(job.content), sp.accumulation_steps
+    silent = logging.root.manager.disable
+    logging.disable(logging.INFO)  # what DeepSpeed says of each engine
     try:
-        with _quiet():
-            start()
-            expected, noisy, got = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
+        start()
+        expected, noisy, got = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
     finally:
+        logging.disable(silent)
         sp.accumulation_steps = accumulation
         gc.collect()  # engines are in circles
     for name in [name.removeprefix(STEP) for name in expected if name.startswith(STEP)]:
@@ -169,18 +170,6 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
         outcome[f"{STEP}{name}"] = (p.detach() if after is None else after).float() - before[name]
     engine.destroy()
     return outcome
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager in which DeepSpeed says nothing of the engines that it makes."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
