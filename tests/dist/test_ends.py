@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
+from tests import scripts
 from tests.dist.ranks import make
 from tests.launch import free_port, on_each_of, on_ranks
 
@@ -135,6 +136,32 @@ def run_ranks(world, script):
     ended = [(code, file.read_text(), by_rank_0) for file, (code, by_rank_0) in ends]
     summaries = [json.loads(file.with_name(f"{file.name}.json").read_text())["message"]["message"] for file in files]
     return ended, summaries
+
+
+DISAGREE = """
+import torch, torch.distributed as dist
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+
+dist.init_process_group("gloo")
+q = torch.ones(1, 8, 4, 8)
+SequenceParallel(SequenceParallelConfig(size=2)).attention(q, q, q, scale=1.0 + dist.get_rank())
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("launcher", "options", "copies"),
+    [("deepspeed", [], 2), ("torchrun", [], 3), ("accelerate", ["--use_deepspeed"], 3)],
+)
+def test_the_sentence_is_the_last_line_of_a_launch(launcher, options, copies, tmp_path):
+    """Where it was raised it is printed with the lines that led there, and the summary of torch's launcher has it."""
+    (tmp_path / "disagree.py").write_text(DISAGREE)
+    ran = scripts.launch(launcher, 2, tmp_path, *options, tmp_path / "disagree.py", threads=1)
+    assert ran.failed
+    sentence = ran.stderr.splitlines()[-1]
+    assert sentence.startswith("DisagreementError: "), ran.stderr[-2000:]
+    assert ran.stderr.count(sentence) == copies, ran.stderr
+    assert ran.stderr.count("DisagreementError: ") == copies
 
 
 def prints(error, file):
