@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -219,28 +220,31 @@ def _without_padding(output: Tensor, batch: Batch) -> Tensor:
     return output if mask is None or mask.shape != output.shape[:2] else output * mask[..., None]
 
 
-def difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float) -> tuple[str, float]:
+def difference(
+    expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float, order: float = math.inf
+) -> tuple[str, float]:
     """Return (what differs first, or by which factor all gradients do, "" where nothing does; the largest difference).
 
     Args:
         expected: Values by name, with gradients as "gradient of ...".
         got: The same.
         tolerance: The largest share by which they may differ.
+        order: Of the norm in which they are measured.
     """
     gradients = {name: x for name, x in expected.items() if name.startswith(GRADIENT)}
-    floor = FLOOR * max([float(x.abs().max()) for x in gradients.values()], default=0.0)
-    gaps = {name: _gap(expected[name], x, floor if name in gradients else 0.0) for name, x in got.items()}
+    floor = FLOOR * max([float(x.norm(order)) for x in gradients.values()], default=0.0)
+    gaps = {name: _gap(expected[name], x, floor if name in gradients else 0.0, order) for name, x in got.items()}
     first = next((name for name, gap in gaps.items() if not gap <= tolerance), "")
     if first in gradients:
         products = [(torch.dot(got[x].flatten(), y.flatten()), y.square().sum()) for x, y in gradients.items()]
         factor = float(sum(product for product, _ in products) / sum(square for _, square in products))
-        if all(_gap(factor * x, got[name], abs(factor) * floor) <= tolerance for name, x in gradients.items()):
+        if all(_gap(factor * x, got[name], abs(factor) * floor, order) <= tolerance for name, x in gradients.items()):
             return f"gradients are {factor:.4g} times what they must be", max(gaps.values())
     return f"{first} differs by {gaps[first]:.1e}" if first else "", max(gaps.values())
 
 
-def _gap(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
-    return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor, 1e-30)
+def _gap(expected: Tensor, got: Tensor, floor: float = 0.0, order: float = math.inf) -> float:
+    return float((got - expected).norm(order)) / max(float(expected.norm(order)), floor, 1e-30)
 
 
 def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
