@@ -141,14 +141,16 @@ def initialize(
 
 def _check_first_step(engine: Any, sp: SequenceParallel) -> None:
     """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
-    step = engine.step
+    step, is_checked = engine.step, False
     sp.first_use.begin()
 
     @functools.wraps(step)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not sp.first_use.is_met:
+        nonlocal is_checked
+        if not is_checked:  # alike on all ranks, which `first_use` is not where one rank alone reads positions
             error = sp.first_use.error()
             assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
+            is_checked = True
         return step(*args, **kwargs)
 
     engine.step = checked

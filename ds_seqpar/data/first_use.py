@@ -17,7 +17,11 @@ from ..runtime.backward import Calls
 
 # operators after which the positions have still to be read
 COPIES = {f"aten::{name}" for name in ("_to_copy", "alias", "clone", "detach", "expand", "slice.Tensor", "view")}
-UNDISPATCHED = {Tensor.tolist, Tensor.numpy, Tensor.data_ptr}  # kernels in Triton ask for the last
+# need the data, or make copies that know nothing of `read`; kernels in Triton ask for data_ptr
+UNDISPATCHED = {
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "data_ptr", "share_memory_", "__deepcopy__", "__reduce_ex__")
+}
 
 
 class FirstUse:
@@ -99,9 +103,6 @@ class _Positions(Tensor):
         for read in reads:
             read()
         return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:  # a compiled graph that has them reads them
         self.read()

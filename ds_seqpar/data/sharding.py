@@ -129,6 +129,10 @@ class Sharding:
             int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. Where
             seq / size is no whole number, ranks differ in how many tokens they have.
         """
+        self.first_use.read()
+        return self._position_ids(seq, placement)
+
+    def _position_ids(self, seq: int, placement: BatchLayout | None) -> Tensor:
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
         positions = self.held(_as_int(seq), self.place(seq), self.rank)
@@ -146,7 +150,7 @@ class Sharding:
         return self.layout_tensors.get(
             ("position_ids", layout),
             device,
-            lambda: self.position_ids(layout) if isinstance(layout, int) else self.position_ids(0, layout),
+            lambda: self._position_ids(layout, None) if isinstance(layout, int) else self._position_ids(0, layout),
         )
 
     def shard(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:

@@ -1,6 +1,9 @@
 """A model that takes a rank's tokens for a whole sequence is refused: one without sequence parallel attention, and one
 that does not read its tokens' positions."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,10 +72,17 @@ def test_who_reads_positions_once_gets_plain_ones_from_then_on():
 
 @on_each_of(2)
 def test_every_way_of_reading_counts():
-    for read in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.data_ptr, lambda x: x + 1, lambda x: [*x[0]]):
+    methods = [getattr(torch.Tensor, name) for name in ("tolist", "numpy", "data_ptr", "share_memory_")]
+    for read in (*methods, np.asarray, copy.copy, copy.deepcopy, lambda x: x + 1, lambda x: [*x[0]]):
         sp = make()
         read(sp.shard_batches([BATCH])[0]["position_ids"])
         assert type(sp.shard_batches([BATCH])[0]["position_ids"]) is torch.Tensor
+    for is_sharded_before in (True, False):  # or asks for them itself
+        sp = make()
+        batches = sp.shard_batches([BATCH]) if is_sharded_before else []
+        sp.position_ids(SEQ)
+        batches = batches or sp.shard_batches([BATCH])
+        assert sp.mean_loss(Model(sp, reads=False)(**batches[0])) > 0
 
 
 @on_each_of(2)
