@@ -5,6 +5,7 @@ import pytest
 import transformers
 
 from docs.model_types import PAGE, TOGETHER, cells, cells_of, version_of
+from hf_integration import patch_attention
 from tests.grids import each_then_rest
 from tests.hf.conformance import KINDS, outcomes
 from tests.hf.every_type import TYPES, UNBUILT, features
@@ -40,15 +41,19 @@ def groups(types):
 
 
 def meddled(model, sp):
-    """A patch that leaves a model alone, or breaks."""
+    """A patch that leaves a model alone, changes it, or breaks."""
     if model.config.model_type == "mistral":
         raise KeyError("planted")
+    if model.config.model_type == "qwen2":
+        patch_attention(model, sp)
+        model.lm_head.weight.data *= 1.01
 
 
 def test_the_comparison_tells_what_is_wrong_and_what_crashes():
-    found = outcomes(["llama", "mistral"], kinds=("plain",), patch=meddled)
+    found = outcomes(["llama", "mistral", "qwen2"], kinds=("plain",), patch=meddled)
     assert found["llama"]["plain", "whole"] == "exact"
-    assert found["llama"]["plain", "sharded"].startswith("wrong: loss by ")
+    assert found["llama"]["plain", "sharded"].startswith("refused: a model that is given shards ")
+    assert all(words.startswith("wrong: loss by ") for words in found["qwen2"].values())
     assert all(words.startswith("crash: KeyError: 'planted'") for words in found["mistral"].values())
 
 
