@@ -88,12 +88,12 @@ class Calls:
             name: of the call, for errors.
             shape: of its tensor, for errors.
         """
+        layer, self.layer = self.layer, None
         if not self.of[1]:
             return
         inside = self.run_again()
         self.count += 1
-        waits.call = call = _Call(self.of, self.count, name, shape, inside, self.layer)
-        self.layer = None
+        waits.call = call = _Call(self.of, self.count, name, shape, inside, layer)
         for node in _nodes_around(sys._getframe(1)):
             _calls.setdefault(node, call)
 

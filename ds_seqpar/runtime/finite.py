@@ -48,14 +48,12 @@ class Finite:
     """What a rank has found since ranks compared last.
 
     Attributes:
-        layer: The layer that calls attention next, where a patched model's does.
         call: The attention call that runs.
         scaled: Whether gradients of that call may be infinite.
     """
 
     def __init__(self) -> None:
         self.found: Finding | None = None
-        self.layer: int | None = None
         self.call, self.scaled = "", False
         self.engine: Any = None  # a weak reference
         self.microbatches = self.forwards = 0  # backwards of this step; forwards of patched models
@@ -86,7 +84,7 @@ class Finite:
             step: The number of the optimizer step that has ended, if one has.
             later: Only find out which is the first, and leave it to the comparison of a larger group to raise it.
         """
-        self.scaled, self.layer = False, None
+        self.scaled = False
         if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
             return
         found = [finding for _, finding in all_gather_objects(group, (NAME, self.found))]

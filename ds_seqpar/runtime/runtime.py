@@ -93,7 +93,7 @@ class Runtime:
     @property
     def call_name(self) -> str:
         """The name of the next call in errors."""
-        layer = None if self.finite is None else self.finite.layer
+        layer = self.calls.layer
         return ATTENTION if layer is None else f"{ATTENTION} of layer {layer}"
 
     @functools.cached_property
@@ -188,10 +188,11 @@ class Runtime:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
         count = self.calls.count
-        self.calls.follow(self.call_name, q.shape)
+        name = self.call_name
+        self.calls.follow(name, q.shape)
         if self.finite is not None:
             tensors = {"q": q, "k": k, "v": v}
-            self.finite.begin(f"{self.call_name} (call {self.calls.count})", tensors, settings.scores, sinks)
+            self.finite.begin(f"{name} (call {self.calls.count})", tensors, settings.scores, sinks)
         try:
             common = None
             if self.takes_common_off(q.dtype, settings):

@@ -353,12 +353,10 @@ def _attention(
     options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, latent=value.dim() == 3)
     chunks = getattr(module, CHUNKS, 1)
     sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
-    if sp.runtime.finite is not None and not torch.compiler.is_compiling():
-        sp.runtime.finite.layer = getattr(module, "layer_idx", None)
-    if cached is not None:
-        return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if not torch.compiler.is_compiling():
         sp.calls.layer = getattr(module, "layer_idx", None)
+    if cached is not None:
+        return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
         return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None
