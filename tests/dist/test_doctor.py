@@ -240,3 +240,11 @@ def test_one_process_has_no_links_to_try():
         findings = found(sp)
     assert failed(findings) == {}
     assert {check for check, (status, _) in findings.items() if status == "not tried"} == {"bytes", "links"}
+
+
+@on_each_of(2)
+def test_an_error_of_one_rank_in_the_check_of_attention_leaves_none_waiting():
+    for name in ("random", "exact_and_plain"):
+        fault = patch.object(attention_check, name, side_effect=ValueError("no room"))
+        with on_rank(1, fault), only("attention, full"):
+            assert failed(found(make(), "attention")) == {"attention": "rank 1: attention raised, ValueError: no room"}
