@@ -9,7 +9,8 @@ way.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +41,8 @@ def check_attention(job: Job) -> Gathering:
     """Compare forward and backward with the definition for each mask: which keys a row sees, then the numbers."""
     cases, found = _cases(job), list[list[str]]()
     for case in cases:
-        yield None
         try:
-            found.append([*_counted(job, case), *_compared(job, case), ""])
+            found.append([*(yield from _counted(job, case)), *(yield from _compared(job, case)), ""])
         except ConfigError as error:  # on all ranks: the schedule does not take such a mask
             found.append(["", "", "", "", str(error)])
     by_rank, findings = (yield found), list[Finding]()
@@ -93,8 +93,9 @@ def _attend(job: Job, case: _Case, *whole: Tensor) -> tuple[list[Tensor], Tensor
     return [x[0].double() for x in results], lse[0].detach().double()
 
 
-def _counted(job: Job, case: _Case) -> list[str]:
-    """Return what is wrong with the keys that this rank's rows see, and with the rows that see its keys."""
+def _counted(job: Job, case: _Case) -> Generator[None, Any, list[str]]:
+    """Return what is wrong with the keys that this rank's rows see, and with the rows that see its keys. It yields
+    before ranks communicate, as `_compared` does, so that an error of one leaves none waiting."""
     (heads, kv_heads), tokens, columns = job.heads, len(case.visible), job.head_dim - 1
     blocks, each = _blocks(job, case), torch.arange(heads, device=job.sp.device)
     one_hot = torch.nn.functional.one_hot(blocks % columns, columns).double()
@@ -102,6 +103,7 @@ def _counted(job: Job, case: _Case) -> list[str]:
     v = torch.cat([one_hot[:, None].expand(-1, kv_heads, -1), numbers[:, None].expand(tokens, -1, 1)], dim=2)
     do = (v * case.visible.sum(1)[:, None, None]).repeat_interleave(heads // kv_heads, dim=1)
     do[:, each % (heads // kv_heads) > 0] = 0  # but for one query head of each group
+    yield
     (out, _, _, dv), lse = _attend(job, case, v.new_zeros(tokens, heads, job.head_dim), torch.ones_like(v), v, do)
     held = job.sp.shard(torch.arange(tokens, device=out.device), 0, case.layout)
     out = (out * lse.exp()[..., None]).nan_to_num() * case.visible[held].any(1)[:, None, None]
@@ -154,10 +156,11 @@ def _miscounted(job: Job, direction: str, token: int, blocks: tuple[int, int], f
     return f"the product q({q})*kv({kv}) {what}"
 
 
-def _compared(job: Job, case: _Case) -> tuple[str, str]:
+def _compared(job: Job, case: _Case) -> Generator[None, Any, tuple[str, str]]:
     """Return (what is wrong with the numbers of random tensors, figures)."""
     tokens, (heads, kv_heads), counts = len(case.visible), job.heads, case.visible.any(1)[:, None, None]
     (q, do), (k, v) = random(job, 1, (tokens, heads), 2), random(job, 2, (tokens, kv_heads), 2)
+    yield
     found, _ = _attend(job, case, q[0], k[0], v[0], do[0] * counts)
     found[0] *= job.sp.shard(counts, 0, case.layout)
     exact, plain = exact_and_plain(q, k, v, do * counts, case.visible, job.softcap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -90,9 +92,11 @@ def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     numbers = [*range(2 * BATCHES * sp.data_size)]
     dealt = sp.loader(DataLoader(numbers, batch_size=1))  # type: ignore[arg-type]
     given = {"sp.sampler": [*sp.sampler(numbers)], "sp.loader": [int(x) for batch in dealt for x in batch]}
-    sampler = getattr(job.loader, "batch_sampler", None)
-    if sampler is not None:
-        given[OF_JOB] = [list(batch) for batch in itertools.islice(iter(sampler), BATCHES)]
+    if (sampler := getattr(job.loader, "batch_sampler", None)) is not None:
+        dataset = getattr(job.loader, "dataset", None)
+        with contextlib.suppress(Exception):  # one that cannot be copied is not read, since that would move it on
+            sampler = copy.deepcopy(sampler, {id(dataset): dataset})
+            given[OF_JOB] = [list(batch) for batch in itertools.islice(iter(sampler), BATCHES)]
     by_rank = yield sp.data_rank, given
     findings = []
     for name in given:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from ..errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
 from ..runtime.agreement import all_gather_objects
@@ -76,7 +78,7 @@ class Finding:
 
 # Called on all ranks at once. A plain function returns this rank's findings, as many as on all other ranks. A generator
 # yields what this rank has found, is sent what each rank has yielded, by rank, and returns its findings in the end. If
-# it raises between two yields, the check fails on all ranks, and none waits for another one.
+# it raises between two yields, the check fails on all ranks. So one that communicates yields before, or others wait.
 Check = Callable[[Job], Sequence[Finding] | Generator[Any, list[Any], Sequence[Finding]]]
 
 
@@ -122,6 +124,8 @@ def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]]
         except Exception as error:
             done, raised = True, True
             local = [Finding(check=name, status="fail", detail=str(as_seqpar_error(f"{name} raised", error)))]
+            # in case that others wait inside the check, and never come to the table
+            print(f"ds_seqpar: rank {dist.get_rank()}: {local[0].detail}", file=sys.stderr, flush=True)
         local = f"what {name} found", local, done, raised, time.monotonic() - began
         _, results, ended, failed, seconds = zip(*all_gather_objects(job.sp.groups.world, local), strict=True)
         sent = list(results)

@@ -9,12 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.program import instructions as op
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.data import batches
-from ds_seqpar.doctor import RANKS_CHECKS, Job, examine
+from ds_seqpar.doctor import RANKS_CHECKS, Job, data, examine
 from ds_seqpar.doctor import attention as attention_check
 from ds_seqpar.runtime import attention, walk
 from ds_seqpar.runtime.comm import TorchComm
@@ -240,3 +241,23 @@ def test_one_process_has_no_links_to_try():
         findings = found(sp)
     assert failed(findings) == {}
     assert {check for check, (status, _) in findings.items() if status == "not tried"} == {"bytes", "links"}
+
+
+@on_each_of(2)
+def test_an_error_of_one_rank_in_the_check_of_attention_leaves_none_waiting():
+    for name in ("random", "exact_and_plain"):
+        fault = patch.object(attention_check, name, side_effect=ValueError("no room"))
+        with on_rank(1, fault), only("attention, full"):
+            assert failed(found(make(), "attention")) == {"attention": "rank 1: attention raised, ValueError: no room"}
+
+
+@on_each_of(2)
+def test_the_order_of_the_job_s_loader_is_that_of_a_run_without_the_doctor():
+    def loader():
+        return DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    examined = loader()
+    findings = examine(Job(sp=make(), loader=examined), data.CHECKS, len)
+    assert {finding.status for finding in findings} == {"pass"}
+    assert data.OF_JOB in [finding.check for finding in findings]
+    assert torch.equal(torch.cat([*examined]), torch.cat([*loader()]))
