@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import compat
+from .config.deepspeed_json import DeepSpeedJson
 from .data.loader import Loader
 from .errors import ConfigError
 from .parallel import SequenceParallel
@@ -77,7 +78,7 @@ class EngineCheckpoints:
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
         done, steps = engine.micro_steps % engine.gradient_accumulation_steps(), engine.gradient_accumulation_steps()
-        error = _unread(folder / name)
+        error = _unread(folder / name) or _misnamed(name) or _unknown(loader)
         if self.of_loop and done and not engine.was_step_applied():
             error = ConfigError(
                 f"a checkpoint has no gradients, so it is saved after an optimizer step; got save_checkpoint after "
@@ -125,7 +126,7 @@ class EngineCheckpoints:
         assert_ranks_agree(group, "folder of checkpoints", None, call="load_checkpoint")
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)
-        error = None if name is None else _unread(folder / name)
+        error = _unknown(loader) or (None if name is None else _unread(folder / name))
         assert_ranks_agree(group, "checkpoint to load", {"tag": name}, error=error, call="load_checkpoint")
         continues = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
         if name is None or universal or not continues:
@@ -196,10 +197,10 @@ class EngineCheckpoints:
         """Return (the loop's state, whether the checkpoint must be converted). Raises ConfigError on every rank where
         it is not whole or this run cannot go on from it."""
         engine, states = self.engine, None
+        settings = DeepSpeedJson.read(engine.config).known
         run = LoadingRun(
-            rank=engine.global_rank, ranks=self.ranks, stage=engine.zero_optimization_stage(),
-            bf16=engine.bfloat16_enabled(),
-        )  # fmt: skip
+            rank=engine.global_rank, ranks=self.ranks, stage=settings.zero_optimization.stage, dtype=settings.dtype
+        )
         try:
             report = inspect_engine(folder, run)
             if not report.fault and not report.mismatch:
@@ -258,6 +259,20 @@ def _unread(folder: Path) -> ConfigError | None:
     if glob.escape(str(folder)) == str(folder):
         return None
     return ConfigError(f"DeepSpeed finds a checkpoint where no name has one of *?[; got {folder}, rename that folder")
+
+
+def _misnamed(tag: str) -> ConfigError | None:
+    if tag and tag == Path(tag).name and not tag.startswith((".", "latest")):
+        return None
+    return ConfigError(
+        f'a tag names a folder in save_dir, and neither "latest" nor a hidden one; got {tag!r}, give it another name'
+    )
+
+
+def _unknown(loader: object) -> ConfigError | None:
+    if loader is None or isinstance(loader, Loader):
+        return None
+    return ConfigError(f"loader= takes a loader of sp.loader; got {type(loader).__name__}, make one of it")
 
 
 def _last(folder: Path, universal: bool) -> str | None:

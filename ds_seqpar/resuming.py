@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .config.deepspeed_json import DeepSpeedJson, Zero
 from .saving import is_whole
 
 UNIVERSAL = "universal"  # folder, in a checkpoint's, of its converted copy
@@ -33,7 +34,7 @@ class LoadingRun:
     rank: int
     ranks: int
     stage: int  # of ZeRO
-    bf16: bool
+    dtype: str
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,17 +68,15 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
     # as DeepSpeed reads it, except that mmap leaves tensors on the disk
     content = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
     report.ranks = content.get("dp_world_size", run.ranks)
-    settings = content.get("ds_config", {})
-    stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
+    settings = DeepSpeedJson.read(content.get("ds_config", {})).known
+    stage, dtype = settings.zero_optimization.stage, settings.dtype
     if bool(stage) != bool(run.stage):
         report.mismatch = (
             f"the checkpoint was written under ZeRO stage {stage}, and this run has {run.stage}: set that stage, since "
             "DeepSpeed converts between 1, 2 and 3 alone"
         )
-    elif run.stage and bool(bf16) != run.bf16:
-        report.mismatch = (
-            f"the checkpoint was written with bf16={bool(bf16)}, and this run has bf16={run.bf16}: set it alike"
-        )
+    elif dtype != run.dtype:
+        report.mismatch = f"the checkpoint was written in {dtype}, and this run has {run.dtype}: set it alike"
     report.converts = (stage == 3) != (run.stage == 3) or (run.stage > 0 and report.ranks != run.ranks)
     if report.mismatch or (report.converts and run.rank):
         return
@@ -85,22 +84,22 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
         if stage == 3:
             yield fault_of(folder / f"zero_pp_rank_{rank}_{MODEL}")
         if stage:
-            optimizer = folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            half = "bf16_" if dtype == "bfloat16" else ""
+            optimizer = folder / f"{half}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             yield fault_of(optimizer)
             if report.converts and not rank:
-                report.mismatch = _unconvertible(optimizer, stage, settings)
+                report.mismatch = _unconvertible(optimizer, settings.zero_optimization)
 
 
-def _unconvertible(path: Path, stage: int, settings: Mapping[str, Any]) -> str:
+def _unconvertible(path: Path, zero: Zero) -> str:
     """Return why DeepSpeed cannot convert a checkpoint; "" where it can."""
     same = "start as many ranks, under the same ZeRO stage, as the run that wrote it"
-    zero = settings.get("zero_optimization", {})
-    if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
+    if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         return f"DeepSpeed converts no checkpoint of what is offloaded to NVMe: {same}"
     optimizer = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
-    states = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"]
+    states = optimizer["optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state"]["state"]
     found: Mapping[str, Any] = next(iter(states.values() if isinstance(states, dict) else states), {})
-    if not {*ADAM, "step"} <= found.keys():
+    if {*ADAM, "step"} != found.keys():  # as also where amsgrad adds one
         return f"DeepSpeed converts Adam's states alone, and this optimizer has {', '.join(found) or 'none'}: {same}"
     return ""
 

@@ -15,6 +15,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.errors import ConfigError, as_seqpar_error
 from ds_seqpar.resuming import LoadingRun, fault_of, inspect_engine
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
@@ -36,13 +37,13 @@ class ResumingRun(LoadingRun):
     @staticmethod
     def of(args: TrainingArguments, content: Mapping[str, Any]) -> ResumingRun:
         """Return the run of a Trainer. `content` is its DeepSpeed configuration, with every "auto" filled in."""
-        bf16 = content.get("bf16", {}).get("enabled", False)
+        settings = DeepSpeedJson.read(content).known
         return ResumingRun(
             rank=dist.get_rank(),
             leads=args.should_save,
             ranks=dist.get_world_size(),
-            stage=content.get("zero_optimization", {}).get("stage", 0),
-            bf16=bf16 if isinstance(bf16, bool) else args.bf16,
+            stage=settings.zero_optimization.stage,
+            dtype=settings.dtype,
             # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
             scheduler=not content.keys() & {"optimizer", "scheduler"},
             universal=bool(content.get("checkpoint", {}).get("load_universal")),

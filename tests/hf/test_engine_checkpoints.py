@@ -185,6 +185,9 @@ def refused(folder):
     engine.save_checkpoint(folder, loader=loader)
     found = {"no loader": refusal(engine.load_checkpoint, folder)}
     found["pattern"] = refusal(engine.save_checkpoint, folder / "run[1]", loader=loader)
+    for tag in ("a/b", "latest", ".."):
+        found[tag] = refusal(engine.save_checkpoint, folder, tag, loader=loader)
+    found["plain loader"] = refusal(engine.save_checkpoint, folder, loader=DataLoader(examples()))
     batch = engine.sequence_parallel.shard_batches(list(itertools.islice(loader, 4)))[0]
     engine.backward(engine(**batch).loss)
     engine.step()
@@ -205,10 +208,14 @@ def refused(folder):
 OTHERS = {"stage": Case(stage=0), "bf16": Case(bf16=True), "batch": Case(sequences=16)}
 SAID = {
     "pattern": ["run[1]", "rename"],
+    "a/b": ["got 'a/b'"],
+    "latest": ["got 'latest'"],
+    "..": ["got '..'"],
+    "plain loader": ["sp.loader", "got DataLoader"],
     "no loader": ["the checkpoint", "none in the run", "loader="],
     "between": ["after 1 of the 4 micro-batches"],
     "stage": ["stage 2, and this run has 0", "between 1, 2 and 3"],
-    "bf16": ["bf16=False, and this run has bf16=True"],
+    "bf16": ["in float32, and this run has bfloat16"],
     "batch": ["got 16", "checkpoint of 8"],
     "damaged": ["zero_pp_rank_1_mp_rank_00_optim_states.pt is missing", "(rank 1)"],
 }

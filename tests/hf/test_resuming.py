@@ -20,7 +20,7 @@ from tests.grids import cover
 from tests.hf.trainers import documents, make, trained
 from tests.launch import on_ranks, on_trainer_ranks
 
-RUN = ResumingRun(rank=1, ranks=2, stage=2, bf16=False, leads=False, scheduler=True, universal=False)
+RUN = ResumingRun(rank=1, ranks=2, stage=2, dtype="float32", leads=False, scheduler=True, universal=False)
 SHARD = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "global_step3/mp_rank_00_model_states.pt"
 
@@ -76,7 +76,8 @@ def test_a_checkpoint_that_was_not_written_to_its_end(name, tmp_path):
     ("run", "words"),
     [
         ({"stage": 0}, "ZeRO stage 2, and this run has 0"),
-        ({"bf16": True}, "bf16=False, and this run has bf16=True"),
+        ({"dtype": "bfloat16"}, "in float32, and this run has bfloat16"),
+        ({"dtype": "float16"}, "in float32, and this run has float16"),
         # what rank 0 finds where the files must be converted
         ({"rank": 0, "ranks": 4}, "Adam's states alone, and this optimizer has momentum"),
         ({"rank": 0, "stage": 3}, "Adam's states alone, and this optimizer has momentum"),
@@ -88,8 +89,18 @@ def test_a_checkpoint_of_another_run(run, words, tmp_path):
     assert found.fault == ""
 
 
+def test_the_dtype_of_a_checkpoint_without_zero(tmp_path):
+    """DeepSpeed reads an older name of bf16 too."""
+    config = {"zero_optimization": {"stage": 0}, "bfloat16": {"enabled": True}}
+    folder, run = write(tmp_path / "a folder", ds_config=config), dataclasses.replace(RUN, stage=0)
+    assert "in bfloat16, and this run has float32" in inspect_checkpoint(folder, run).mismatch
+    found = inspect_checkpoint(folder, dataclasses.replace(run, dtype="bfloat16"))
+    assert (found.fault, found.mismatch) == ("", "")
+
+
 CONVERTED = {
     "of Adam": ({}, ""),
+    "of amsgrad": ({"states": ["max_exp_avg_sq"]}, "Adam's states alone"),
     "on NVMe": ({"zero": {"offload_optimizer": {"device": "nvme"}}}, "offloaded to NVMe"),
     "on CPUs": ({"zero": {"offload_optimizer": {"device": "cpu"}}}, ""),
 }
@@ -98,7 +109,8 @@ CONVERTED = {
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_checkpoint_that_deepspeed_converts_or_not(name, tmp_path):
     given, words = CONVERTED[name]
-    optimizer = {"base_optimizer_state": {"state": {0: dict.fromkeys(("step", "exp_avg", "exp_avg_sq"))}}}
+    names = ["step", "exp_avg", "exp_avg_sq", *given.get("states", [])]
+    optimizer = {"base_optimizer_state": {"state": {0: dict.fromkeys(names)}}}
     config = {"zero_optimization": {"stage": 2, **given.get("zero", {})}}
     folder = write(tmp_path / "a folder", ds_config=config, optimizer_state_dict=optimizer)
     found = inspect_checkpoint(folder, dataclasses.replace(RUN, rank=0, ranks=3))
