@@ -7,8 +7,8 @@ Ranks are gloo processes of this machine with one thread each. A step has --accu
 rows of 64 to --tokens tokens, plain, padded on either side, or packed; every 50th step is followed by an evaluation.
 
 Each row has the greatest numbers of any rank, as medians of a stretch of the run: resident memory, and how many
-handles, threads, objects of Python and files of /dev/shm there are. The first stretch warms caches up. "grows" is the
-last row less the second one.
+handles, threads and objects of Python a rank has, and files /dev/shm, of whatever process. The first stretch warms
+caches up. "grows" is the last row less the second one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.launch import on_engine_ranks
 
 COLUMNS = "steps", "MiB", "handles", "threads", "objects", "shared files"
 STRETCHES = 10  # of a run
-Numbers = list[float]
+Numbers = tuple[float, ...]  # which the garbage collector does not count
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def numbers() -> Numbers:
     with open("/proc/self/status") as file:
         resident = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
     handles, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-    return [resident / 1024, handles, threads, len(gc.get_objects()), len(os.listdir("/dev/shm"))]
+    return resident / 1024, handles, threads, len(gc.get_objects()), len(os.listdir("/dev/shm"))
 
 
 if __name__ == "__main__":
