@@ -73,7 +73,7 @@ def watch(config: SequenceParallelConfig) -> Watched | None:
     global _dog
     if dist.get_world_size() == 1:
         return None
-    seconds, watched = config.watchdog_s, Watched()
+    is_auto, watched = config.watchdog_s == "auto", Watched()
     with _lock:
         if is_new := _dog is None or _dog.ended.is_set() or not _dog.is_of_this_job():
             try:
@@ -81,9 +81,12 @@ def watch(config: SequenceParallelConfig) -> Watched | None:
             except RuntimeError:  # as a store that is not torch's own
                 log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
                 return None
-        _dog.is_auto = seconds == "auto"
-        _dog.seconds = max(LEAST, groups.timeout().total_seconds() / 2) if seconds == "auto" else seconds
-        _dog.ends = config.watchdog == "end"
+        seconds = max(LEAST, groups.timeout().total_seconds() / 2) if is_auto else config.watchdog_s
+        settings: Any = (seconds, is_auto, config.watchdog == "report")
+        if _dog.users:  # the most patient settings of all
+            settings = map(max, settings, (_dog.seconds, _dog.is_auto, not _dog.ends))
+        _dog.seconds, _dog.is_auto, goes_on = settings
+        _dog.ends = not goes_on
         _dog.users.add(watched)
         if is_new:
             threading.Thread(target=_dog.run, name="ds_seqpar watchdog", daemon=True).start()
@@ -144,12 +147,14 @@ class _Watchdog:
             while not self.at_exit.wait(self.tick):
                 with _lock:
                     if not self.users or not self.is_of_this_job():
-                        return self.ended.set()
+                        return self.ended.set()  # before `watch` adds another user
                 self.look()
             self.store.set(f"ended/{self.rank}", "")
         except dist.DistError:
             pass  # the rank that has the store has ended
-        return self.ended.set()
+        finally:
+            self.ended.set()
+        return None
 
     def look(self) -> None:
         now, mark = time.monotonic(), _mark()

@@ -326,7 +326,10 @@ def test_a_report_ends_the_job_where_nothing_else_would(case, tmp_path):
 
 def wait_soundly():
     """For a child, at the end of a program, and in a group that may wait longer than the others."""
+    with make(size=2), watched("end", size=2):  # of several the most patient settings count
+        assert (watchdog._dog.seconds, watchdog._dog.ends) == (60.0, True)
     sp, slow = watched("end", size=2), dist.get_rank() == 1
+    assert watchdog._dog.seconds == 1.0
     if os.fork() == 0:
         time.sleep(2)
         os._exit(0)
