@@ -24,7 +24,8 @@ from .findings import Finding, Job
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "flash-attn", "liger-kernel", "triton")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS_", "DS_", "CUDA_DEVICE_MAX_CONNECTIONS")
-OF_A_HOST = ("IFNAME", "HCA")  # what such variables name differs between hosts, and so do paths
+# what such variables name may differ between hosts or ranks, as paths and what is logged may
+OF_A_HOST = ("IFNAME", "HCA", "GID_INDEX", "PLACES", "NCCL_DEBUG", "_LOGS", "_TRACEBACK")
 DIRECTIONS = ("forward", "backward")
 MOST_RANKS = 64  # of a plan that is looked at whole
 ADVICE = "see which part of ds_seqpar, or which schedule or layout of your own, is not as it was"

@@ -46,7 +46,7 @@ TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or 
 ANSWER = 2.0  # seconds in which ranks write their states, once they have looked
 END = 30  # seconds after which a process that cannot print why it ends, ends all the same
 COLLECTIVES = re.compile(r"torch[/\\]distributed[/\\](distributed_c10d|c10d_logger)\.py$|deepspeed[/\\]comm[/\\]")
-WAITING = re.compile(r"\bwait(_tensor)?\(")
+WAITING = re.compile(r"(?:\b([A-Za-z][\w.]*)\.)?\bwait(_tensor)?\(")
 BACKWARD = "_engine_run_backward"
 # the end of a line is a frame's "file:function"; the innermost frame that is in one of them says what its rank does
 PLACES = {
@@ -73,7 +73,7 @@ def watch(config: SequenceParallelConfig) -> Watched | None:
     global _dog
     if dist.get_world_size() == 1:
         return None
-    seconds, watched = config.watchdog_s, Watched()
+    is_auto, watched = config.watchdog_s == "auto", Watched()
     with _lock:
         if is_new := _dog is None or _dog.ended.is_set() or not _dog.is_of_this_job():
             try:
@@ -81,8 +81,12 @@ def watch(config: SequenceParallelConfig) -> Watched | None:
             except RuntimeError:  # as a store that is not torch's own
                 log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
                 return None
-        _dog.seconds = max(LEAST, groups.timeout().total_seconds() / 2) if seconds == "auto" else seconds
-        _dog.ends = config.watchdog == "end"
+        seconds = max(LEAST, groups.timeout().total_seconds() / 2) if is_auto else config.watchdog_s
+        settings: Any = (seconds, is_auto, config.watchdog == "report")
+        if _dog.users:  # the most patient settings of all
+            settings = map(max, settings, (_dog.seconds, _dog.is_auto, not _dog.ends))
+        _dog.seconds, _dog.is_auto, goes_on = settings
+        _dog.ends = not goes_on
         _dog.users.add(watched)
         if is_new:
             threading.Thread(target=_dog.run, name="ds_seqpar watchdog", daemon=True).start()
@@ -107,6 +111,7 @@ class _Watchdog:
 
     Attributes:
         seconds: How long a wait must take.
+        is_auto: Whether it takes longer in groups with longer timeouts.
         ends: Whether a report ends the job.
         users: Who wants to be watched.
         number: How many alarms the job had.
@@ -116,6 +121,7 @@ class _Watchdog:
     """
 
     seconds: float
+    is_auto: bool
     ends: bool
 
     def __init__(self) -> None:
@@ -141,24 +147,32 @@ class _Watchdog:
             while not self.at_exit.wait(self.tick):
                 with _lock:
                     if not self.users or not self.is_of_this_job():
-                        return self.ended.set()
+                        return self.ended.set()  # before `watch` adds another user
                 self.look()
             self.store.set(f"ended/{self.rank}", "")
         except dist.DistError:
             pass  # the rank that has the store has ended
-        return self.ended.set()
+        finally:
+            self.ended.set()
+        return None
 
     def look(self) -> None:
         now, mark = time.monotonic(), _mark()
         # a process that was stopped itself has not waited meanwhile
         self.waited = self.waited + min(now - self.at, 2 * self.tick) if mark and mark == self.mark else 0.0
         self.at, self.mark = now, mark
-        if self.waited >= self.seconds and mark != self.told:
+        if self.waited >= self.seconds and mark != self.told and self.waited >= self.limit():
             self.store.compare_set(f"{self.number}/alarm", "", str(self.rank))
         if self.store.check([f"{self.number}/alarm"]):
             self.told = mark
             self.answer(f"{self.number}/")
             self.number += 1
+
+    def limit(self) -> float:
+        """Return how long the current wait must take."""
+        wait = waits.innermost()
+        group = _group_of(_collectives(_frames())) if wait is None else wait.group
+        return max(self.seconds, groups.timeout(group).total_seconds() / 2) if self.is_auto else self.seconds
 
     def answer(self, key: str) -> None:
         """Write this rank's state, and read the report, which the rank of the alarm writes."""
@@ -168,7 +182,7 @@ class _Watchdog:
         if self.rank == writer:
             self.all_have(key + "answers", self.world, self.tick + ANSWER)
             states = {rank: self.state_of(rank, key) for rank in range(self.world)}
-            self.store.set(key + "report", json.dumps(report(states, writer, self.seconds)))
+            self.store.set(key + "report", json.dumps(report(states, writer, self.limit())))
         try:
             self.store.wait([key + "report"], timedelta(seconds=2 * (self.tick + ANSWER)))
         except dist.DistStoreError:
@@ -239,18 +253,29 @@ def _is_collective(frames: list[FrameType]) -> bool:
     file, function = frames[0].f_code.co_filename, frames[0].f_code.co_name
     if function == BACKWARD:  # DDP's; on a device backward runs in threads of its own
         return not torch.accelerator.is_available()
-    line = "" if file.startswith(process_exit.STDLIB) else linecache.getline(file, frames[0].f_lineno)
-    return bool(COLLECTIVES.search(file) or WAITING.search(line))
+    if COLLECTIVES.search(file) or file.startswith(process_exit.STDLIB):
+        return bool(COLLECTIVES.search(file))
+    call = WAITING.search(linecache.getline(file, frames[0].f_lineno))
+    return call is not None and isinstance(_receiver(frames[0], call[1]), dist.Work | None)
+
+
+def _receiver(frame: FrameType, name: str | None) -> Any:
+    """Return what is waited for, as `handle` or `self.work`: of os.wait(), no rank's work. None: it is not known."""
+    first, *others = (name or "").split(".")
+    found = frame.f_locals.get(first, frame.f_globals.get(first))
+    for other in others:
+        found = getattr(found, other, None)
+    return found
 
 
 def _state() -> State:
     """Return what this rank does."""
-    frames, wait, walk = _frames(), waits.innermost(), waits.walk
+    frames, wait, walk, call = _frames(), waits.innermost(), waits.walk, waits.call  # which go on meanwhile
     posted = [] if walk is None else [name for names in _started(walk.program, walk.at).values() for name in names]
     what, awaited, message, words = "", [], "", _doing(frames)
-    place = "" if waits.call is None else f", {waits.call.place}"
+    place = "" if call is None else f", {call.place}"
     if walk is not None:
-        step = walk.program.code[walk.at].step
+        step = walk.program.code[: walk.at + 1][-1].step  # after the last instruction the results are joined
         place = f" at step {step} of {walk.program.name} {walk.program.direction}{place}"
     if wait is not None:
         what, awaited = wait.what, wait.ranks()
@@ -267,12 +292,13 @@ def _state() -> State:
 
 def _in_wait(wait: waits.Wait, walk: Any, place: str) -> tuple[str, str]:
     """Return the words of a rank in a wait of ours, and the message that it waits for, "" for none."""
-    instruction: Any = None if walk is None else walk.program.code[walk.at]
+    instruction: Any = None if walk is None else walk.program.code[: walk.at + 1][-1]
     works = walk.tickets.get(instruction.ticket) if isinstance(instruction, op.Wait) else None
-    if works is None or works.what != wait.what or not works.works:  # a comparison is ended first
+    awaited = [] if works is None or works.what != wait.what else [awaited for _, awaited in works.works]
+    if wait.awaited not in awaited:  # a comparison is ended first
         return f"waits in {wait.what}{place} for", ""
     names = _started(walk.program, walk.at)[instruction.ticket]
-    name = names[[awaited for _, awaited in works.works].index(wait.awaited) % len(names)]
+    name = names[awaited.index(wait.awaited) % len(names)]
     if not (message := re.fullmatch(r"(.*):(\d+)>(\d+)", name)):
         return f"waits{place} for {name} from", name
     takes = int(message[3]) == walk.program.rank
@@ -295,13 +321,21 @@ def _started(program: Program, at: int) -> dict[int, list[str]]:
 
 def _in_collective(frames: list[FrameType]) -> tuple[str, list[int]]:
     """Return in which collective of others a rank is, and which other ranks belong to it."""
-    inside = [frame for frame in frames if COLLECTIVES.search(frame.f_code.co_filename)] or frames[:1]
+    inside = _collectives(frames)
     name = [frame.f_code.co_name for frame in inside if "wrapper" not in frame.f_code.co_name][-1]  # no decorators
-    group = inside[0].f_locals.get("group")
     caller = next((frame for frame in frames if frame not in inside), frames[0])
-    ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else groups.all_ranks())
     what = f"{name} (called by {caller.f_globals.get('__name__')}.{caller.f_code.co_name})"
-    return what, [rank for rank in ranks if rank != dist.get_rank()]
+    return what, [rank for rank in dist.get_process_group_ranks(_group_of(inside)) if rank != dist.get_rank()]
+
+
+def _collectives(frames: list[FrameType]) -> list[FrameType]:
+    return [frame for frame in frames if COLLECTIVES.search(frame.f_code.co_filename)] or frames[:1]
+
+
+def _group_of(frames: list[FrameType]) -> dist.ProcessGroup:
+    """Return the group of a collective, where its innermost frame has it; otherwise that of all ranks."""
+    group = frames[0].f_locals.get("group") if frames else None
+    return group if isinstance(group, dist.ProcessGroup) else groups.all_ranks()
 
 
 def _own(frames: list[FrameType]) -> list[FrameType]:

@@ -15,7 +15,7 @@ from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.program import instructions as op
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.data import batches
-from ds_seqpar.doctor import RANKS_CHECKS, Job, data, examine
+from ds_seqpar.doctor import RANKS_CHECKS, Job, data, examine, transfers
 from ds_seqpar.doctor import attention as attention_check
 from ds_seqpar.runtime import attention, walk
 from ds_seqpar.runtime.comm import TorchComm
@@ -261,3 +261,9 @@ def test_the_order_of_the_job_s_loader_is_that_of_a_run_without_the_doctor():
     assert {finding.status for finding in findings} == {"pass"}
     assert data.OF_JOB in [finding.check for finding in findings]
     assert torch.equal(torch.cat([*examined]), torch.cat([*loader()]))
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [((1, 9, 1, 9), 0), ((1, 1, 1, 9), 1), ((1, 9), 1), ((9, 9, 1, 9), 0)])
+def test_a_link_is_slow_if_most_are_faster(seconds, slow):
+    links = {("transfers", rank, rank + 1): x for rank, x in enumerate(map(float, seconds))}
+    assert len(transfers._slow([(links, "host")] * 5, 0.0)[1]) == slow

@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-from ds_seqpar.runtime import comm, waits
+from ds_seqpar.runtime import call_io, comm, waits, watchdog
 from ds_seqpar.runtime.kernels import KERNELS
 from hf_integration import patch_attention
 from tests.dist.ranks import make
@@ -321,3 +322,27 @@ def test_a_report_ends_the_job_where_nothing_else_would(case, tmp_path):
     *_, last = text.splitlines()
     assert text.count("Error: after 1 s of waiting") == 1
     assert missing(last, "CommunicationError: after 1 s of waiting", *words) == [], text
+
+
+def wait_soundly():
+    """For a child, at the end of a program, and in a group that may wait longer than the others."""
+    with make(size=2), watched("end", size=2):  # of several the most patient settings count
+        assert (watchdog._dog.seconds, watchdog._dog.ends) == (60.0, True)
+    sp, slow = watched("end", size=2), dist.get_rank() == 1
+    assert watchdog._dog.seconds == 1.0
+    if os.fork() == 0:
+        time.sleep(2)
+        os._exit(0)
+    os.wait()
+    results = call_io.ForwardCall.results
+    call_io.ForwardCall.results = lambda call: (time.sleep(2 * slow), watchdog._state(), results(call))[-1]
+    sp.attention(*torch.randn(3, 1, 8, 1, 8))
+    watchdog._dog.seconds, watchdog._dog.is_auto = 1.0, True
+    group = dist.new_group(timeout=timedelta(hours=3))
+    time.sleep(3 * slow)
+    dist.barrier(group=group)
+    return "went on"
+
+
+def test_a_job_that_waits_soundly_goes_on():
+    assert on_ranks(2, wait_soundly) == ["went on"] * 2
