@@ -135,7 +135,7 @@ class EngineCheckpoints:
         if not converts:
             loaded = self._load(str(load_dir), name, **given)
         else:
-            self._convert(folder, name)
+            self._convert(folder / name)
             config = compat.engine_config(engine)
             config.load_universal_checkpoint = True
             try:
@@ -219,15 +219,18 @@ class EngineCheckpoints:
             )
         return states, report.converts
 
-    def _convert(self, folder: Path, name: str) -> None:
-        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks."""
-        target, group = folder / name / UNIVERSAL, self.sp.control_world
-        if assert_ranks_agree(group, "conversion", None, number=int(not target.exists())) == 0:
+    def _convert(self, source: Path) -> None:
+        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks.
+
+        It is written inside the checkpoint's folder: another run may be saving beside that.
+        """
+        group = self.sp.control_world
+        if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
             return
-        log_once(f"sequence_parallel: converting {folder / name}, once, for another number of ranks or ZeRO stage")
-        with written_aside(group, folder, f"{name}/{UNIVERSAL}", self.engine.global_rank == 0) as aside:
+        log_once(f"sequence_parallel: converting {source}, once, for another number of ranks or ZeRO stage")
+        with written_aside(group, source, UNIVERSAL, self.engine.global_rank == 0) as aside:
             with ThreadPoolExecutor(1) as pool:
-                jobs = [pool.submit(convert, folder / name, aside.path)] if self.engine.global_rank == 0 else []
+                jobs = [pool.submit(convert, source, aside.path)] if self.engine.global_rank == 0 else []
                 # in short waits, for which a group's timeout is long enough
                 while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
                     pass
