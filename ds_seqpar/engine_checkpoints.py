@@ -77,6 +77,7 @@ class EngineCheckpoints:
         engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
+        compared["loader"] = self._loader(loader) is not None
         done, steps = engine.micro_steps % engine.gradient_accumulation_steps(), engine.gradient_accumulation_steps()
         error = _unread(folder / name) or _misnamed(name) or _unknown(loader)
         if self.of_loop and done and not engine.was_step_applied():
@@ -127,8 +128,9 @@ class EngineCheckpoints:
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)
         error = _unknown(loader) or (None if name is None else _unread(folder / name))
-        assert_ranks_agree(group, "checkpoint to load", {"tag": name}, error=error, call="load_checkpoint")
         continues = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        compared = {"tag": name, "optimizer states": continues, "loader": self._loader(loader) is not None}
+        assert_ranks_agree(group, "checkpoint to load", compared, error=error, call="load_checkpoint")
         if name is None or universal or not continues:
             return self._load(str(load_dir), tag, **given)
         states, converts = self._inspected(folder / name, loader)
