@@ -77,6 +77,7 @@ class EngineCheckpoints:
         engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
+        compared["loader"] = self._loader(loader) is not None
         done, steps = engine.micro_steps % engine.gradient_accumulation_steps(), engine.gradient_accumulation_steps()
         error = _unread(folder / name) or _misnamed(name) or _unknown(loader)
         if self.of_loop and done and not engine.was_step_applied():
@@ -127,15 +128,16 @@ class EngineCheckpoints:
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)
         error = _unknown(loader) or (None if name is None else _unread(folder / name))
-        assert_ranks_agree(group, "checkpoint to load", {"tag": name}, error=error, call="load_checkpoint")
         continues = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        compared = {"tag": name, "optimizer states": continues, "loader": self._loader(loader) is not None}
+        assert_ranks_agree(group, "checkpoint to load", compared, error=error, call="load_checkpoint")
         if name is None or universal or not continues:
             return self._load(str(load_dir), tag, **given)
         states, converts = self._inspected(folder / name, loader)
         if not converts:
             loaded = self._load(str(load_dir), name, **given)
         else:
-            self._convert(folder, name)
+            self._convert(folder / name)
             config = compat.engine_config(engine)
             config.load_universal_checkpoint = True
             try:
@@ -219,15 +221,18 @@ class EngineCheckpoints:
             )
         return states, report.converts
 
-    def _convert(self, folder: Path, name: str) -> None:
-        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks."""
-        target, group = folder / name / UNIVERSAL, self.sp.control_world
-        if assert_ranks_agree(group, "conversion", None, number=int(not target.exists())) == 0:
+    def _convert(self, source: Path) -> None:
+        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks.
+
+        It is written inside the checkpoint's folder: another run may be saving beside that.
+        """
+        group = self.sp.control_world
+        if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
             return
-        log_once(f"sequence_parallel: converting {folder / name}, once, for another number of ranks or ZeRO stage")
-        with written_aside(group, folder, f"{name}/{UNIVERSAL}", self.engine.global_rank == 0) as aside:
+        log_once(f"sequence_parallel: converting {source}, once, for another number of ranks or ZeRO stage")
+        with written_aside(group, source, UNIVERSAL, self.engine.global_rank == 0) as aside:
             with ThreadPoolExecutor(1) as pool:
-                jobs = [pool.submit(convert, folder / name, aside.path)] if self.engine.global_rank == 0 else []
+                jobs = [pool.submit(convert, source, aside.path)] if self.engine.global_rank == 0 else []
                 # in short waits, for which a group's timeout is long enough
                 while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
                     pass

@@ -7,6 +7,7 @@ makes it a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -156,6 +157,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as reason:
+        if reason.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # else a file system that syncs no folders, as some that reach a network do
     finally:
         os.close(descriptor)
 

@@ -328,11 +328,12 @@ def _leave_last_line(sentence: str) -> bool:
             claim.bind(f"\0ds_seqpar last line {os.getuid()} {os.getppid()} {os.environ.get('MASTER_PORT')}")
         except OSError:
             return False
-        launcher = os.pidfd_open(os.getppid())
-        command = [sys.executable, "-I", "-S", "-c", LAST_LINE, str(launcher), sentence]
-        none, inherited = subprocess.DEVNULL, [launcher, claim.fileno()]
-        subprocess.run(command, stdin=none, stdout=none, pass_fds=inherited, start_new_session=True, check=False)
-        os.close(launcher)
+        with contextlib.suppress(OSError, ValueError):  # a kernel without pidfd_open; a sentence that is no argument
+            launcher = os.pidfd_open(os.getppid())
+            command = [sys.executable, "-I", "-S", "-c", LAST_LINE, str(launcher), sentence]
+            none, inherited = subprocess.DEVNULL, [launcher, claim.fileno()]
+            subprocess.run(command, stdin=none, stdout=none, pass_fds=inherited, start_new_session=True, check=False)
+            os.close(launcher)
     return True
 
 

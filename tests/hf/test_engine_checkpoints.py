@@ -187,6 +187,9 @@ def refused(folder):
     found["pattern"] = refusal(engine.save_checkpoint, folder / "run[1]", loader=loader)
     for tag in ("a/b", "latest", ".."):
         found[tag] = refusal(engine.save_checkpoint, folder, tag, loader=loader)
+    alone = {"loader": loader} if dist.get_rank() == 0 else {}
+    found["loader of one"] = refusal(engine.save_checkpoint, folder, **alone)
+    found["states of one"] = refusal(engine.load_checkpoint, folder, load_optimizer_states=dist.get_rank() == 0)
     found["plain loader"] = refusal(engine.save_checkpoint, folder, loader=DataLoader(examples()))
     batch = engine.sequence_parallel.shard_batches(list(itertools.islice(loader, 4)))[0]
     engine.backward(engine(**batch).loss)
@@ -212,6 +215,8 @@ SAID = {
     "latest": ["got 'latest'"],
     "..": ["got '..'"],
     "plain loader": ["sp.loader", "got DataLoader"],
+    "loader of one": ["rank 0: loader True; rank 1: loader False"],
+    "states of one": ["rank 0: optimizer states True"],
     "no loader": ["the checkpoint", "none in the run", "loader="],
     "between": ["after 1 of the 4 micro-batches"],
     "stage": ["stage 2, and this run has 0", "between 1, 2 and 3"],
