@@ -14,12 +14,13 @@ import torch
 from . import compat
 from .config.deepspeed_json import DeepSpeedJson
 from .data.loader import Loader
-from .errors import ConfigError
+from .errors import ConfigError, as_seqpar_error
 from .parallel import SequenceParallel
 from .random_states import random_state, set_random_state
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
 from .runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from .runtime.log import log_once
+from .runtime.process_exit import is_lost
 from .saving import Aside, recover, written_aside
 
 PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
@@ -89,7 +90,12 @@ class EngineCheckpoints:
         with written_aside(group, folder, name, self._leads, save_latest) as aside:
             writer = engine.checkpoint_engine
             with _deferring(aside, writer, "save"), _deferring(aside, engine, compat.COPY_SCRIPTS, str(folder)):
-                self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                try:
+                    self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                except Exception as reason:  # not kept: other ranks wait in DeepSpeed's barriers until this one ends
+                    if is_lost(reason):
+                        raise
+                    raise as_seqpar_error("collecting what is saved failed", reason) from reason
                 writer.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
         return True
 

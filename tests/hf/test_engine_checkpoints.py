@@ -4,6 +4,7 @@ that was not interrupted, and a save that fails changes nothing."""
 import contextlib
 import dataclasses
 import itertools
+import os
 import re
 import resource
 from pathlib import Path
@@ -17,6 +18,7 @@ import ds_seqpar
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import IGNORE, settings, small, update
 from tests.launch import on_engine_ranks as on_ranks
+from tests.launch import on_ranks as on_new_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -282,3 +284,23 @@ def test_a_rank_without_room_is_said_on_all_and_the_checkpoint_before_stays(stag
                 assert missing(said[1], "got RuntimeError for", "global_step1", "what was saved before is whole") == []
             assert (names, latest) == (["global_step0", "latest"], "global_step0")
         assert "global_step1" in path
+
+
+def unable(folder):
+    """What is said of a save in which the optimizer of rank 1 cannot say its state; that rank ends by it."""
+    engine, loader = made(SAME)
+    if dist.get_rank() == 1:
+        engine.optimizer.state_dict = lambda: 1 // 0
+    said = refusal(engine.save_checkpoint, folder, loader=loader)
+    if dist.get_rank() == 1:
+        (folder / "said").write_text(" ".join(said))
+        os._exit(1)
+    return said
+
+
+@pytest.mark.whole
+def test_a_rank_that_fails_before_it_writes_does_not_leave_others_waiting(tmp_path):
+    (kind, _), _ = on_new_ranks(2, unable, tmp_path, check=False, timeout=60)
+    assert kind == "CommunicationError"
+    assert "ZeroDivisionError" in (tmp_path / "said").read_text()
+    assert not list(tmp_path.glob("global_step*"))
