@@ -23,7 +23,6 @@ from .config.deepspeed_json import DeepSpeedJson
 from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
-from .engine_checkpoints import EngineCheckpoints
 from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
@@ -32,6 +31,7 @@ from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import explaining_failure
 from .runtime.devices import set_device
 from .runtime.process_exit import printed_once, wait_at_exit
+from .saving import EngineCheckpoints
 
 if TYPE_CHECKING:
     import argparse

@@ -27,11 +27,11 @@ from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.engine import count_by_rank, count_sequences
-from ds_seqpar.engine_checkpoints import EngineCheckpoints
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.runtime.process_exit import printed_once
+from ds_seqpar.saving import EngineCheckpoints
 from ds_seqpar.whole import plain
 
 from . import compat

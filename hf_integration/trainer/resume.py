@@ -17,10 +17,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.errors import ConfigError, as_seqpar_error
-from ds_seqpar.resuming import LoadingRun, fault_of, inspect_engine
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ds_seqpar.runtime.process_exit import printed_once
-from ds_seqpar.saving import is_whole, recover
+from ds_seqpar.saving import LoadingRun, fault_of, inspect_engine, is_whole, recover
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}

@@ -35,6 +35,7 @@ ENGINE = (
     "runtime.kernels",
     "runtime",
     "data",
+    "saving",
     "whole",
     "cpu_launch",
     "top",

@@ -11,19 +11,23 @@ from typing import Any
 
 import torch
 
-from . import compat
-from .config.deepspeed_json import DeepSpeedJson
-from .data.loader import Loader
-from .errors import ConfigError, as_seqpar_error
-from .parallel import SequenceParallel
+from .. import compat
+from ..config.deepspeed_json import DeepSpeedJson
+from ..data.loader import Loader
+from ..data.sharding import Sharding
+from ..errors import ConfigError, as_seqpar_error
+from ..runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
+from ..runtime.log import log_once
+from ..runtime.process_exit import is_lost
+from .aside import Aside, recover, written_aside
 from .random_states import random_state, set_random_state
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
-from .runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
-from .runtime.log import log_once
-from .runtime.process_exit import is_lost
-from .saving import Aside, recover, written_aside
 
 PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
+
+# arguments of DeepSpeed's load_checkpoint, by position
+OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
+           "custom_load_fn")  # fmt: skip
 
 
 class EngineCheckpoints:
@@ -38,7 +42,7 @@ class EngineCheckpoints:
         ConfigError: The configuration asks for a writer that goes on writing after it has returned.
     """
 
-    def __init__(self, engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
+    def __init__(self, engine: Any, sp: Sharding, of_loop: bool) -> None:
         if engine.checkpoint_engine is not None and engine.checkpoint_engine.is_decoupled():  # one that trains
             raise ConfigError(
                 'checkpoints need a writer that returns once files are written; got "decoupled" in "checkpoint" of '
@@ -103,7 +107,7 @@ class EngineCheckpoints:
         self,
         load_dir: str | Path,
         tag: str | None = None,
-        *,
+        *options: Any,
         loader: Loader | None = None,
         **given: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
@@ -115,9 +119,10 @@ class EngineCheckpoints:
         Args:
             load_dir: The folder of checkpoints.
             tag: The checkpoint's name; default: the last one that was saved.
-            loader: The loader of `sp.loader` that goes on; default: that of `training_data`.
-            **given: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+            *options: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only and custom_load_fn.
+            loader: The loader of `sp.loader` that goes on; default: that of `training_data`.
+            **given: The same by name.
 
         Returns:
             (the path that was loaded, the `client_state` that was saved); (None, None) where the folder has no
@@ -131,6 +136,7 @@ class EngineCheckpoints:
             with contextlib.suppress(OSError):  # of a folder that is only read
                 recover(folder, remove=False)
         assert_ranks_agree(group, "folder of checkpoints", None, call="load_checkpoint")
+        given |= zip(OPTIONS, options, strict=False)
         universal = engine.load_universal_checkpoint()
         name = _last(folder, universal) if tag is None else str(tag)
         error = _unknown(loader) or (None if name is None else _unread(folder / name))

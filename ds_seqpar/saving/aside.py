@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .errors import ConfigError, SeqParError
-from .runtime.agreement import assert_ranks_agree
+from ..errors import ConfigError, SeqParError
+from ..runtime.agreement import assert_ranks_agree
 
 ASIDE, FORMER = ".unfinished", ".former"  # folders, beside checkpoints, of one that is written and one it replaces
 RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # in the name of a file that belongs to one rank

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from .config.deepspeed_json import DeepSpeedJson, Zero
-from .saving import is_whole
+from ..config.deepspeed_json import DeepSpeedJson, Zero
+from .aside import is_whole
 
 UNIVERSAL = "universal"  # folder, in a checkpoint's, of its converted copy
 MODEL = "mp_rank_00_model_states.pt"  # the end of the name of a file of weights

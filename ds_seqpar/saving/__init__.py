@@ -1,0 +1,19 @@
+"""Checkpoints that are there as a whole, or not at all, and that runs in another world go on from."""
+
+from .aside import Aside, is_whole, recover, written_aside
+from .engine import EngineCheckpoints
+from .random_states import random_state, set_random_state
+from .resuming import LoadingRun, fault_of, inspect_engine
+
+__all__ = [
+    "Aside",
+    "EngineCheckpoints",
+    "LoadingRun",
+    "fault_of",
+    "inspect_engine",
+    "is_whole",
+    "random_state",
+    "recover",
+    "set_random_state",
+    "written_aside",
+]
