@@ -196,7 +196,7 @@ def losses_in_another_order(checkpoints):
 @pytest.mark.parametrize("checkpoints", each_then_rest([True], [None, False]))
 def test_losses_in_another_order_on_a_rank(checkpoints):
     for found in on_engine_ranks(2, losses_in_another_order, checkpoints):
-        for (kind, message), name in zip(found, ("whole loss", "whole logits", "attention"), strict=True):
+        for (kind, message), name in zip(found, ("whole loss", "whole logits", "attention of layer 0"), strict=True):
             assert kind == "DisagreementError"
             assert missing(message, "the same backward", "come in another order", f"rank 0: {name} (call") == []
             assert is_one_sentence(message)
