@@ -105,7 +105,7 @@ KILLS = [
     pytest.param(2, 2, "loop", 3, RESUMING, 0, marks=pytest.mark.whole),
     pytest.param(2, 2, "Trainer", 2, SAVING, 2, marks=pytest.mark.whole),
     pytest.param(4, 4, "loop", 3, TRAINING, 5, marks=pytest.mark.whole),
-    pytest.param(4, 4, "Trainer", 3, RESUMING, 0, marks=pytest.mark.whole),
+    pytest.param(4, 4, "Trainer", 3, TRAINING, 3, marks=pytest.mark.whole),
     pytest.param(4, 2, "loop", 2, TRAINING, 3, marks=pytest.mark.whole),
     pytest.param(2, 4, "loop", 3, SAVING, 4, marks=pytest.mark.whole),
 ]
