@@ -48,6 +48,7 @@ END = 30  # seconds after which a process that cannot print why it ends, ends al
 COLLECTIVES = re.compile(r"torch[/\\]distributed[/\\](distributed_c10d|c10d_logger)\.py$|deepspeed[/\\]comm[/\\]")
 WAITING = re.compile(r"(?:\b([A-Za-z][\w.]*)\.)?\bwait(_tensor)?\(")
 BACKWARD = "_engine_run_backward"
+MAKING_A_GROUP = "_new_process_group_helper"  # of torch's, which does not sleep: it tries again to reach a rank
 # the end of a line is a frame's "file:function"; the innermost frame that is in one of them says what its rank does
 PLACES = {
     r"[/\\][pb]db\.py:": "in a debugger",
@@ -209,7 +210,7 @@ class _Watchdog:
         words = "does not answer: it is stopped, in a debugger, at its end, or in code that keeps Python's lock"
         if self.store.check([f"ended/{rank}"]):
             words = "is at its end"
-        elif here == "":
+        elif here == "" or here[0] == "Z":
             words = "has ended"
         elif here[0] in "Tt":
             words = "is stopped, by a signal or in a debugger"
@@ -243,7 +244,10 @@ def _mark() -> Any:
     wait, slept = waits.innermost(), process_exit.state_of_thread(_thread().native_id)
     if wait is not None:
         return wait.since, wait.awaited, slept
-    return slept if slept.startswith("S") and _is_collective(_frames()) else None
+    frames = _frames()
+    if frames and frames[0].f_code.co_name == MAKING_A_GROUP:
+        return id(frames[0]), frames[0].f_lasti
+    return slept if slept.startswith("S") and _is_collective(frames) else None
 
 
 def _is_collective(frames: list[FrameType]) -> bool:
