@@ -157,6 +157,12 @@ def in_an_optimizer_step(hang, sp, model):
     step(model, sp)
 
 
+def before_a_group_is_made(hang, sp, model):
+    if hang.late:
+        hang.told()
+    dist.destroy_process_group(dist.new_group())
+
+
 class Later:
     """The work of a message that a thread sends."""
 
@@ -222,6 +228,7 @@ RELEASED = {
     in_save: ("rank 2, which is in save (", "in told)"),
     in_evaluate: ("rank 2, which is in evaluate (",),
     in_an_optimizer_step: ("rank 2, which is in an optimizer step (",),
+    before_a_group_is_made: ("waits in new_group (called by ", "for rank 2, which is at ", "in told"),
     on_a_dead_link: ("rank 2", "ring forward, layer 1 for kv(1) from rank 1", LINK),
     on_a_slow_link: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
     to_a_wrong_peer: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
