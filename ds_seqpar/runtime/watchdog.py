@@ -12,6 +12,7 @@ connection of its own to the store, since the main thread may block the other.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import json
@@ -142,20 +143,21 @@ class _Watchdog:
 
     def run(self) -> None:
         try:
-            self.store.set(f"where/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            while self.store.check([f"{self.number}/alarm"]):  # those of an earlier watchdog of this job
-                self.number += 1
-            while not self.at_exit.wait(self.tick):
-                with _lock:
-                    if not self.users or not self.is_of_this_job():
-                        return self.ended.set()  # before `watch` adds another user
-                self.look()
-            self.store.set(f"ended/{self.rank}", "")
-        except dist.DistError:
-            pass  # the rank that has the store has ended
+            with contextlib.suppress(dist.DistError):  # the rank that has the store has ended, and nobody can be told
+                self.watch()
         finally:
             self.ended.set()
-        return None
+
+    def watch(self) -> None:
+        self.store.set(f"where/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        while self.store.check([f"{self.number}/alarm"]):  # those of an earlier watchdog of this job
+            self.number += 1
+        while not self.at_exit.wait(self.tick):
+            with _lock:
+                if not self.users or not self.is_of_this_job():
+                    return self.ended.set()  # before `watch` adds another user
+            self.look()
+        return self.store.set(f"ended/{self.rank}", "")
 
     def look(self) -> None:
         now, mark = time.monotonic(), _mark()
