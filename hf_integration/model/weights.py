@@ -65,5 +65,7 @@ def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
 
 def _spread(p: nn.Parameter, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
-    indices = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), device=flat.device).long()
+    samples = min(samples, len(flat))
+    # by integers: floats in fp32 cannot hold an index above 2^24, and round the last one up
+    indices = torch.arange(samples, device=flat.device) * (len(flat) - 1) // max(samples - 1, 1)
     return flat[indices].double()
