@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_seqpar
-from hf_integration import patch_attention
+from hf_integration import patch_attention, share_sequences
+from hf_integration.model.weights import fingerprint
 from tests.dist.ranks import WRONG, is_one_sentence, make, refusal
-from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, step
+from tests.hf.llama import MODES, array, averaged, gap, llama, one_process, ragged, settings, small, step
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
@@ -112,6 +113,34 @@ def test_models_that_deepspeed_or_ddp_makes_alike_are_taken():
             assert gap(result["gradients"], gradients) < 1e-5
             assert result["loss"] == pytest.approx(loss, rel=1e-5)
         assert gap(on_ddp, gradients) < 1e-5
+
+
+def wide(vocabulary, dtype):
+    """Of a model with a wide embedding: (the greatest gap of gradients and loss on the plain model's; names of what
+    ranks compare that changes with the last number of the embedding)."""
+    torch.set_default_dtype(dtype)
+    (batch,) = ragged(SECTION, 1, 1, sequences=2)
+    model = small(vocab_size=vocabulary, tie_word_embeddings=True, hidden_size=256).float()
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {name: array(p.grad) for name, p in model.named_parameters()}
+    model.zero_grad()
+    share_sequences(model, size=2)
+    mine = model(**batch).loss
+    mine.backward()
+    error = max(gap(averaged(model), gradients), abs(mine.item() / loss.item() - 1))
+    before = fingerprint(model)
+    with torch.no_grad():
+        model.lm_head.weight.view(-1)[-1] += 1
+    return error, [name for name, value in fingerprint(model).items() if value != before[name]]
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(65_792, torch.float32), (2_048, torch.bfloat16)])
+def test_a_wide_embedding(vocabulary, dtype):
+    """Indices of sampled weights were floats: those of more than 2^24 numbers, or 2^8 in bf16, were out of bounds."""
+    for error, changed in on_ranks(WORLD, wide, vocabulary, dtype):
+        assert error < 1e-5
+        assert changed == ["values of model.embed_tokens.weight"]
 
 
 def given_on_one_rank():
