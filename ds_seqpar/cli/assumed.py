@@ -7,12 +7,14 @@ import copy
 import json
 from typing import Any, NamedTuple
 
-from ..config.deepspeed_json import SECTION
+from ..config.deepspeed_json import OPTIMIZER_STATES, SECTION
 from ..config.settings import SequenceParallelConfig
 from ..files import shown
 from .options import GIB, Inputs
 
-OPTIMIZER = "AdamW"  # the optimizer whose states and time are counted
+OPTIMIZER = (
+    "AdamW"  # whose states are counted where those of the JSON's optimizer are not known, and whose time always is
+)
 # dtype -> the Trainer's flag
 HALVES = {"bfloat16": "--bf16", "float16": "--fp16"}
 
@@ -36,6 +38,13 @@ class Answer(NamedTuple):
             return -(-self.sequences // self.micro_batch)
         return self.inputs.job.steps or max(1, (self.inputs.job.sequences or 0) // self.micro_batch)
 
+    @property
+    def optimizer(self) -> str:
+        """The JSON's optimizer; AdamW if it names none."""
+        optimizer = self.inputs.content.get("optimizer")
+        named = optimizer.get("type") if isinstance(optimizer, dict) else None
+        return named if isinstance(named, str) and named != "auto" else OPTIMIZER
+
     def assumed(self) -> dict[str, Any]:
         """Return the assumptions for --json."""
         job, machine = self.inputs.job, self.inputs.machine
@@ -46,7 +55,7 @@ class Answer(NamedTuple):
             "offload_optimizer": job.zero.offload_optimizer.device,
             "offload_param": job.zero.offload_param.device,
             "gradient_checkpointing": job.checkpointing,
-            "optimizer": OPTIMIZER,
+            "optimizer": self.optimizer if self.optimizer.lower() in OPTIMIZER_STATES else OPTIMIZER,
             "micro_batch": job.batch or 1,
             "sequences_a_step": sequences,
             "tokens_a_step": job.objective.batch(sequences) * self.inputs.seq,
@@ -62,19 +71,14 @@ class Answer(NamedTuple):
         assumed, machine = self.assumed(), self.inputs.machine
         offloads = [f"{name} on {device}" for name in ("offload_optimizer", "offload_param")
                     if (device := assumed[name]) != "none"]  # fmt: skip
-        optimizer = self.inputs.content.get("optimizer")
-        optimizer_type = optimizer.get("type") if isinstance(optimizer, dict) else None
-        other = (
-            f" (not the JSON's {optimizer_type})"
-            if isinstance(optimizer_type, str) and "adam" not in optimizer_type.lower()
-            else ""
-        )
+        is_counted = any(name in self.optimizer.lower() for name in ("adam", *OPTIMIZER_STATES))
+        other = "" if is_counted else f" (not the JSON's {self.optimizer})"
         assumptions = [
             assumed["dtype"],
             f"ZeRO-{assumed['zero_stage']}",
             *offloads,
             f"gradient checkpointing {'on' if assumed['gradient_checkpointing'] else 'off'}",
-            f"{OPTIMIZER}{other}",
+            f"{assumed['optimizer']}{other}",
             f"micro-batch {assumed['micro_batch']}",
             f"{assumed['sequences_a_step']} sequence{'s' * (assumed['sequences_a_step'] > 1)} "
             f"({assumed['tokens_a_step']:,} tokens) a step",

@@ -36,6 +36,8 @@ NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "manage
 CHECKED_HERE = {
     SECTION, *REFUSED, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 }  # fmt: skip
+# optimizer, in small letters -> tensors that it keeps of each parameter; those of Adam's kind keep two
+OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "lion": 1}
 # keys of DeepSpeed that look like the section's
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
@@ -228,6 +230,13 @@ class DeepSpeedJson:
         """Batch of an optimizer step, micro-batch and accumulation steps; None: not given."""
         known = self.known
         return known.train_batch_size, known.train_micro_batch_size_per_gpu, known.gradient_accumulation_steps
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors that the optimizer keeps of each parameter; 2, as AdamW, where that is not known."""
+        optimizer = without_auto(self.content.get("optimizer")) or {}
+        known = OPTIMIZER_STATES.get(str(optimizer.get("type")).lower())
+        return 2 if known is None else known + bool(optimizer.get("params", {}).get("momentum"))
 
     def batch_by_rank(self, size: int, groups: int) -> int:
         """Return "train_batch_size", which counts sequences, as DeepSpeed counts it, once per rank. Raises ConfigError

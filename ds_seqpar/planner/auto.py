@@ -36,6 +36,7 @@ class Job:
     # as in `Request`
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
+    optimizer_states: int = 2
     checkpointing: bool = False
     objective: Objective = dataclasses.field(default_factory=Objective)
 
@@ -43,7 +44,10 @@ class Job:
     def of(cls, json: DeepSpeedJson) -> Job:
         """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
         (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
-        return cls(batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero)
+        return cls(
+            batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero,
+            optimizer_states=json.optimizer_states,
+        )  # fmt: skip
 
     def sizes(self, world: int) -> tuple[int, ...]:
         """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
@@ -70,6 +74,7 @@ class Job:
             model=self.model, machine=machine, world=world, seq=self.seq, documents=self.documents, window=self.window,
             batch=self.batch or 1, dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, given=given,
             sequences=self.sequences, sizes=sizes, memory=memory, objective=self.objective,
+            optimizer_states=self.optimizer_states,
         )  # fmt: skip
 
 

@@ -183,7 +183,8 @@ class _StepMemory:
 
     @functools.cached_property
     def states(self) -> States:
-        return states(self.model, self.zero, self.step.world, self.size, self.step.objective.reference)
+        step = self.step
+        return states(self.model, self.zero, step.world, self.size, step.objective.reference, step.optimizer_states)
 
     def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **items: int) -> Moment:
         """Return a moment of the step.
@@ -429,7 +430,8 @@ class _StepMemory:
             ),
             self.moment("backward: gradients on their way", done=m.parameters, grads=waiting, gathered=m.embedding),
             self.moment(
-                "step of the optimiser", done=0 if zero.optimiser_away else m.parameters, optimiser=3 * fp32_shard,
+                "step of the optimiser", done=0 if zero.optimiser_away else m.parameters,
+                optimiser=(1 + self.step.optimizer_states) * fp32_shard,
             ),
         ]  # fmt: skip
 
@@ -474,7 +476,7 @@ class _StepMemory:
 
 # ---- what ZeRO keeps between steps
 
-MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each of Adam's two moments
+MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each of its states, as Adam's two moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,23 +499,26 @@ def _trained(model: Model) -> int:
     return model.parameters if model.trained is None else model.trained
 
 
-def states(model: Model, zero: Zero, world: int, size: int, reference: bool = False) -> States:
+def states(
+    model: Model, zero: Zero, world: int, size: int, reference: bool = False, optimizer_states: int = 2
+) -> States:
     """Return the states of one rank. `size` is the bytes of a parameter's element. ZeRO makes fp32 copies of fp32
-    parameters too.
+    parameters too; at stage 0 DeepSpeed makes them of 16-bit parameters alone.
 
     Args:
         reference: Whether there is a reference model of the same size. trl gives it to DeepSpeed without an optimizer:
             at stage 3 sharded and offloaded as the policy is, else whole on each rank.
+        optimizer_states: Tensors that the optimizer keeps of each parameter; an offloaded one counts as Adam.
     """
     count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
     frozen, referred = (model.parameters - count) // shards, model.parameters * reference // shards
     local = count // world if stage else count  # elements whose states the rank has
     if not zero.optimiser_away:
-        moments = MASTER if stage else size
+        copies = stage > 0 or size < MASTER
         device = {
-            "parameters": (local if stage == 3 else count) * size + (MASTER * local if stage else 0),
+            "parameters": (local if stage == 3 else count) * size + MASTER * local * copies,
             "gradients": local * size if stage == 3 else 0,
-            "optimiser": 2 * local * moments,
+            "optimiser": optimizer_states * local * MASTER,
         }
         result = States(device, {}, (), elements_on_device=local)
     else:

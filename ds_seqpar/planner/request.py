@@ -151,6 +151,7 @@ class TrainingStep:
     batch: int = 1  # sequences that a group of ranks trains at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
+    optimizer_states: int = 2  # tensors that the optimizer keeps of each parameter; Adam has two moments
     checkpointing: bool = True
     mask: Mask = CAUSAL
     objective: Objective = dataclasses.field(default_factory=Objective)
@@ -195,6 +196,7 @@ class Request:
     batch: int = 1  # examples that a group of ranks trains at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
+    optimizer_states: int = 2  # as in `TrainingStep`
     checkpointing: bool = True
     objective: Objective = dataclasses.field(default_factory=Objective)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
@@ -264,7 +266,7 @@ class Request:
         return TrainingStep(
             model=self.model, config=config, world=self.world, seq=self.seq, batch=self.objective.batch(self.batch),
             dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
-            mask=self.mask if mask is None else mask,
+            optimizer_states=self.optimizer_states, mask=self.mask if mask is None else mask,
         )  # fmt: skip
 
     def seconds_a_sequence(self, seconds: float, sequences: int) -> float:

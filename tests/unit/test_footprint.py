@@ -36,6 +36,7 @@ def _moments(step):
 # bytes of 2048 parameters on one of 4 ranks, by hand: (parameters with fp32 copies, gradients, optimiser)
 RESTING = {
     (0, "float32"): (4 * 2048, 0, 8 * 2048),
+    (0, "bfloat16"): (2 * 2048 + 4 * 2048, 0, 8 * 2048),
     (1, "float32"): (4 * 2048 + 2048, 0, 2 * 2048),
     (2, "bfloat16"): (2 * 2048 + 2048, 0, 2 * 2048),
     (3, "float32"): (2048 + 2048, 2048, 2 * 2048),
@@ -48,6 +49,23 @@ def test_states_are_shared_as_the_stage_says(stage, dtype):
     found = footprint(_step(stage=stage, dtype=dtype)).resting.bytes_by_item
     parts = tuple(found.get(name, 0) for name in ("parameters", "gradients", "optimiser"))
     assert parts == RESTING[stage, dtype]
+
+
+# type and momentum of the JSON's optimizer -> tensors that it keeps of each parameter
+OPTIMIZERS = {("SGD", None): 0, ("sgd", 0): 0, ("SGD", 0.9): 1, ("Lion", None): 1, ("AdamW", None): 2, (None, None): 2,
+              ("auto", "auto"): 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", OPTIMIZERS)
+def test_states_are_those_of_the_optimizer(given):
+    params = {} if given[1] is None else {"momentum": given[1]}
+    content = {} if given[0] is None else {"optimizer": {"type": given[0], "params": params}}
+    states = DeepSpeedJson.read(content).optimizer_states
+    assert states == OPTIMIZERS[given]
+    found = footprint(_step(stage=2, dtype="bfloat16", optimizer_states=states))
+    assert found.resting.bytes_by_item.get("optimiser", 0) == states * 2048
+    (step,) = [moment for moment in found.moments if moment.name == "step of the optimiser"]
+    assert step.bytes_by_item["optimiser"] == (1 + 2 * states) * 2048
 
 
 def test_data_parallel_ranks_share_states_too():

@@ -76,9 +76,7 @@ def test_what_is_assumed_changes_with_what_is_said(capsys, place, tmp_path):
     words = ["--config", file, "--no-checkpointing", None, "--nodes", 2]
     out, _, code = _plan(capsys, place, *words)
     assert code == 0
-    said = (
-        "ZeRO-1; gradient checkpointing off; AdamW (not the JSON's SGD); micro-batch 2; 16 sequences (262,144 tokens)"
-    )
+    said = "ZeRO-1; gradient checkpointing off; SGD; micro-batch 2; 16 sequences (262,144 tokens)"
     assert said in out.splitlines()[1]
     assert missing(out, '"train_batch_size": 16', "--per_device_train_batch_size 2") == []
     assert "gradient_checkpointing_enable" not in out
