@@ -337,7 +337,7 @@ class FlashAttn(CudaKernel):
         reasons = super().reasons(spec)
         version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
         if version is None:  # also None for a folder of that name that is no package
-            reasons.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
+            reasons.append("needs the flash-attn package (pip install flash-attn --no-build-isolation, after torch)")
         elif version < Version("2.7"):
             reasons.append("needs flash-attn 2.7 or later")
         return reasons
