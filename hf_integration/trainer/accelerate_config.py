@@ -49,9 +49,10 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
         return section
     for field in ("tp_size", "cp_size"):
         if (value := getattr(parallelism, field)) > 1:
+            instead = f'say sp_size={value}, sp_backend="deepspeed"' if field == "cp_size" else "leave it out"
             raise ConfigError(
                 f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
-                f"{value}, leave it out"
+                f"{value}, {instead}"
             )
     if parallelism.sp_size == 1:  # it has data parallel sizes only, which DeepSpeed has anyway
         return section

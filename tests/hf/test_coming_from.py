@@ -144,7 +144,7 @@ def config(**fields):
 REFUSED = {
     "another size": ({"size": 4}, {"sp_size": 2}, ["size", "got 4 there and 2"]),
     "tensor parallel": ({}, {"sp_size": 2, "tp_size": 2, "dp_shard_size": 2}, ["got tp_size 2"]),
-    "context parallel": ({}, {"cp_size": 2}, ["got cp_size 2"]),
+    "context parallel": ({}, {"cp_size": 2}, ["got cp_size 2", "sp_size=2"]),
     "data parallel": ({}, {"sp_size": 2, "dp_shard_size": 2}, ["8 / 2", "got 2"]),
     "a kernel of the hub": (
         {},
