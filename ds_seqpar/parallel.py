@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -78,9 +79,11 @@ class SequenceParallel(Sharding):
         error: SeqParError | None = None,
     ) -> None:
         if not dist.is_initialized():
+            launched = "RANK" in os.environ
+            found = "it is not, call" if launched else "got no launcher, start the script with torchrun and call"
             raise ConfigError(
-                "SequenceParallel needs torch.distributed up; it is not, "
-                "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
+                f"SequenceParallel needs a process a rank, with torch.distributed up; {found} "
+                "torch.distributed.init_process_group() or deepspeed.init_distributed() first"
             )
         device, no_device = _this_device()
         with explaining_failure(MAKING, groups.all_ranks()):  # which may make a group

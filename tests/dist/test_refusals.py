@@ -1,6 +1,7 @@
 """Bad settings and tensors get one clear sentence on every rank before attention communicates, and never a hang."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.runtime.kernels import KERNELS, select
+from hf_integration import share_sequences
 from tests import oracle
 from tests.dist.ranks import (
     SECONDS,
@@ -20,6 +22,7 @@ from tests.dist.ranks import (
     only_one,
     refusal,
 )
+from tests.hf.llama import small
 from tests.launch import on_each_of
 
 
@@ -220,3 +223,7 @@ def test_words_that_do_not_exist(section, word):
 def test_without_torch_distributed():
     dist.destroy_process_group()
     assert lacking(refusal(SequenceParallel), "ConfigError", "init_distributed()") == []
+    assert "torchrun" not in refusal(SequenceParallel)[1]
+    del os.environ["RANK"]  # as where no launcher is
+    for call in (SequenceParallel, lambda: share_sequences(small(), size=2)):
+        assert lacking(refusal(call), "ConfigError", "torchrun", "init_process_group()") == []
