@@ -21,6 +21,7 @@ from ..compat import SPLIT
 from ..errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ..runtime.agreement import Fields, assert_ranks_agree, differing
 from ..runtime.comm import explaining_failure
+from ..runtime.random_states import random_state, set_random_state
 from .sharding import Sharding
 
 CALL = "a loader of sp.loader"
@@ -177,13 +178,18 @@ class Loader:
         return batch, compared, None
 
     def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the batch of the group's first rank, on all ranks of the group."""
-        group, message = self.sp.groups.control, [(batch, compared)]
+        """Return the batch of the group's first rank, on all ranks of the group, which get its random states too."""
+        generators = self._generators()
+        states = random_state(), [generator.get_state() for generator in generators]
+        group, message = self.sp.groups.control, [(batch, compared, states)]
         with explaining_failure(CALL, group):
             dist.broadcast_object_list(
                 message, group=group, group_src=self.sp.groups.sp_order.index(0), device=torch.device("cpu")
             )
-        [(content, compared)] = message
+        [(content, compared, (global_state, generator_states))] = message
+        set_random_state(global_state)
+        for generator, state in zip(generators, generator_states, strict=False):
+            generator.set_state(state)
         return None if content is None else pickle.loads(content), compared
 
     # ---- continuing an epoch

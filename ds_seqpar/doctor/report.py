@@ -15,7 +15,7 @@ from ..data.first_use import FirstUse
 from ..errors import ConfigError
 from ..models import doctor_of_models, patcher_of_class, unwrapped
 from ..runtime.process_exit import printed_by
-from ..saving import random_state, set_random_state
+from ..runtime.random_states import random_state, set_random_state
 from . import RANKS_CHECKS, data
 from .findings import Finding, Job, Status, examine
 

@@ -2,7 +2,6 @@
 
 from .aside import Aside, is_whole, recover, written_aside
 from .engine import EngineCheckpoints
-from .random_states import random_state, set_random_state
 from .resuming import LoadingRun, fault_of, inspect_engine
 
 __all__ = [
@@ -12,8 +11,6 @@ __all__ = [
     "fault_of",
     "inspect_engine",
     "is_whole",
-    "random_state",
     "recover",
-    "set_random_state",
     "written_aside",
 ]

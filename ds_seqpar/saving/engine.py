@@ -19,8 +19,8 @@ from ..errors import ConfigError, as_seqpar_error
 from ..runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ..runtime.log import log_once
 from ..runtime.process_exit import is_lost
+from ..runtime.random_states import random_state, set_random_state
 from .aside import Aside, recover, written_aside
-from .random_states import random_state, set_random_state
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
 
 PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
@@ -176,7 +176,7 @@ class EngineCheckpoints:
 
     def _loop_state(self, loader: Loader | None) -> dict[str, Any]:
         loader = self._loader(loader)
-        state = {"ranks": self.ranks, "sequences": self.engine.train_batch_size()}
+        state = {"ranks": self.ranks, "groups": self.sp.data_size, "sequences": self.engine.train_batch_size()}
         if self.of_loop:
             state |= {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
         return state
@@ -202,7 +202,9 @@ class EngineCheckpoints:
                 f"a run goes on at the place of its loader; got one in {has} and none in the {lacks}, give the same "
                 "loader= to save_checkpoint and load_checkpoint"
             )
-        own = torch.load(_loop_file(folder, rank % state["ranks"]), weights_only=False)
+        if (state["ranks"], state["groups"]) != (self.ranks, self.sp.data_size):
+            rank = self.sp.data_rank * state["ranks"] // self.sp.data_size  # all ranks of a sequence draw the same
+        own = torch.load(_loop_file(folder, rank), weights_only=False)
         return state | {"random": own["random"]}
 
     # ---- looking before loading

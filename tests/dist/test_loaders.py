@@ -3,7 +3,9 @@
 import io
 import itertools
 import os
+import random
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,8 +137,10 @@ def test_a_sampler_draws_what_plain_data_ranks_draw(size):
 
 
 class Augmented(Numbers):
+    """Draws from every global generator."""
+
     def __getitem__(self, index):
-        return index, torch.rand(()).item()
+        return index, (torch.rand(()).item(), random.random(), numpy.random.rand())
 
 
 class Failing(Numbers):
@@ -203,13 +207,38 @@ def test_what_is_wrong_is_said_on_all_ranks():
     assert missing(said, "after 3 of 1 sequences in 1 groups", "in 2") == []
 
 
-def drawn():
-    """What a data set drew that ranks seed by themselves, if one rank reads for all."""
-    torch.manual_seed(dist.get_rank())
-    loader = make(size=2).loader(DataLoader(Augmented(), batch_size=BATCH, collate_fn=list), read_once=True)
-    return [its for batch in itertools.islice(loader, 3) for _, its in batch]
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(of_loader, by_group, size=2):
+    """What a data set drew that one rank reads for its group, and what a loss then draws after every batch and after
+    the epoch. of_loader: made of a loader and its generator; by_group: whether only readers have their group's seed."""
+    generator = seed_all(dist.get_rank() if by_group else 0)
+    loader = DataLoader(Augmented(), BATCH, shuffle=not by_group, collate_fn=list, generator=generator)
+    return drawn_by(make(size=size).loader(loader, read_once=True), generator if of_loader else None)
+
+
+def drawn_by(loader, generator):
+    def of_loss():
+        return torch.rand(2, generator=generator).tolist(), random.random(), numpy.random.rand()
+
+    found = [(*batch, of_loss()) for _ in range(EPOCHS) for batch in loader]
+    return [*found, of_loss()]
 
 
 def test_one_may_read_for_all():
-    first, second, third, fourth = on_ranks(4, drawn)
+    """Ranks that seed by themselves too."""
+    first, second, third, fourth = on_ranks(4, drawn, False, True)
     assert first == second != third == fourth
+
+
+@pytest.mark.parametrize("of_loader", [False, True])
+def test_where_one_reads_for_all_a_loss_draws_what_the_plain_run_draws(of_loader):
+    generator = seed_all(0)
+    plain_one = DataLoader(Augmented(), BATCH, shuffle=True, collate_fn=list, generator=generator)
+    expected = drawn_by(plain_one, generator if of_loader else None)
+    assert on_ranks(2, drawn, of_loader, False) == [expected] * 2

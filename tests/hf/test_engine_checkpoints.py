@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import random
 import re
 import resource
 from pathlib import Path
@@ -96,16 +97,21 @@ def losses(engine, loader, steps, after=lambda done: None):
 def whole(folder, case):
     """The losses of a run that is not interrupted, and saves in the middle of its first epoch."""
     engine, loader = made(case)
+    random.seed(engine.sequence_parallel.data_rank)
     return losses(engine, loader, END, lambda done: done == STOP and engine.save_checkpoint(folder, loader=loader))
 
 
 def gone_on(folder, case):
-    """The losses of a run from there on, after it has saved what it has loaded."""
+    """The losses of a run from there on, after it has saved what it has loaded. Groups have drawn other numbers of
+    Python's before; the ranks of a sequence draw the same ones."""
     engine, loader = made(case, resumes=True)
     torch.manual_seed(77)
     _, state = engine.load_checkpoint(folder, loader=loader)
     assert state is not None
     assert engine.module.mark == 1
+    drawn = [None] * case.world
+    dist.all_gather_object(drawn, random.random())
+    assert len({*zip((rank // case.size for rank in range(case.world)), drawn, strict=True)}) == case.world // case.size
     engine.save_checkpoint(folder / str(case), loader=loader)
     return losses(engine, loader, END - STOP)
 
