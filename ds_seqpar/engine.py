@@ -181,8 +181,9 @@ def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
 
 
 def count_sequences(engine: Any, sp: SequenceParallel) -> None:
-    """Let DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
-    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers.
+    """Let DeepSpeed's figures count sequences: `train_batch_size()` and its setters, `global_samples`, which is the x
+    axis of its monitors, and samples a second. A second call does nothing. What scales gradients is computed from other
+    numbers.
 
     Where `check_finite` is set, its steps are looked at from now on.
     """
@@ -191,10 +192,35 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     engine.counts_sequences = True
     if sp.runtime.finite is not None:
         sp.runtime.finite.watch(engine, sp.control_world)
-    compat.engine_config(engine).train_batch_size //= sp.size
     compat.engine_timer(engine).batch_size //= sp.size
+    _count_set_sizes(engine, sp)
     if engine.flops_profiler_enabled():
         engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
+
+
+def _count_set_sizes(engine: Any, sp: SequenceParallel) -> None:
+    """Let an engine's `train_batch_size()` count sequences, now and after its setters."""
+    set_batch, set_micro_batch = engine.set_train_batch_size, engine.set_train_micro_batch_size
+
+    def count() -> None:
+        compat.engine_config(engine).train_batch_size //= sp.size
+        if sp.accumulation_steps is not None:
+            sp.accumulation_steps = engine.gradient_accumulation_steps()
+
+    @functools.wraps(set_batch)
+    def set_train_batch_size(train_batch_size: int) -> None:
+        sizes = {"train_batch_size": train_batch_size}
+        sizes["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
+        set_batch(DeepSpeedJson.read(sizes).batch_by_rank(sp.size, sp.data_size))
+        count()
+
+    @functools.wraps(set_micro_batch)
+    def set_train_micro_batch_size(micro_batch_size: int) -> None:
+        set_micro_batch(micro_batch_size)
+        count()
+
+    engine.set_train_batch_size, engine.set_train_micro_batch_size = set_train_batch_size, set_train_micro_batch_size
+    count()
 
 
 class _PartsOfSequences:

@@ -304,6 +304,13 @@ def count_sequences(batch_settings, folder):
         changes = changes if changes is not batch_settings[-1] else {**changes, **monitored}
         engine, *_ = ds_seqpar.initialize(model=small(), config={**config, **changes})
         sp = engine.sequence_parallel
+        if changes == SET_LATER:
+            _, said = refusal(engine.set_train_batch_size, 9)
+            assert missing(said, "a multiple of 2", "got 9") == []
+            engine.set_train_micro_batch_size(2)
+            assert engine.train_batch_size() == 4
+            engine.set_train_batch_size(12)
+            engine.tput_timer.batch_size = 12  # which no engine sets again
         result = step(engine, sp.shard_batches(own_window({**case, "steps": 3}, sp)))
         sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
         numbers = *sizes, engine.gradient_accumulation_steps()
@@ -315,7 +322,9 @@ def count_sequences(batch_settings, folder):
 
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SET_LATER = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 BATCH_SETTINGS = [
+    SET_LATER,
     {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2},
     {"train_batch_size": 12, "gradient_accumulation_steps": 3},
 ]
