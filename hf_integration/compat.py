@@ -35,6 +35,8 @@ NEFTUNE = mark("transformers.integrations.neftune:neftune_post_forward_hook")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
+# of FSDP1's flat parameters, and of those that are parts of one
+FLATTENED = mark("torch.distributed.fsdp._common_utils:_fsdp_flattened")
 # the function of "eager" attention, in the file of each model; local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
 

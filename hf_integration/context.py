@@ -8,6 +8,7 @@ whoever recomputes a part of a forward there enters the context that the part ha
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -49,7 +50,11 @@ class ForwardState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardContext:
-    """One forward of a patched model."""
+    """One forward of a patched model.
+
+    Layers need this very object. FSDP2 rebuilds dataclasses among a module's arguments, and so would copy its state, so
+    instances do not show that they are one.
+    """
 
     mode: Mode | None = None  # None: the base model's call will say
     module: nn.Module | None = None  # the module that is called
@@ -84,7 +89,16 @@ class ForwardContext:
 
     def recomputing(self) -> ForwardContext:
         """Return the context in which a checkpoint computes a part, in forward and again in backward."""
-        return dataclasses.replace(self, recomputed=True, state=ForwardState(watched=self.state.watched))
+        return self.replace(recomputed=True, state=ForwardState(watched=self.state.watched))
+
+    def replace(self, **changes: Any) -> ForwardContext:
+        """Return a context with other values of some fields."""
+        context = copy.copy(self)
+        vars(context).update(changes)
+        return context
+
+
+del ForwardContext.__dataclass_fields__
 
 
 # contexts of compiled graphs, which keep nothing of a forward

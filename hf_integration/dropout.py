@@ -69,7 +69,7 @@ def drawing_by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Ten
         if context is None or context.noise is None:
             return compute(x, cut)
         noise = dataclasses.replace(context.noise, tokens=context.noise.tokens[:, cut])
-        with entered(dataclasses.replace(context, noise=noise)):
+        with entered(context.replace(noise=noise)):
             return compute(x, cut)
 
     return run

@@ -52,8 +52,8 @@ def of_models(by_rank: Mapping[int, Fields]) -> str | None:
             return None
         return (
             "their weights have drifted apart in training, since nothing averages gradients over ranks: wrap the model "
-            "in DistributedDataParallel, FSDP, DeepSpeed or accelerate's prepare, or average its gradients over all "
-            "ranks before each step"
+            "in DistributedDataParallel, fully_shard, DeepSpeed or accelerate's prepare, or average its gradients over "
+            "all ranks before each step"
         )
     if "placement" in names:
         return "a placement belongs to another batch: give each forward all that shard_batches returned for its batch"

@@ -34,7 +34,7 @@ from ..families import SP, base_of
 from ..generation.forward import has_cache
 from ..mixers import SHARED
 from .checkpointing import is_checkpointed, layers_of
-from .weights import compares_weights, fingerprint, trained_weights
+from .weights import check_not_flattened, compares_weights, fingerprint, trained_weights
 
 COMPILED = (
     "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
@@ -141,6 +141,8 @@ class Agreement:
             if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs) or self._replaced(model):
                 raise InputError(sentence)
             tokens = tokens_of(inputs)
+            if not self.compared and model is not None:
+                check_not_flattened(model)
             if sources is None and backward and model is not None and dropout.noisy_modules(model):
                 raise ConfigError(COMPILED)
             seed = dropout.prepare_and_seed(sources or [], shared=True)
@@ -158,7 +160,7 @@ class Agreement:
             # accelerate's autocast is inside of the forward, where ranks do not compare any more
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             models = {**fingerprint(model), "mixed_precision": precision}
-            journal.agree("models", models, call=FORWARD, advice=mismatch_hints.of_models)
+            journal.agree("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
         name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
         value = {**(batch.fields if batch else {}), **like}

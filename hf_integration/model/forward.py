@@ -156,9 +156,9 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     context = ForwardContext(module=module, outer=outer)
     if outer is not None and outer.module in patch.heads and outer.module is not module:
         if outer.mode is None or (outer.mode == "whole" and outer.spec is None):
-            context = dataclasses.replace(context, within=True)
+            context = context.replace(within=True)
         elif not outer.state.begun and _continues(patch, inputs, outer):
-            context = dataclasses.replace(outer, module=module, outer=outer, within=True)
+            context = outer.replace(module=module, outer=outer, within=True)
     set_current(context)
     return context
 
@@ -210,8 +210,7 @@ def _complete(
             rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
     if cached is not None:
         cached.kept.running = True
-    return inputs, dataclasses.replace(
-        context,
+    return inputs, context.replace(
         layout=layout,
         positions=inputs.get("position_ids"),
         noise=dropout.noise_of(patch.sp, seed, tokens_of(inputs), layout, context.has_all_tokens),
@@ -257,7 +256,7 @@ def _begin_head(
     mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole), ""
     if mode == "decode" and module in patch.above:
         mode = "whole"
-    context = dataclasses.replace(context, mode=mode)
+    context = context.replace(mode=mode)
     if not context.has_all_tokens and patch.experts is not None:
         check_output(inner, inputs)
     if mode == "whole" and module in patch.above:
@@ -266,7 +265,7 @@ def _begin_head(
         if mode == "sharded":
             wrong = _wrong_shard(inner, inputs)
             tries_loss = module in patch.untried and inputs.get("labels") is not None
-            context = dataclasses.replace(context, state=ForwardState(losses=[] if tries_loss else None))
+            context = context.replace(state=ForwardState(losses=[] if tries_loss else None))
         inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
     set_current(context)
     if (compiled and context.spec is not None) or (context.cached is not None and patch.facts.keywords):
@@ -310,9 +309,9 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
     given = inputs.pop(KEYWORD, None)  # a compiled head's
     context = _begin(patch, module, inputs)
     if given is not None:
-        context = dataclasses.replace(given, module=module, outer=given, within=True)
+        context = given.replace(module=module, outer=given, within=True)
     if context.mode is None:
-        context = dataclasses.replace(context, mode=_mode(patch, module, inputs, is_whole=context.is_in_whole))
+        context = context.replace(mode=_mode(patch, module, inputs, is_whole=context.is_in_whole))
         inputs, context = _complete(patch, module, inputs, context, "", compiled)
     context.state.begun = True
     set_current(context)
@@ -403,7 +402,7 @@ def _end(module: nn.Module) -> None:
         return
     outer = context.outer
     if outer is not None and context.within:  # dropout behind the base model draws the same forward's numbers
-        outer = dataclasses.replace(outer, noise=context.noise)
+        outer = outer.replace(noise=context.noise)
     set_current(outer)
 
 

@@ -54,6 +54,7 @@ from . import checkpointing, finite, latent, rope, whole_calls
 from .agreement import Agreement
 from .forward import Patch, hook, patch_of
 from .losses import ExpertBalance, check_loss, has_loss
+from .weights import check_not_flattened
 
 # attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
@@ -216,6 +217,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
         ConfigError: As `patch_attention` does.
     """
     check_adapters(model)
+    check_not_flattened(model)
     inner = unwrapped(model)
     check_model(inner)
     facts = facts_of(inner)

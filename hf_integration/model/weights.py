@@ -7,7 +7,9 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from ..compat import ZERO_ID, whole_shape
+from ds_seqpar.errors import ConfigError
+
+from ..compat import FLATTENED, ZERO_ID, whole_shape
 
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
 WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
@@ -47,6 +49,16 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
         **{f"shape of {name}": shape for name, shape in shapes.items()},
         **{f"values of {name}": digest for name, digest in values.items()},
     }
+
+
+def check_not_flattened(model: nn.Module) -> None:
+    """Raise ConfigError for a model inside FSDP1, whose flat parameters ranks cannot compare."""
+    if any(hasattr(p, FLATTENED) for p in model.parameters()):
+        raise ConfigError(
+            "a model that shares sequences needs fully_shard (FSDP2), DDP or DeepSpeed to train it on several ranks; "
+            "got FullyShardedDataParallel (FSDP1), which is not supported, use torch.distributed.fsdp.fully_shard "
+            "(fsdp_version=2 in accelerate)"
+        )
 
 
 def is_whole(p: nn.Parameter) -> bool:

@@ -7,7 +7,6 @@ until its values are read (`ds_seqpar.whole`); only the loss is summed at once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -128,7 +127,7 @@ def with_cache(
         agreement.compare_batch(None, as_seqpar_error("reading a cache failed", reason))
         raise
     checks.fields["cache"] = str(cached.kept)
-    return dataclasses.replace(context, cached=cached, compared=checks)
+    return context.replace(cached=cached, compared=checks)
 
 
 def _sharded(
@@ -170,8 +169,7 @@ def _sharded(
             cached.logits = tuple(range(cached.columns)[-keep:])
             chosen = cached.picked(cached.logits)
         logits, others["logits_to_keep"] = spec.narrow(slice(None), chosen, tokens_of(inputs).device)
-    return {**shard, **others}, dataclasses.replace(
-        context,
+    return {**shard, **others}, context.replace(
         positions=shard["position_ids"],
         spec=spec,
         logits=logits,

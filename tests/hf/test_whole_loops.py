@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_seqpar
 from tests import scripts
-from tests.dist.ranks import make
+from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import MODES, RATE, array, gap, norm, part, ragged, settings, small, weights
 from tests.hf.test_whole_in_whole_out import preference
 from tests.launch import on_engine_ranks as on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 DOCS = (Path(__file__).parents[2] / "docs" / "whole.md").read_text(encoding="utf-8")
@@ -220,3 +222,71 @@ def test_wrappers_take_it_too():
     for found in on_ranks(4, wrapped, list(WRAPPERS)):
         for name, gradients in found.items():
             assert gap(gradients, expected) < 1e-5, name
+
+
+# --- FSDP2 that casts what modules are given, for which it rebuilds all dataclasses in their arguments
+
+IDS = torch.randint(0, 64, (2, 47), generator=torch.Generator().manual_seed(1))
+CAST = {
+    "whole, of odd length": {},
+    "sharded packs": {"position_ids": torch.cat([torch.arange(19), torch.arange(28)]).expand(2, -1)},
+}
+
+
+def in_fsdp2(model, dtype):
+    policy, mesh = MixedPrecisionPolicy(param_dtype=dtype), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def gradients(dtype, batch, shared):
+    """Of a model that two ranks train on the same batch, or on their shares of it."""
+    model, sp = small(use_cache=False).train(), make(size=2) if shared else None
+    around = in_fsdp2(model if sp is None else model.patch_attention(sp), dtype)
+    around(**(sp.shard_batch(batch) if sp is not None and "position_ids" in batch else batch)).loss.backward()
+    return {name: array(p.grad.full_tensor()) for name, p in model.named_parameters()}
+
+
+def cast():
+    """By batch how far bf16's gradients are from fp32's: (a plain model's, a patched one's); the tokens of both."""
+    found = {}
+    for name, more in CAST.items():
+        labels = IDS.masked_fill(more["position_ids"] == 0, -100) if more else IDS
+        batch = {"input_ids": IDS, "labels": labels, **more}
+        exact = gradients(torch.float32, batch, False)
+        found[name] = [gap(gradients(torch.bfloat16, batch, shared), exact) for shared in (False, True)]
+    mask = torch.ones_like(IDS).index_fill_(1, torch.arange(3), 0)
+    mask[0] = 1
+    models = [in_fsdp2(model.eval(), torch.bfloat16) for model in (small(), small().patch_attention(make(size=2)))]
+    wanted = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return found, [model.generate(input_ids=IDS, attention_mask=mask, **wanted).tolist() for model in models]
+
+
+def test_fsdp2_casts_to_bf16():
+    for found, (expected, tokens) in on_ranks(2, cast):
+        assert tokens == expected
+        for name, (plain, ours) in found.items():
+            assert 1e-4 < plain < 0.1, name
+            assert ours < 1.5 * plain, name
+
+
+def in_fsdp1():
+    """What is said of a model whose layers were in FSDP1 before it was patched, or after that."""
+    found = []
+    for patched_first in (False, True):
+        model, sp = small(use_cache=False), make(size=2)
+        if patched_first:
+            model.patch_attention(sp)
+        for number, layer in enumerate(model.model.layers):
+            model.model.layers[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+        found.append(refusal(model if patched_first else model.patch_attention, *([IDS] if patched_first else [sp])))
+    return found
+
+
+def test_fsdp1_is_refused_by_name():
+    for found in on_ranks(2, in_fsdp1):
+        for kind, message in found:
+            assert kind == "ConfigError"
+            assert is_one_sentence(message)
+            assert missing(message, "FullyShardedDataParallel", "not supported", "fully_shard") == []

@@ -65,8 +65,6 @@ class Mask:
     prefix: int = 0
     window_right: int | None = None
     parents: tuple[int, ...] = ()
-    handle: int = dataclasses.field(init=False, compare=False, repr=False)
-    _hash: int = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
@@ -96,20 +94,26 @@ class Mask:
                 f"documents with parents need a mask without a window; got {limits}, give each document a "
                 "row of its own, behind copies of its parents"
             )
-        # of numbers only, so that the hash is the same in every process
-        extra: tuple = () if not prefix and right is None else (prefix, -1 if right is None else right)
-        digest = hash((self.causal, window or 0, documents, *extra, *([parents] if parents else ())))
-        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents}
-        fields |= {"parents": parents, "_hash": digest}
+        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "parents": parents}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "handle", handle_of(self))
-        _ = self.ancestors  # raises for another order
+        _ = self.ancestors, self.handle, self._hash  # raises for another order; graphs read what is there
 
     def __reduce__(self) -> tuple:
         """Rebuild the mask in a copy or another process: a handle is valid in its own process only."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(Mask, **fields), ()
+
+    @functools.cached_property
+    def handle(self) -> int:
+        """The mask's number for custom ops: no field, since FSDP2 rebuilds dataclasses from all of their fields."""
+        return handle_of(self)
+
+    @functools.cached_property
+    def _hash(self) -> int:  # of numbers only, so that it is the same in every process
+        right = -1 if self.window_right is None else self.window_right
+        extra = (self.prefix, right) if self.prefix or right >= 0 else ()
+        return hash((self.causal, self.window or 0, self.documents, *extra, *((self.parents,) if self.parents else ())))
 
     def __hash__(self) -> int:
         return self._hash
