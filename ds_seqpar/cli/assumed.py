@@ -107,7 +107,7 @@ class Answer(NamedTuple):
         """Return the flags that a Trainer needs in addition to the JSON; the two must agree."""
         job, content = self.inputs.job, self.deepspeed_json()
         optimizer = content.get("optimizer")
-        rate = optimizer.get("params", {}).get("lr") if isinstance(optimizer, dict) else None
+        rate = (optimizer.get("params") or {}).get("lr") if isinstance(optimizer, dict) else None
         flags = {
             "--gradient_checkpointing": job.checkpointing,
             HALVES.get(job.dtype, ""): job.dtype in HALVES,

@@ -14,7 +14,7 @@ from ..config.settings import SequenceParallelConfig
 from ..errors import SECTION, ConfigError
 from ..planner import limits
 from ..planner.attention_memory import on_fewer_ranks
-from ..planner.auto import line_of, resolve_with_plan
+from ..planner.auto import line_of, resolve_with_plan, what_would_fit
 from ..planner.footprint import (
     FOOTPRINT_ITEMS,
     HOST_ITEMS,
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     step, answer = step_of(inputs, config), Answer(inputs, config)
     memory, slope = footprint(step), bytes_a_token(step)
     longest_fit = longest(step, budget) if budget else None
+    next_step = None if budget is None or fits(memory, budget) else advice(inputs, config)
     prompt = None if args.prompt is None else tokens("--prompt", args.prompt)
     cache = None if prompt is None else cache_bytes(step, prompt)
     if args.json:
@@ -75,11 +76,12 @@ def run(args: argparse.Namespace) -> None:
                 "together": budget.ranks_per_node,
                 "apart": budget.apart,
                 "longest": longest_fit._asdict(),
+                "next": next_step,
             }
         print(json.dumps(numbers))
     else:
         head, *rest = table(memory, slope, step)
-        chosen = [line_of(planned)] if planned else unplanned_lines(inputs)
+        chosen = [line_of(planned)] if planned else unplanned_lines(inputs, config)
         fitting = fit_lines(memory, budget, longest_fit) if budget and longest_fit else []
         if cache is not None:
             fitting += ["", f"a prompt of {prompt:,} tokens keeps {cache / GIB:.3f} GiB of keys and values on a rank"]
@@ -87,7 +89,8 @@ def run(args: argparse.Namespace) -> None:
         alone = rows * step.objective.row(step.seq)
         text = f"a prompt with {rows} completions is a sequence: {step.seq / alone:.1%} of {alone:,} tokens"
         shared = [text] if rows > 1 else []
-        print("\n".join([head, *answer.lines(), *shared, *chosen, *rest, *fitting, "", *answer.json_lines()]))
+        last = [f"next: {next_step}"] if next_step else answer.json_lines()
+        print("\n".join([head, *answer.lines(), *shared, *chosen, *rest, *fitting, "", *last]))
     if args.png is not None:
         draw(memory, args.png, budget, inputs)
         if not args.json:
@@ -140,6 +143,17 @@ def machine_budget(inputs: Inputs) -> MemoryBudget | None:
     return None
 
 
+def advice(inputs: Inputs, config: SequenceParallelConfig) -> str:
+    """Return what to do about a step that does not fit the machine."""
+    sizes = inputs.job.sizes(inputs.world) if inputs.config.size == "auto" else ()
+    assert inputs.machine is not None  # whose memory is too little
+    try:
+        request = inputs.job.request(inputs.machine, inputs.world, inputs.section(), sizes, inputs.memory)
+    except ConfigError as reason:  # of what no plan is made for, as a dtype without rates
+        return f"take more ranks, a higher ZeRO stage or a shorter sequence (nothing can be planned: {reason})"
+    return what_would_fit(config, request)
+
+
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None]:
     """Return (the configuration without any "auto", the plan that chose it). If ranks would plan, plan for the named
     machine."""
@@ -156,18 +170,22 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
         )
     sharing = inputs.world if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.MAX_SHARING_RANKS, "say --set size=8, or what is meant")
-    resolved = config.resolve(inputs.world, heads)
+    resolved = config.resolve(inputs.world, heads, inputs.per_node)
     smaller = on_fewer_ranks(resolved)
     limits.check_followed(smaller.size // smaller.ulysses, smaller.overlap)
     return resolved, None
 
 
-def unplanned_lines(inputs: Inputs) -> list[str]:
-    """Return lines about settings that ranks would plan and this command does not."""
+def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]:
+    """Return lines about settings that ranks would choose otherwise than this command does."""
     text = (
         f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
     )
-    return [f"{text}: say --machine to plan"] if inputs.config.asks_for_plan else []
+    lines = [f"{text}: say --machine to plan"] if inputs.config.asks_for_plan else []
+    most = inputs.config.resolve(inputs.world, (inputs.model.heads, inputs.model.kv_heads)).ulysses
+    if most != config.ulysses:
+        lines += [f'{SECTION}: Ulysses {config.ulysses} stays in a node; "auto" alone would be {most}, over nodes']
+    return lines
 
 
 def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:

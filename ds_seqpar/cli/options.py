@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from .. import renamed
-from ..config.deepspeed_json import DeepSpeedJson
+from ..config.deepspeed_json import DECISIVE, DeepSpeedJson, autos
 from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..errors import SECTION, ConfigError, did_you_mean
 from ..files import parse_json, shown
@@ -72,6 +72,7 @@ class Inputs:
     machine: Machine | None  # None: none is named
     memory: int | None  # bytes of a rank; None: the machine's
     world: int  # ranks of the job
+    per_node: int | None  # ranks of a node; None: not known
 
     @classmethod
     def of(cls, args: argparse.Namespace, seq: int | None = None, machine: str | None = None) -> Inputs:
@@ -108,7 +109,7 @@ class Inputs:
         return cls(
             content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=loaded,
             memory=None if args.memory is None else gibibytes("--memory", args.memory),
-            world=_world(args, loaded.per_node if loaded else per_node),
+            per_node=(per_node := loaded.per_node if loaded else per_node), world=_world(args, per_node),
         )  # fmt: skip
 
     def section(self) -> dict[str, Any]:
@@ -212,6 +213,6 @@ def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
         inside = content.get(section, {}) if section else content
         if inside.get(key) == "auto":
             inside[key] = filled[name] = value
-    if content.get("zero_optimization", {}).get("stage") == "auto":
-        raise ConfigError('memory depends on zero_optimization.stage, 0 to 3; got "auto", write the stage')
+    if open_keys := [key for key in autos(content) if key in DECISIVE]:
+        raise ConfigError(f'memory depends on {open_keys[0]}, which no Trainer computes; got "auto", write its value')
     return filled

@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -38,6 +38,19 @@ CHECKED_HERE = {
 }  # fmt: skip
 # optimizer, in small letters -> tensors that it keeps of each parameter; those of Adam's kind keep two
 OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "lion": 1}
+# key of an object, which a Trainer fills no "auto" in for -> what to write
+OBJECTS = {
+    "zero_optimization": '{"stage": 3}',
+    **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": "auto"}'),
+    **dict.fromkeys(("optimizer", "scheduler"), "its type and params, or leave it out"),
+    "optimizer.params": '{"lr": "auto"}',
+    "scheduler.params": '{"warmup_max_lr": "auto"}',
+    **dict.fromkeys(("zero_optimization.offload_optimizer", "zero_optimization.offload_param"), '{"device": "cpu"}'),
+}
+# values that no Trainer computes, and that DeepSpeed takes as 0 and "none" where they are "auto"
+DECISIVE = (
+    "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
+)  # fmt: skip
 # keys of DeepSpeed that look like the section's
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
@@ -190,13 +203,8 @@ class DeepSpeedJson:
     def check_auto(self) -> None:
         """Raise ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would
         ignore."""
-        keys = [key for key, value in self.content.items() if value == "auto"]
-        for key, value in self.content.items():
-            if isinstance(value, Mapping) and key != SECTION:
-                keys += [f"{key}.enabled"] if value.get("enabled") == "auto" else []
-                params = value.get("params")
-                params = params if isinstance(params, Mapping) else {}
-                keys += [f"{key}.params.{name}" for name, param in params.items() if param == "auto"]
+        passed = "zero_optimization.", "bf16.keep_in_fp32", "fp16.keep_in_fp32"  # for DeepSpeed "auto" is the default
+        keys = [key for key in autos(self.content) if key in (*OBJECTS, *DECISIVE) or not key.startswith(passed)]
         if keys:
             raise ConfigError(
                 f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(keys)} without a Trainer, '
@@ -206,6 +214,12 @@ class DeepSpeedJson:
     def check(self) -> None:
         """Raise ConfigError for a section that is misspelt, values of wrong types, and what DeepSpeed's own class
         refuses, before anything is launched."""
+        for key in autos(self.content):
+            if key in OBJECTS:
+                raise ConfigError(
+                    f'{self.place} must have values in "{key}", which a Trainer may fill in; got "auto" for the whole '
+                    f"object, write {OBJECTS[key]}"
+                )
         _ = self.section, self.known
         call_library("DeepSpeed", self.place, self.content, _parsed)
 
@@ -258,6 +272,15 @@ def without_auto(section: Any) -> Any:
     if not isinstance(section, Mapping):
         return section
     return {name: without_auto(value) for name, value in section.items() if value != "auto" and value is not None}
+
+
+def autos(content: Mapping[str, Any], outer: str = "") -> Iterator[str]:
+    """Yield the keys, with dots, of what is "auto" outside of our section."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and name != SECTION:
+            yield from autos(value, f"{outer}{name}.")
+        elif isinstance(value, str) and value == "auto":
+            yield f"{outer}{name}"
 
 
 def _check_place_of_section(content: Mapping[str, Any]) -> None:

@@ -254,12 +254,15 @@ class SequenceParallelConfig:
 
         return cls.from_dict(DeepSpeedJson.read(config).section)
 
-    def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
+    def resolve(
+        self, world_size: int, heads: tuple[int, int] | None = None, per_node: int | None = None
+    ) -> SequenceParallelConfig:
         """Return the same settings with every `"auto"` replaced, but for those of tiles, which each forward chooses.
 
         Args:
             world_size: Ranks of the job.
             heads: (query heads, key/value heads) of the model, where known.
+            per_node: Ranks of a node, in which an `ulysses` of "auto" then stays; None: "auto" does not look at nodes.
 
         Raises:
             ConfigError: `size` does not divide the world, `ulysses` not the size, or `ulysses` does not fit the heads.
@@ -275,7 +278,8 @@ class SequenceParallelConfig:
         chosen = self.chosen_schedule
         self._check_own(chosen)
         resolved = dataclasses.replace(self, size=size, schedule=chosen.name)
-        resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
+        node = min(per_node or world_size, world_size)
+        resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads, node))
         resolved = dataclasses.replace(resolved, schedule_options=resolved._shape(heads))
         chosen = chosen.at(size // resolved.ulysses, dict(resolved.schedule_options))
         resolved._check_choices(chosen)
@@ -289,9 +293,10 @@ class SequenceParallelConfig:
         resolved.topology(world_size)  # which raises for a wrong rank_order
         return resolved
 
-    def _ulysses(self, heads: tuple[int, int] | None) -> int:
-        """Return the size that is given; for "auto" the largest that shares the heads equally, leaves each Ulysses rank
-        a head in every head chunk, and leaves CP ranks in a number that the schedule's own settings fit."""
+    def _ulysses(self, heads: tuple[int, int] | None, per_node: int) -> int:
+        """Return the size that is given; for "auto" the largest that stays in a node, shares the heads equally, leaves
+        each Ulysses rank a head in every head chunk, and leaves CP ranks in a number that the schedule's own settings
+        fit."""
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
             raise ConfigError(
@@ -304,7 +309,7 @@ class SequenceParallelConfig:
         check_heads(ulysses, *heads, size=self.size, head_chunks=head_chunks)
         if self.ulysses != "auto":
             return ulysses
-        legal = even_ulysses(self.size, *heads, head_chunks)
+        legal = [ulysses for ulysses in even_ulysses(self.size, *heads, head_chunks) if per_node % ulysses == 0]
         for ulysses in reversed(legal):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)

@@ -14,8 +14,9 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import shared_memory
@@ -42,17 +43,42 @@ def compile_op() -> bool:
     prepare_start()
     from .. import compat
 
-    return compat.shm_op() is not None
+    with telling_time("compiling"):
+        return compat.shm_op() is not None
+
+
+@contextlib.contextmanager
+def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
+    """Context manager in which a line on stdout says, every so many seconds, how long it has been."""
+    start, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(every):
+            print(f"{what}: {time.monotonic() - start:.0f} s", flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def prepare_start() -> None:
     """Prepare a rank for the start of DeepSpeed: wait while another process compiles the op.
 
-    The first rank of a machine also removes the shared memory files that earlier runs left behind.
+    The first rank of a machine also removes the shared memory files that earlier runs left behind, and says where what
+    comes next compiles the op.
     """
     wait_for_compiler()
-    if lock_file() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+    if (lock := lock_file()) is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         shared_memory.remove_left_behind(_say)
+        if not lock.with_name(f"{OP}.so").exists():
+            _say(
+                f"DeepSpeed's {OP} is not compiled yet, which takes minutes, once for this environment, and goes to "
+                f"{lock.parent}; python -m ds_seqpar prepare does it before ranks start"
+            )
 
 
 def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:

@@ -12,9 +12,9 @@ from ..config.deepspeed_json import DeepSpeedJson, Zero
 from ..config.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..errors import SECTION, ConfigError
 from . import limits
-from .footprint import footprint, rank_bytes
+from .footprint import Footprint, fits, footprint, rank_bytes
 from .machine import Machine
-from .plan import PlanResult, find_plan, plan
+from .plan import PlanResult, find_plan, nearest_fits, plan
 from .predict import Prediction, most_saving_settings, predict, settings_in_words
 from .request import Model, Objective, Request
 
@@ -189,21 +189,37 @@ def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
     return changed if planned else None
 
 
-def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> str:
-    """Return a clause: the memory that a step is predicted to need, and with which settings it needs less."""
-    if job.model is None:
-        return ""
-    request, defaults = request_of(config, job, seq, world, machine), SequenceParallelConfig()
-    config = dataclasses.replace(config, head_chunks=1) if config.head_chunks == "auto" else config
-    others = dataclasses.replace(request, checkpointing=True, given={})
+def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list[str], Footprint]:
+    """Return (what spares memory and is not on yet, in words; the memory of a step with all of it)."""
+    others, defaults = dataclasses.replace(request, checkpointing=True, given={}), SequenceParallelConfig()
     saving = {
         name: value
         for name, value in most_saving_settings(others, config.ulysses).items()
         if getattr(config, name) == getattr(defaults, name)
     }
+    words = [*(() if request.checkpointing else ("gradient checkpointing",)), *settings_in_words(saving)]
+    return words, footprint(others.step(dataclasses.replace(config, **saving)))
+
+
+def what_would_fit(config: SequenceParallelConfig, request: Request) -> str:
+    """Return what to do where the memory of a step does not fit, as an order to the user."""
+    words, sparing = most_sparing(config, request)
+    if words and fits(sparing, request.budget):
+        return f"it fits with {', '.join(words)}: turn them on (--set memory=auto chooses the settings)"
+    changes = nearest_fits(request)
+    spared = ", with --set memory=auto" * bool(words)
+    return f"take {' or '.join(changes)}{spared}" if changes else "take a smaller model"
+
+
+def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> str:
+    """Return a clause: the memory that a step is predicted to need, and with which settings it needs less."""
+    if job.model is None:
+        return ""
+    request = request_of(config, job, seq, world, machine)
+    config = dataclasses.replace(config, head_chunks=1) if config.head_chunks == "auto" else config
     now = footprint(request.step(config)).peak.total
-    least = footprint(others.step(dataclasses.replace(config, **saving))).peak.total
-    words = [*(() if job.checkpointing else ("gradient checkpointing",)), *settings_in_words(saving)]
+    words, sparing = most_sparing(config, request)
+    least = sparing.peak.total
     predicted = f"`python -m ds_seqpar memory` predicts {now / GIB:.3g} GiB a rank for {seq:,} tokens"
     if not words or least > SAVES * now:
         return f"{predicted}, and little less with other settings: take a larger size, a higher ZeRO stage or less data"

@@ -121,6 +121,33 @@ def prepared():
             return end.code, out.getvalue(), err.getvalue()
 
 
+def test_a_start_that_will_compile_says_so_and_one_that_will_not_is_silent(compiled_folder, lock, caplog):
+    op_lock.prepare_start()
+    assert missing(caplog.text, "deepspeed_shm_comm is not compiled", "minutes", str(lock.parent), "prepare") == []
+    caplog.clear()
+    shutil.copytree(compiled_folder, lock.parent, dirs_exist_ok=True)
+    op_lock.prepare_start()
+    assert "compiled" not in caplog.text
+
+
+def test_what_takes_long_says_how_long_it_has_been(capsys):
+    with op_lock.telling_time("compiling", every=0.05):
+        time.sleep(0.3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert {*lines} == {"compiling: 0 s"}
+    time.sleep(0.2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.whole
+def test_prepare_compiles_aloud(lock):
+    words = [sys.executable, "-m", "ds_seqpar", "prepare"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert (ran.returncode, lock.with_name(f"{op_lock.OP}.so").exists()) == (0, True), ran.stderr
+    assert missing(ran.stderr + ran.stdout, "is not compiled", "compiling: 10 s", "CPU op is compiled") == []
+
+
 def test_what_deepspeed_compiles_stays_with_the_environment(tmp_path, monkeypatch):
     """Launchers pass on no variable that `make` sets: each rank finds the folder when it imports the package."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}

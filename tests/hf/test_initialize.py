@@ -98,6 +98,10 @@ REFUSED_JSON = {
         good(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer={"type": "SGD", "params": {"lr": "auto"}}),
         ('"auto" for gradient_clipping', "optimizer.params.lr", "bf16.enabled", "Trainer"),
     ),
+    "auto stage": (
+        good(zero_optimization={"stage": "auto", "offload_optimizer": {"device": "auto"}, "overlap_comm": "auto"}),
+        ("zero_optimization.stage, zero_optimization.offload_optimizer.device without",),
+    ),
 }
 
 

@@ -196,6 +196,68 @@ def test_no_tiles_are_planned_beside_those_of_trls_head(capsys, place):
     assert [section.get("mlp_tiles") for section in sections] == ["auto", "auto"]
 
 
+def test_what_does_not_fit_has_a_next_step_and_nothing_to_paste(capsys, place, tmp_path):
+    zero = {"stage": 3, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}), encoding="utf-8")
+    words = ["--machine", "h100-ib", "--seq-len", 8192, "--config", file]
+    for memory, steps in ((0.004, ["loss_tiles auto", "memory=auto"]), (0.001, ["16 ranks", "1024 tokens"])):
+        out, err, code = _memory(capsys, place, *words, "--memory", memory)
+        assert (err, code) == ("", 0)
+        assert missing(out, "this does not fit", "next: ", *steps) == []
+        assert "ds_config.json" not in out
+        assert json.loads(_memory(capsys, place, *words, "--memory", memory, "--json", None)[0])["room"]["next"] in out
+    out = _memory(capsys, place, *words)[0]
+    assert missing(out, "this fits", "ds_config.json") == []
+    assert "next: " not in out
+
+
+def test_ulysses_stays_in_a_node(capsys, place):
+    """Its 8 heads would go over two nodes of 4."""
+    for words in (["--machine", "h100-ib", "--gpus-per-node", 4], ["--gpus-per-node", 4]):
+        out = _memory(capsys, place, "--ranks", 8, *words)[0]
+        assert missing(out, "Ulysses 4 stays in a node", '"size": 8, "ulysses": 4') == []
+    assert '"ulysses": 8' in _memory(capsys, place, "--ranks", 8, *words, "--set", "ulysses=8")[0]  # as it is said
+    assert '"ulysses": 8' in _memory(capsys, place, "--ranks", 8)[0]
+
+
+# what a JSON leaves "auto" as a whole, or though no Trainer computes it -> what is said of it
+AUTO = [
+    ({"zero_optimization": "auto"}, ('"zero_optimization"', "stage")),
+    ({"zero_optimization": {"stage": "auto"}}, ("zero_optimization.stage",)),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": "auto"}}, ("offload_optimizer", "device")),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}}, ("offload_param.device",)),
+    ({"bf16": "auto"}, ('"bf16"', '"enabled": "auto"')),
+    ({"fp16": "auto"}, ('"fp16"', '"enabled": "auto"')),
+    ({"optimizer": "auto"}, ('"optimizer"', "leave it out")),
+    ({"optimizer": {"type": "AdamW", "params": "auto"}}, ('"optimizer.params"', '"lr": "auto"')),
+    ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, ('"scheduler.params"', "warmup_max_lr")),
+    ({"sequence_parallel": "auto"}, ("sequence_parallel", "'auto'")),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), AUTO, ids=str)
+def test_what_no_trainer_fills_in_is_named(capsys, place, tmp_path, content, said):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    for command in ("memory", "plan"):
+        words = ["--model", place, "--seq-len", 512, "--ranks", 4, "--config", file]
+        assert_refused(run(capsys, command, *words), "auto", *said)
+
+
+def test_what_a_trainer_fills_in_is_counted(capsys, place, tmp_path):
+    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    auto |= {"bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    auto["zero_optimization"] = dict.fromkeys(("reduce_bucket_size", "stage3_max_live_parameters"), "auto")
+    auto["zero_optimization"] |= {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}
+    file = tmp_path / "ds.json"
+    for params in (auto["optimizer"]["params"], None):
+        file.write_text(json.dumps({**auto, "optimizer": {"type": "AdamW", "params": params}}), encoding="utf-8")
+        found = json.loads(_memory(capsys, place, "--config", file, "--json", None)[0])
+        assert found["auto"] == {"bf16.enabled": True, "zero_optimization.reduce_bucket_size": 64 * 64}
+        assert found["assumed"]["dtype"] == "bfloat16"
+
+
 REFUSED = [
     (["--completions", 2], ("--completions", "no --trainer")),
     (["--trainer", "grpo"], ("--prompt", "got none")),
