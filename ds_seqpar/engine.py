@@ -112,6 +112,9 @@ def initialize(
         patcher.check_function(model, sp)
     elif patcher is not None:
         patcher.trust_loss(model)
+    is_own = patcher is None or patcher.patched_with(model) is None  # a model that calls sp.attention itself
+    if is_own and sp.runtime.finite is not None:
+        sp.runtime.finite.watch_gradients(model)  # before DeepSpeed's hooks, which sum gradients
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     doctor = sp.config.doctor if doctor is None else bool(doctor)
@@ -129,7 +132,7 @@ def initialize(
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     count_sequences(engine, sp)
     EngineCheckpoints(engine, sp, of_loop=True)
-    if patcher is None or patcher.patched_with(model) is None:
+    if is_own:
         _check_first_step(engine, sp)
     if patcher is not None and check_loss:
         patcher.check_engine(engine, sp)

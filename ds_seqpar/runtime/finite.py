@@ -6,6 +6,7 @@ call, of a patched model's forward, and around an engine's backward and step. Al
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .. import compat
 from ..compiler.program import instructions as op
@@ -29,7 +31,8 @@ from .walk import Walk
 NAME = "numbers that must be finite"
 SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
 ADVICE = "see its operands, or take another kernel"
-SUMMED = "though the gradients of each rank are finite"
+SUMMED = "though the gradients of each rank were finite after backward"
+LINKS = "what clips or changes them between backwards, as later hooks do, and the links between ranks"
 MADE = 1 << 30  # the step of what a call returns, after all of its program
 
 
@@ -117,6 +120,31 @@ class Finite:
         for name, x in {**tensors, "scale": scores.scale, "softcap": scores.softcap, "sinks": sinks}.items():
             self.look(f"{name} of {self.call}", "which came in", x, "see what made it")
 
+    def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """Look at each gradient twice: once its parameter's backward has made it, and once hooks have changed it and
+        it was added to the one that was there. Then gradients of ranks are summed.
+
+        Returns:
+            The hooks.
+        """
+        handles: list[RemovableHandle] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_hook(functools.partial(self.look_at_made, name)))
+                after = functools.partial(self._look_after_hooks, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(after))
+        return handles
+
+    def look_at_made(self, what: str, gradient: Tensor, by: str = "its backward") -> None:
+        """Look at the gradient of `what`, which `by` has made."""
+        if gradient.dtype != torch.float16:  # whose loss scaling makes inf, and leaves the step out
+            self.look(f"the gradient of {what}", f"which {by} made", gradient, "see the size of what it is made of")
+
+    def _look_after_hooks(self, name: str, parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is not None and gradient.dtype != torch.float16:
+            advice = "see the hooks on it, and what clips or changes the gradient that it is added to"
+            self.look(f"the gradient of {name}", "though its backward made finite numbers", gradient, advice)
+
     def watch(self, engine: Any, world: Group) -> None:
         """Look at an engine's losses, gradients and optimizer states, and compare gradient norms. Collective over the
         world in each backward and step from then on."""
@@ -126,7 +154,10 @@ class Finite:
             self.look("the loss", "which came into backward", loss, "see what computes it")
             self.agree(world)
             result = backward(loss, *args, **kwargs)
-            self.agree(world)
+            self.agree(world)  # before the sum of all ranks' gradients is looked at
+            if engine.is_gradient_accumulation_boundary():
+                self._look_at_sums(engine, SUMMED, f"see {LINKS}")
+                self.agree(world)
             self.microbatches += 1
             return result
 
@@ -134,23 +165,30 @@ class Finite:
             if not engine.is_gradient_accumulation_boundary():
                 return step(*args, **kwargs)
             number, self.microbatches = engine.global_steps + 1, max(0, self.microbatches - 1)
-            scaled = engine.fp16_enabled()  # whose loss scaling makes inf, and leaves such steps out
-            for x in compat.tree_leaves(None if scaled else getattr(engine.optimizer, compat.SUMMED, None)):
-                self.look("a gradient that ZeRO has summed", SUMMED, x, "see the links between ranks")
+            self._look_at_sums(engine, "which was finite after backward", "see what clips or changes gradients since")
             self._look_at_states(engine, f"before optimizer step {number}")
             self.agree(world)
             result = step(*args, **kwargs)
             self.microbatches = 0
-            if not scaled:
+            if not engine.fp16_enabled():
                 self._compare_norms(engine.get_global_grad_norm(), number, world)
             for name, x in engine.module.named_parameters():
                 x = getattr(x, compat.PARTITION, x)
-                self.look(name, f"which optimizer step {number} made", x, "see its learning rate and state")
+                self.look(name, f"which optimizer step {number} made", x, "see its learning rate, state and hooks")
             self._look_at_states(engine, f"after optimizer step {number}")
             self.agree(world, number)
             return result
 
         engine.backward, engine.step = checked_backward, checked_step
+
+    def _look_at_sums(self, engine: Any, how: str, advice: str) -> None:
+        """Look at the gradients of all ranks together."""
+        if engine.fp16_enabled():  # whose loss scaling makes inf, and leaves such steps out
+            return
+        for x in compat.tree_leaves(getattr(engine.optimizer, compat.SUMMED, None)):
+            self.look("a gradient that ZeRO has summed", how, x, advice)
+        for name, x in engine.module.named_parameters():
+            self.look(f"the gradient of {name}, summed", how, x.grad, advice)
 
     def _look_at_states(self, engine: Any, when: str) -> None:
         for state in getattr(compat.basic_optimizer(engine), "state", {}).values():
@@ -164,7 +202,7 @@ class Finite:
         norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))])
         if not torch.isclose(norms, norms[:1], rtol=SPREAD, atol=0.0, equal_nan=True).all():
             assert_ranks_agree(world, f"gradient norm of step {number}", {"norm": float(f"{norm:.6g}")})
-        self.look("the gradient norm", SUMMED, norm, "see the links between ranks")
+        self.look("the gradient norm", SUMMED, norm, f"see their size, {LINKS}")
 
 
 def not_finite(x: object, negative: bool = False) -> str:

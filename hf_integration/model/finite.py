@@ -30,11 +30,7 @@ def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
         before, after = functools.partial(_before, finite, named), functools.partial(_after, finite, named)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            how = "which its backward made"
-            handles.append(parameter.register_hook(functools.partial(_look_at_gradient, finite, name, how)))
-    return handles
+    return handles + finite.watch_gradients(model)
 
 
 def _before(finite: Finite, name: str, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -57,13 +53,8 @@ def _after(finite: Finite, name: str, module: nn.Module, args: tuple, output: An
             what = f"{field} of {name}" if isinstance(output, Mapping) else f"the output of {name}"
             finite.look(what, "which that module made of finite inputs", x, "see its inputs' size and its dtype")
         if is_leaf and x.requires_grad:
-            how = "which the backward of what reads it made"
-            x.register_hook(functools.partial(_look_at_gradient, finite, f"the output of {name}", how))
-
-
-def _look_at_gradient(finite: Finite, what: str, how: str, gradient: Tensor) -> None:
-    if gradient.dtype != torch.float16:  # whose loss scaling makes inf, and leaves the step out
-        finite.look(f"the gradient of {what}", how, gradient, "see the size of what it is made of")
+            by = "the backward of what reads it"
+            x.register_hook(functools.partial(finite.look_at_made, f"the output of {name}", by=by))
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:

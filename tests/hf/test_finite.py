@@ -9,8 +9,11 @@ from deepspeed import comm
 from transformers import TrainerCallback
 
 import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compat import tree_leaves
 from hf_integration import SequenceParallelTrainer, share_sequences
 from tests.dist.ranks import is_one_sentence, refusal
+from tests.dist.test_contract import ScheduleOptions
 from tests.hf.llama import MODES, adam, ragged, settings, small
 from tests.hf.trainers import arguments, collate, documents
 from tests.launch import on_engine_ranks, on_trainer_ranks
@@ -60,6 +63,34 @@ def nothing(engine, number):
 def own_gradient(engine, number):
     """Of a parameter, on one rank; the hook is older than those of `check_finite`."""
     engine.module.model.norm.weight.spoils = number == 1 and dist.get_rank() == BAD
+
+
+def hook(engine, number):
+    """Of a parameter, on one rank, younger than those of `check_finite`: its gradient reaches others in ZeRO's sum."""
+    if number == 1 and dist.get_rank() == BAD:
+        engine.module.model.norm.weight.register_hook(lambda x: x * math.nan)
+
+
+def clipping(engine, number):
+    """A gradient is changed between backward and step, on one rank."""
+    step = engine.step
+
+    def clips():
+        if engine.is_gradient_accumulation_boundary():
+            spoil(tree_leaves(engine.optimizer.averaged_gradients)[0])
+        step()
+
+    if number == 1 and dist.get_rank() == BAD:
+        engine.step = clips
+
+
+def optimizer_hook(engine, number):
+    def spoils(optimizer, *_):
+        for group in optimizer.param_groups:
+            spoil(group["params"][0].grad)
+
+    if number == 1:
+        engine.basic_optimizer.register_step_pre_hook(spoils)
 
 
 def loss(engine, number):
@@ -116,15 +147,18 @@ CASES = {  # what plants a number -> (ranks that have it, words of the sentence)
     module: ("rank 1", "the input of model.layers.0.mlp.down_proj", "no module before it made"),
     gradient: ("rank 1", "the gradient of the output of model.layers.0.post_attention_layernorm", "backward"),
     own_gradient: ("rank 1", "the gradient of model.norm.weight, which its backward made", "micro-batch 1"),
+    hook: ("rank 1", "the gradient of model.norm.weight, though its backward made finite numbers", "micro-batch 1"),
+    clipping: ("rank 1", "a gradient that ZeRO has summed, which was finite after backward", "clips"),
+    optimizer_hook: ("ranks 0-1", "which optimizer step 2 made", "hooks"),
     loss: ("rank 1", "nan in 1 of 1 numbers in loss of LlamaForCausalLM", "micro-batch 1"),
     loss_outside: ("rank 1", "the loss, which came into backward", "micro-batch 2"),
     state: ("ranks 0-1", "exp_avg of the optimizer's state, before optimizer step 2", "step 2, micro-batch 2"),
     rate: ("ranks 0-1", "which optimizer step 2 made", "in step 2,"),
-    wire: ("rank", "a gradient that ZeRO has summed, though the gradients of each rank are finite", "micro-batch 2"),
+    wire: ("rank", "a gradient that ZeRO has summed, though the gradients of each rank were finite", "micro-batch 2"),
 }
 
 
-MORE = module, gradient, loss_outside  # for which test-all has time
+MORE = module, gradient, loss_outside, optimizer_hook  # for which test-all has time
 
 
 def assert_told(case, by_rank):
@@ -186,6 +220,23 @@ def test_each_place_is_named_on_all_ranks(stage):
             assert by_rank == [(None, None)] * WORLD
 
 
+def told_of_own_model():
+    """What this rank is told of a hook in a model that calls sp.attention itself."""
+    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    model = ScheduleOptions(sp)
+    engine, *_ = ds_seqpar.initialize(model=model, config=settings(SECTION, "2", 1, 1), sequence_parallel=sp)
+    if dist.get_rank() == BAD:
+        model.out.weight.register_hook(lambda x: x * math.inf)
+    (batch,) = sp.shard_batches(ragged(SECTION, 1, 1, sequences=1))
+    return refusal(lambda: engine.backward(engine(**batch)))
+
+
+@pytest.mark.whole
+def test_a_hook_in_a_model_of_ones_own_is_named():
+    for _, sentence in on_engine_ranks(WORLD, told_of_own_model):
+        assert missing(sentence, "the gradient of out.weight, though its backward", "on rank 1, in step 1") == []
+
+
 def told_by_a_trainer(folder):
     """What this rank is told of a Trainer whose model gets a weight that is not finite after the first step."""
 
@@ -214,17 +265,24 @@ def told_in_a_loop(size):
     embedded = model.get_input_embeddings()(torch.arange(24)[None]).detach()
     model(inputs_embeds=embedded.requires_grad_()).logits.sum().backward()
     found = [refusal(lambda: model(inputs_embeds=embedded.detach() * math.inf))]
-    model.model.layers[0].mlp.down_proj.register_full_backward_pre_hook(lambda module, given: (given[0] * math.nan,))
+    backward = model.model.layers[0].mlp.down_proj.register_full_backward_pre_hook(lambda _, x: (x[0] * math.nan,))
+    found.append(refusal(lambda: model(inputs_embeds=embedded).logits.sum().backward()))
+    backward.remove()
+    model.zero_grad()
+    if dist.get_rank() == size - 1:
+        model.model.norm.weight.register_hook(lambda x: x * math.nan)
     found.append(refusal(lambda: model(inputs_embeds=embedded).logits.sum().backward()))
     sp.close()
     return found
 
 
 def test_a_loop_of_ones_own_names_it():
-    inputs, backward = zip(*on_engine_ranks(WORLD, told_in_a_loop, WORLD), strict=True)
+    inputs, backward, hooks = zip(*on_engine_ranks(WORLD, told_in_a_loop, WORLD), strict=True)
     for _, sentence in inputs:
         assert missing(sentence, "inputs_embeds of ", "came in", "on ranks 0-1, in forward 1 of the model") == []
     for _, sentence in backward:
         assert missing(sentence, "the gradient of ", "on ranks 0-1") == []
+    for _, sentence in hooks:
+        assert missing(sentence, "the gradient of model.norm.weight, though its backward", "on rank 1") == []
     alone = on_engine_ranks(1, told_in_a_loop, 1)[0]
     assert missing(alone[0][1], "inputs_embeds of ", "came in", "on rank 0") == []
