@@ -252,6 +252,11 @@ def _checked(
 ) -> CheckedBatch:
     """Check a whole batch of (rows, tokens). known: the batch, with some of its tensors on the CPU."""
     rows, seq = shape
+    if not rows or not seq:
+        raise InputError(
+            f"a batch needs at least one row and one token; got {rows} rows of {seq} tokens, leave it out on all "
+            "ranks, or give a group that has no sequence left one whose labels are all -100"
+        )
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
         by_row = isinstance(value, Tensor) and value.shape == (rows,) and name not in TOKENS

@@ -11,18 +11,23 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from .. import compat
 from ..errors import ConfigError, SeqParError
 from ..runtime.agreement import assert_ranks_agree
 
 ASIDE, FORMER = ".unfinished", ".former"  # folders, beside checkpoints, of one that is written and one it replaces
 RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # in the name of a file that belongs to one rank
 ARCHIVES = (".pt", ".pth")
+TRIAL = 1 << 20  # bytes that are written to learn why others could not be
 
 
 class Aside:
@@ -31,32 +36,40 @@ class Aside:
     Attributes:
         path: The folder to write into. It becomes `folder / name`.
         error: What this rank could not write.
+        needed: How many bytes that has, 0 where it is not known.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.path = folder, name, folder / ASIDE / name
         self.error: Exception | None = None
+        self.needed = 0
 
     @contextlib.contextmanager
-    def keeping_errors(self) -> Iterator[None]:
-        """Context manager that keeps an exception for the end, since other ranks go on and wait for this one."""
+    def keeping_errors(self, *written: Any) -> Iterator[None]:
+        """Context manager that keeps an exception for the end, since other ranks go on and wait for this one.
+
+        Args:
+            *written: What is being written: tensors, or what has some in it.
+        """
         try:
             yield
         except SeqParError:
             raise  # on all ranks
         except Exception as reason:
             self.error = self.error or reason
+            self.needed += sum(x.nbytes for x in compat.tree_leaves(written) if isinstance(x, torch.Tensor))
 
     def sentence(self) -> ConfigError | None:
         if self.error is None:
             return None
-        free = ""
-        with contextlib.suppress(OSError):  # torch says of a full disk that a position is unexpected
-            free = f", with {shutil.disk_usage(self.folder).free >> 20:,} MiB free there"
+        reason, room = " ".join(str(self.error).split()), ""
+        with contextlib.suppress(OSError):
+            room = f", with {shutil.disk_usage(self.folder).free >> 20:,} MiB free there"
+            room += f" for some {-(-self.needed >> 20):,} MiB of this rank" if self.needed else ""
         wrong = ConfigError(
             f"a checkpoint is saved once every rank has written its files; got {type(self.error).__name__} for "
-            f"{self.folder / self.name}: {' '.join(str(self.error).split())}{free}, mend that or name another folder "
-            "(what was saved before is whole)"
+            f"{self.folder / self.name}: {_why_nothing_can_be_written(self.path) or reason}{room}, mend that or name "
+            "another folder (what was saved before is whole)"
         )
         wrong.__cause__ = self.error
         return wrong
@@ -151,6 +164,22 @@ def _write_at_once(path: Path, text: str) -> None:
     _sync(draft)
     draft.replace(path)
     _sync(path.parent)
+
+
+def _why_nothing_can_be_written(folder: Path) -> str:
+    """Return why the system takes no more files in a folder, as "No space left on device"; "" where it does.
+
+    torch, safetensors and numpy do not pass it on: of a full disk they say that a position is unexpected, or that a
+    stream has failed. What they have written by then still takes the room.
+    """
+    if folder.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(TRIAL))
+                os.fsync(file.fileno())
+        except OSError as reason:
+            return os.strerror(reason.errno or errno.EIO)
+    return ""
 
 
 def _sync(path: Path) -> None:

@@ -260,7 +260,7 @@ def _deferring(aside: Aside, owner: Any, name: str, *given: Any) -> Iterator[Non
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> None:
-        with aside.keeping_errors():
+        with aside.keeping_errors(args):
             method(*(given or args), **kwargs)
 
     vars(owner)[name] = call

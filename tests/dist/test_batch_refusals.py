@@ -19,6 +19,11 @@ def batch(seed=0, seq=16, **other):
     return {name: x for name, x in whole.items() if x is not None}
 
 
+def cut(rows, seq):
+    """The first rows and tokens of a good batch."""
+    return {name: x[:rows, :seq] for name, x in batch().items()}
+
+
 def mask(*zeros):
     whole = torch.ones(2, 16, dtype=torch.int64)
     whole[1, list(zeros)] = 0
@@ -92,6 +97,10 @@ ONE_GROUP = {
     "mask of four dims": (given(attention_mask=torch.ones(2, 1, 16, 16)), everywhere("(2, 1, 16, 16)")),
     "mask that is a list": (one_given(attention_mask=[[1] * 16] * 2), only_one("got list")),
     "tensor of another shape": (given(pixel_values=torch.zeros(3, 5)), everywhere("pixel_values (3, 5)")),
+    # a group without a sequence left, as at the end of an epoch; torch's sentence was of a storage
+    "no rows": (lambda sp, rank: sp.shard_batch(cut(0, 16)), everywhere("one row", "got 0 rows of 16 tokens", "-100")),
+    "no rows on one rank": (one_window(lambda: [cut(0, 16)]), only_one("got 0 rows of 16 tokens")),
+    "no tokens": (lambda sp, rank: sp.shard_batches([cut(2, 0)]), everywhere("one token", "got 2 rows of 0 tokens")),
     "not a mapping": (
         lambda sp, rank: sp.shard_batch((1, 2) if rank == WRONG else batch()),
         only_one("got tuple"),
