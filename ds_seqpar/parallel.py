@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from . import auto, renamed
+from . import auto
 from .compiler.sharding.masks import FULL, Mask
 from .compiler.sharding.shards import UnevenShards
 from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
@@ -332,22 +332,13 @@ class SequenceParallel(Sharding):
             self.store = store_of(self.device)
         return checkpoints.Checkpoint(checkpoint, not self.config.recompute_attention, self.store)
 
-    def record(self, *, watch: bool = False) -> torch.profiler.profile:
-        """Return `torch.profiler.profile()`, in which attention shows its steps by itself. It goes in 0.3."""
-        renamed.warn(
-            "method", "sp.record", "torch.profiler.profile, whose export_chrome_trace(file) writes a rank's trace, and "
-            "`python -m ds_seqpar trace` joins those of all ranks,"
-        )  # fmt: skip
-        return torch.profiler.profile()
-
     def shard_batches(
         self,
-        microbatches: Sequence[Mapping[str, Any]] = (),
+        microbatches: Sequence[Mapping[str, Any]],
         *,
         causal: bool = True,
         training: bool = True,
         device: torch.device | str | None = None,
-        **old: Any,
     ) -> list[dict[str, Any]]:
         """Shard the micro-batches of an optimizer step: give this rank its tokens of every sequence.
 
@@ -368,7 +359,6 @@ class SequenceParallel(Sharding):
         Raises:
             InputError, DisagreementError: A batch is wrong, or differs between ranks; on all ranks.
         """
-        microbatches = renamed.argument("shard_batches", "window", "microbatches", old, microbatches, default=())
         steps = self.accumulation_steps if training else None
         from .data.batches import shard_microbatches  # attention alone does without
 

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 from typing import Any
 
-from .. import renamed
 from ..config.deepspeed_json import DECISIVE, DeepSpeedJson, autos
 from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..errors import SECTION, ConfigError, did_you_mean
@@ -173,8 +172,7 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"--set must be KEY=VALUE; got {text!r}")
         *sections, key = name.split(".")
-        if not sections and key not in (*setting_names(), *renamed.SETTINGS):
-            known = setting_names()
+        if not sections and key not in (known := setting_names()):
             raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{did_you_mean(key, known)}')
         inside = content
         for section in sections or [SECTION]:
@@ -186,8 +184,6 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
         given.check()  # imports DeepSpeed, which takes seconds
     zero = given.known.zero_optimization
-    if isinstance(content.get(SECTION), dict):
-        content[SECTION] = renamed.settings(content[SECTION])
     if zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
         del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host
     if zero.offload_optimizer.super_offload:

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .. import renamed
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
@@ -64,13 +63,8 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
-    options = _settings_options()
-    for name, option in options.items():
+    for name, option in _settings_options().items():
         show.add_argument(_flag(name), **option)
-    for old, new in renamed.SETTINGS.items():
-        if new in options:
-            hidden = {**options[new], "default": None, "help": argparse.SUPPRESS}
-            show.add_argument(_flag(old), dest=f"old_{old}", **hidden)
     show.add_argument(
         "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
     )
@@ -114,11 +108,9 @@ def _flag(name: str) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command. Raise ConfigError for settings that do not fit."""
-    names = [*((name, name) for name in setting_names()), *((old, f"old_{old}") for old in renamed.SETTINGS)]
-    given = {name: value for name, option in names if (value := getattr(args, option, None)) is not None}
-    for name in ("rank_order", "placement"):
-        if len(given.get(name, ())) == 1:
-            given[name] = given[name][0]
+    given = {name: value for name in setting_names() if (value := getattr(args, name, None)) is not None}
+    if len(given.get("rank_order", ())) == 1:
+        given["rank_order"] = given["rank_order"][0]
     config = SequenceParallelConfig(**given)
     _check_limits(args)
     if args.decode:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 
-from .. import renamed
 from ..compiler import schedules
 from ..compiler.compile import Recipe
 from ..compiler.program.ulysses import SavedForBackward
@@ -192,9 +191,7 @@ class SequenceParallelConfig:
         auto_fields: tuple[str, ...] | None = None,
         **settings: Any,
     ) -> None:
-        schedule_options = renamed.keyword("own", "schedule_options", settings, schedule_options, ())
-        auto_fields = renamed.keyword("unsaid", "auto_fields", settings, auto_fields, None)
-        settings = renamed.settings({**dict(schedule_options), **settings})
+        settings = {**dict(schedule_options), **settings}
         check_names(settings)
         if auto_fields is None:
             chosen = MEMORY_SETTINGS if settings.get("memory") == "auto" else ()
@@ -211,17 +208,11 @@ class SequenceParallelConfig:
     def __getattr__(self, name: str) -> Value | str:
         if name in schedules.settings():  # a schedule's own
             return dict(vars(self).get("schedule_options", ())).get(name, "auto")
-        if name in renamed.SETTINGS:
-            return renamed.setting(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
         return f"{type(self).__name__}({settings})"
-
-    own = renamed.Renamed("schedule_options")
-    unsaid = renamed.Renamed("auto_fields")
-    inner_axes = renamed.Renamed("cp_axes")
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by name, as the JSON would have them."""
@@ -237,7 +228,7 @@ class SequenceParallelConfig:
         """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
-        check_names(section.keys() - renamed.SETTINGS.keys())
+        check_names(section)
         return cls(**section)
 
     @classmethod

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, Field
+from pydantic import AfterValidator, AliasPath, Field
 from pydantic.dataclasses import dataclass
 
-from .. import renamed
 from ..compiler.tiles.launches import KERNELS
 from ..compiler.tiles.tiles import Tile
 from ..errors import ConfigError, did_you_mean
@@ -131,9 +130,7 @@ class Machine:
     """Bytes/s of the host's memory, shared by the ranks of a node."""
     memory: Rate
     """Bytes of a rank."""
-    reserve_fraction: Annotated[
-        float, Field(ge=0, le=0.99, validation_alias=AliasChoices("reserve_fraction", renamed.RESERVE))
-    ]
+    reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
     """Fraction of `memory` that is not for tensors."""
 
     sources: Mapping[str, str]
@@ -291,7 +288,5 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
         ConfigError: If a field is missing, unknown or not valid; the message names it.
     """
     if isinstance(content, Mapping):
-        if renamed.RESERVE in content:
-            renamed.warn("key of a machine's file", renamed.RESERVE, "'reserve_fraction'")
         content = {"name": name, **content}
     return read_as(Machine, content, f"{place or f'machine {name}'}: ")

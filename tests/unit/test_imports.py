@@ -15,7 +15,6 @@ OWN_ROOM = {
     "ds_seqpar.compat": "errors",
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
-    "ds_seqpar.renamed": "errors",
     "ds_seqpar.__main__": "cli",
     "hf_integration": "hf.names",
 }

@@ -157,7 +157,6 @@ REFUSED = {
     "a name that is taken": (_changed(name="ring"), ("names", "got ring")),
     "the name of the default": (_changed(name="auto"), ("names", "got auto")),
     "a setting that is taken": (_changed(settings=(count("team", "a team"),)), ("names", "got team")),
-    "a setting's name of 0.1": (_changed(settings=(count("window", "a window"),)), ("names", "got window")),
     "an axis that every topology has": (_changed(axes=lambda ranks, own: (("data", ranks),)), ("axes", "got data")),
     "an axis that it has not": (_changed(collective_axes=("row",)), ("axes", "got car, seat", "car, row")),
 }

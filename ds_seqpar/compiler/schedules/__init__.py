@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from ...errors import SECTION, ConfigError, check_choice
-from ...renamed import SETTINGS as OLD_SETTINGS
 from ..sharding import layout
 from . import text
 from .base import Schedule, Setting
@@ -32,7 +31,7 @@ def register(schedule: Schedule) -> None:
         ConfigError: The name of the schedule or of one of its settings is taken, or its axes are not legal.
     """
     names = [schedule.name, *(setting.name for setting in schedule.settings)]
-    known = settings().keys() | OLD_SETTINGS.keys()  # which are read as others
+    known = settings()
     if taken := [schedule.name] * (schedule.name in ("auto", *SCHEDULES)) + [n for n in names[1:] if n in known]:
         raise ConfigError(f"a schedule and its settings need names of their own; got {', '.join(taken)}, rename it")
     axes = {name for name, _ in schedule.axes(1, schedule.resolve(1, {}, None))}

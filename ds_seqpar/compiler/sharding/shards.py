@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from ...errors import InputError, whole_number
-from ...renamed import Renamed, argument
 from .handles import handle_of
 from .layout import LAYOUTS, Key, Run, Runs, join, owned
 
@@ -64,13 +62,9 @@ class UnevenShards:
             numbers of ranks, or ranks have different numbers of blocks.
     """
 
-    parts = Renamed("blocks_per_rank")
-
     def __init__(
         self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, blocks_per_rank: int = 1, *, q_start: int = 0,
-        **old: Any,
     ) -> None:  # fmt: skip
-        blocks_per_rank = argument("UnevenShards", "parts", "blocks_per_rank", old, blocks_per_rank, default=1)
         self.q = _blocks(q)
         self.kv = self.q if kv is None else _blocks(kv)
         if len(self.q) != len(self.kv):
