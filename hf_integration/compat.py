@@ -57,9 +57,6 @@ generation_config_of = attribute(
 
 train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
 loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss`")
-collator_of = attribute(
-    "transformers.trainer:Trainer._get_collator_with_removed_columns", "the trial of a data set's examples"
-)
 # of trl's GRPO and RLOO
 is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
 extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")

@@ -172,7 +172,7 @@ class Loader:
         except StopIteration:
             batch, compared = None, {BATCHES: "no more"}
         except Exception as reason:
-            return None, {}, _loading_error(reason)
+            return None, {}, loading_error(reason)
         if self._order is not None and self._order.compared:
             compared[ORDER] = self._order.digest.hexdigest()
         return batch, compared, None
@@ -316,7 +316,7 @@ def _accelerate() -> Any:
     return data_loader
 
 
-def _loading_error(reason: Exception) -> SeqParError:
+def loading_error(reason: Exception) -> SeqParError:
     """Return the error for loading that failed. For a worker torch gives a traceback, whose last line is the reason."""
     *_, last = str(reason).strip().splitlines() or [""]
     if "Original Traceback" not in str(reason):

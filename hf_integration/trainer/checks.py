@@ -11,26 +11,24 @@ are returned as an error: all ranks then raise it together, so that none waits f
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel, engine
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson
-from ds_seqpar.data.batches import check_batch
 from ds_seqpar.data.loader import Loader
-from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 
-from ..compat import TRL_BASE, collator_of
-from ..model.agreement import common_misuse
+from ..compat import TRL_BASE
 from ..model.patch import sees_whole_outputs
-from .rollouts import ROLLOUTS, check_row
+from .rollouts import ROLLOUTS, check_row, rolls_out
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
@@ -76,7 +74,6 @@ EQUAL_ARGUMENTS = (
 )
 # sections and settings of the DeepSpeed JSON that must be equal on all ranks
 EQUAL_IN_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
-TRIED_EXAMPLES = 64  # examples of a data set that are tried before training
 
 
 def check_kind(trainer_class: type) -> None:
@@ -195,13 +192,13 @@ def loader_error(loader: Any) -> ConfigError | None:
     )
 
 
-def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield (name, data set, its sequences in a group's batch), for training and evaluation."""
+def _datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, data set), for training and evaluation."""
     eval_datasets = trainer.eval_dataset
     eval_datasets = eval_datasets if isinstance(eval_datasets, dict) else {"": eval_datasets}
-    yield "training", trainer.train_dataset, trainer.args.per_device_train_batch_size
+    yield "training", trainer.train_dataset
     for name, dataset in eval_datasets.items():
-        yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
+        yield f"evaluation {name}".strip(), dataset
 
 
 def settings(trainer: Any) -> dict[str, object]:
@@ -223,70 +220,69 @@ def lengths(trainer: Any) -> dict[str, int | None]:
 
     Unequal numbers would make ranks take unequal numbers of steps.
     """
-    return {
-        f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset, _ in _datasets(trainer)
-    }
+    return {f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset in _datasets(trainer)}
 
 
-def data_error(trainer: Any) -> SeqParError | None:
-    """Return the error in a sample of the data sets' examples, such as padding between tokens, or None."""
-    for _, dataset, batch_size in _datasets(trainer):
-        if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
-            try:
-                _try_examples(trainer, dataset, batch_size)
-            except Exception as reason:
-                return as_seqpar_error("reading the data set failed", reason)
-    return None
+def columns_error(trainer: Any) -> ConfigError | None:
+    """Return the error for a data set of `datasets` whose columns have no tokens, all of which the Trainer removes."""
+    if rolls_out(trainer) or not trainer.args.remove_unused_columns:
+        return None
+    columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
+    return next(filter(None, (text_error(dict.fromkeys(x)) for x in columns if isinstance(x, list))), None)
 
 
-def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
-    """Collate the shortest and the longest of some examples, which one batch may hold, and check the result."""
-    examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // TRIED_EXAMPLES))][:TRIED_EXAMPLES]
-    by_length = {_length(example): example for example in examples}
-    extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
-    collate = collator_of(trainer)(trainer.data_collator)
-    for batch in [extremes] if batch_size > 1 else [[example] for example in extremes]:
+@dataclasses.dataclass(frozen=True)
+class CheckedCollator:
+    """A loader's collate_fn that says what is wrong with examples when their batch is made.
+
+    No example is tried before: data sets and collators may have states, by which losses would change.
+    """
+
+    collate: Any
+
+    def __call__(self, examples: Any) -> Any:
+        rows = examples if isinstance(examples, list) else [examples]
         try:
-            collated = collate(batch)
+            batch = self.collate(examples)
         except SeqParError:
             raise
         except Exception as reason:
-            _refuse_if_text(examples[0], reason)
-            if len(batch) == 1 or not all(_makes_batch(collate, example) for example in batch):
-                raise as_seqpar_error("making a batch failed", reason) from reason
-            name = getattr(trainer.data_collator, "__name__", type(trainer.data_collator).__name__)
-            raise ConfigError(
-                f"examples of different lengths need a collator that pads, and a pad token; got {min(by_length)} to "
-                f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
-                "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
-            ) from reason
-        if not isinstance(collated, Mapping):  # rows of prompts
-            check_row(examples[0])
-            continue
-        if wrong := common_misuse(collated):
-            raise InputError(wrong)
-        if not TOKENS.intersection(collated):
-            _refuse_if_text(examples[0])
-        if not has_custom_loss(trainer):
-            check_batch(trainer.sp, collated, causal=True)
+            raise text_error(rows[0]) or self._error(rows, reason) from reason
+        if isinstance(batch, list):  # rows of prompts
+            check_row(rows[0])
+        elif not TOKENS.intersection(batch) and (error := text_error(rows[0])):
+            raise error
+        return batch
+
+    def _error(self, rows: list[Any], reason: Exception) -> SeqParError:
+        lengths = sorted(map(_length, rows))
+        if lengths[0] == lengths[-1] or not all(map(self._makes_batch, rows)):
+            return as_seqpar_error("making a batch failed", reason)
+        collate = getattr(self.collate, "data_collator", self.collate)
+        return ConfigError(
+            f"examples of different lengths need a collator that pads, and a pad token; got {lengths[0]} to "
+            f"{lengths[-1]} tokens and {getattr(collate, '__name__', type(collate).__name__)}, which raised "
+            f"{type(reason).__name__} (see above), use DataCollatorForLanguageModeling(tokenizer, mlm=False) with "
+            "tokenizer.pad_token set"
+        )
+
+    def _makes_batch(self, example: Any) -> bool:
+        try:
+            self.collate([example])
+        except Exception:
+            return False
+        return True
 
 
-def _makes_batch(collate: Any, example: Any) -> bool:
-    try:
-        collate([example])
-    except Exception:
-        return False
-    return True
-
-
-def _refuse_if_text(example: object, reason: Exception | None = None) -> None:
-    """Raise ConfigError for an example that was not tokenized."""
-    if isinstance(example, Mapping) and not TOKENS.intersection(example) and not _ids(example):
-        raise ConfigError(
-            f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
-            f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
-            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
-        ) from reason
+def text_error(example: object) -> ConfigError | None:
+    """Return the error for an example that was not tokenized, or None."""
+    if not isinstance(example, Mapping) or TOKENS.intersection(example) or _ids(example):
+        return None
+    return ConfigError(
+        f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
+        f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
+        "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+    )
 
 
 def _ids(example: object) -> list[Any]:

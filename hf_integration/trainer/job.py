@@ -130,7 +130,7 @@ def longest_example(dataset: Any, column: str) -> int | None:
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
-        return max(dataset[column])
+        return max(dataset.with_format(None)[column])  # without calling a transform of the user's
     import pyarrow.compute as arrow
     from pyarrow import types
 

@@ -32,6 +32,7 @@ from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
+from ds_seqpar.data.loader import loading_error
 from ds_seqpar.doctor.report import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
@@ -48,6 +49,7 @@ from ..families import unwrapped
 from ..loaders import Stream, examples_of, stream_of
 from ..memory.tiled_modules import evaluating_loss
 from ..model import whole_calls
+from ..model.agreement import common_misuse
 from ..model.patch import patch_attention, unpatch_attention
 from . import accelerate_config, checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
@@ -208,17 +210,22 @@ class SequenceParallelMixin(rollouts.Rollouts):
             SeqParError: On every rank, if one rank's data or collator fails, or its batches are not those of its group.
         """
         self._throughput.start()
-        microbatches = self._agree_on_batches("training data", lambda: itertools.islice(epoch_iterator, num_batches))
+        microbatches = self._agree_on_batches(
+            "training data", lambda: itertools.islice(epoch_iterator, num_batches), labelled=True
+        )
         for batch in microbatches:
             if isinstance(batch, Mapping):  # rows of prompts are counted with their completions
                 self._throughput.count(batch)
         microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
         return microbatches, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
-    def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]]) -> list[Any]:
+    def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labelled: bool = False) -> list[Any]:
         """Load batches, and check that all ranks have equally many and that the ranks of a sequence have the same ones.
 
         For the model's own loss, labels that do not count are set to -100. Raises on every rank if one rank fails.
+
+        Args:
+            labelled: Whether the model's own loss needs labels.
         """
         batches, fingerprints, error = [], [], None
         try:
@@ -226,10 +233,12 @@ class SequenceParallelMixin(rollouts.Rollouts):
             fingerprints = [fingerprint(batch) for batch in batches]
             custom_loss = checks.has_custom_loss(self)
             for batch in batches:
-                if not custom_loss and batch.get("labels") is not None:
+                if isinstance(batch, Mapping) and (wrong := common_misuse(batch)):
+                    raise InputError(wrong)
+                if not custom_loss and (labelled or batch.get("labels") is not None):
                     batch["labels"] = counted_labels(self.sp, batch)
         except Exception as reason:
-            error = as_seqpar_error("loading data failed", reason)
+            error = loading_error(reason)
         assert_ranks_agree(
             self.sp.control_world, name, {"batches": len(batches)}, error=error, peers=self.sp.groups.control
         )
@@ -252,8 +261,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
     # ---- training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with rng_state.unchanged():
-            error = checks.data_error(self)
+        error = checks.columns_error(self)
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -270,7 +278,14 @@ class SequenceParallelMixin(rollouts.Rollouts):
             self._set_loss_check(unwrapped(self.model))
         if self.sp.config.doctor:
             require_sound(self.sp, self.model, self.accelerator.state.deepspeed_plugin.deepspeed_config, loader)
+        self._watch(loader)
         return super()._prepare_for_training(max_steps, loader, *args)
+
+    def _watch(self, loader: Any) -> None:
+        """Let a loader say what is wrong with examples."""
+        base = getattr(loader, "base_dataloader", loader)  # accelerate's wraps it
+        if isinstance(base, DataLoader) and not isinstance(base.collate_fn, checks.CheckedCollator):
+            base.collate_fn = checks.CheckedCollator(base.collate_fn)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
@@ -327,6 +342,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
         assert_ranks_agree(self.sp.control_world, "evaluation data", length, error=error)
+        self._watch(dataloader)
         self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         self.sp.journal.settle(last=True)

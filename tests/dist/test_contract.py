@@ -308,7 +308,7 @@ def count_sequences(batch_settings, folder):
             _, said = refusal(engine.set_train_batch_size, 9)
             assert missing(said, "a multiple of 2", "got 9") == []
             engine.set_train_micro_batch_size(2)
-            assert engine.train_batch_size() == 4
+            assert engine.train_batch_size() == 8
             engine.set_train_batch_size(12)
             engine.tput_timer.batch_size = 12  # which no engine sets again
         result = step(engine, sp.shard_batches(own_window({**case, "steps": 3}, sp)))
@@ -322,10 +322,9 @@ def count_sequences(batch_settings, folder):
 
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-SET_LATER = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+SET_LATER = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}  # 2 micro-batches
 BATCH_SETTINGS = [
     SET_LATER,
-    {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2},
     {"train_batch_size": 12, "gradient_accumulation_steps": 3},
 ]
 

@@ -214,17 +214,17 @@ def seed_all(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def drawn(of_loader, by_group, size=2):
+def drawn(by_group, size=2):
     """What a data set drew that one rank reads for its group, and what a loss then draws after every batch and after
-    the epoch. of_loader: made of a loader and its generator; by_group: whether only readers have their group's seed."""
+    the epoch. by_group: whether ranks seed by themselves."""
     generator = seed_all(dist.get_rank() if by_group else 0)
     loader = DataLoader(Augmented(), BATCH, shuffle=not by_group, collate_fn=list, generator=generator)
-    return drawn_by(make(size=size).loader(loader, read_once=True), generator if of_loader else None)
+    return drawn_by(make(size=size).loader(loader, read_once=True), generator)
 
 
 def drawn_by(loader, generator):
     def of_loss():
-        return torch.rand(2, generator=generator).tolist(), random.random(), numpy.random.rand()
+        return torch.rand(2).tolist(), torch.rand(2, generator=generator).tolist(), random.random(), numpy.random.rand()
 
     found = [(*batch, of_loss()) for _ in range(EPOCHS) for batch in loader]
     return [*found, of_loss()]
@@ -232,13 +232,11 @@ def drawn_by(loader, generator):
 
 def test_one_may_read_for_all():
     """Ranks that seed by themselves too."""
-    first, second, third, fourth = on_ranks(4, drawn, False, True)
+    first, second, third, fourth = on_ranks(4, drawn, True)
     assert first == second != third == fourth
 
 
-@pytest.mark.parametrize("of_loader", [False, True])
-def test_where_one_reads_for_all_a_loss_draws_what_the_plain_run_draws(of_loader):
+def test_where_one_reads_for_all_a_loss_draws_what_the_plain_run_draws():
     generator = seed_all(0)
-    plain_one = DataLoader(Augmented(), BATCH, shuffle=True, collate_fn=list, generator=generator)
-    expected = drawn_by(plain_one, generator if of_loader else None)
-    assert on_ranks(2, drawn, of_loader, False) == [expected] * 2
+    expected = drawn_by(DataLoader(Augmented(), BATCH, shuffle=True, collate_fn=list, generator=generator), generator)
+    assert on_ranks(2, drawn, False) == [expected] * 2

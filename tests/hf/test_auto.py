@@ -169,7 +169,10 @@ def test_the_longest_is_read_without_making_examples():
     assert longest_example(whole, "length") == max(lengths)
     assert longest_example(whole.select(few), "length") == max(lengths[n] for n in few)
     assert longest_example(whole.with_format("torch"), "length") == max(lengths)
-    assert longest_example(whole.add_column("tokens", [7] * 40), "tokens") == 7
+    counted = whole.add_column("tokens", [7] * 40)
+    assert (
+        longest_example(counted, "tokens") == longest_example(counted.with_transform(lambda _: 1 // 0), "tokens") == 7
+    )
     for unknown in (Lazy(examples), examples, None, whole.rename_column("input_ids", "ids"), whole.select([])):
         assert longest_example(unknown, "length") is None
     text = datasets.Dataset.from_dict({"input_ids": ["tokens", "to come"]})

@@ -79,6 +79,10 @@ def equal(length, count=16):
     return [{"input_ids": torch.full((length,), i + 1), "labels": torch.full((length,), i + 1)} for i in range(count)]
 
 
+TEXTS = [{"text": "a", "id": 1}] * 8
+WORKER = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
+
+
 def builtin():
     """accelerate's context parallelism."""
     return ParallelismConfig(sp_backend="deepspeed", sp_size=1, cp_size=2)
@@ -152,7 +156,10 @@ WRONG = {
         ["position_ids", "got 1", "token 0"],
     ),
     "wrong documents for evaluation": (
-        lambda: parts(train_dataset=equal(24), eval_dataset=packed(first=1), data_collator=default_data_collator),
+        lambda: {
+            **parts(train_dataset=equal(24), eval_dataset=packed(first=1), data_collator=default_data_collator),
+            "eval_on_start": True,
+        },
         ["position_ids", "got 1", "token 0"],
     ),
     "no labels": (
@@ -164,13 +171,24 @@ WRONG = {
         ["text alone", "got pixel_values"],
     ),
     "raw text in columns": (
-        lambda: parts(train_dataset=Dataset.from_list([{"text": "a", "id": 1}] * 8), data_collator=right_padded()),
+        lambda: parts(train_dataset=Dataset.from_list(TEXTS), data_collator=right_padded()),
         ["input_ids", "got id, text alone", "tokenize"],
     ),
-    "a data set that fails": (lambda: parts(train_dataset=Broken()), ["data set", "FileNotFoundError: no such file"]),
+    "raw text in columns for evaluation": (
+        lambda: parts(eval_dataset=Dataset.from_list(TEXTS)),
+        ["input_ids", "got id, text alone", "tokenize"],
+    ),
+    "raw text in rows, by a worker": (
+        lambda: {**parts(train_dataset=TEXTS, data_collator=right_padded()), **WORKER},
+        ["in a worker", "ConfigError", "got id, text alone"],
+    ),
+    "a data set that fails": (
+        lambda: parts(train_dataset=Broken()),
+        ["loading data", "FileNotFoundError: no such file"],
+    ),
     "labels on padding": (
         lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
-        ["labels", "got 3", "-100", "attention_mask"],
+        ["labels", "got 6", "-100", "attention_mask"],
     ),
     "a misspelt section": (
         lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
@@ -303,25 +321,23 @@ def test_data_sets_are_as_long_on_all_ranks(tmp_path):
 
 
 class FailsLater(torch.utils.data.Dataset):
-    """One rank cannot read an example that comes up in the middle of the run."""
+    """One rank cannot read its seventh example, which comes up in the middle of the run."""
 
     def __init__(self):
-        self.documents, self.armed = documents(32), False
+        self.documents, self.read = documents(32), 0
 
     def __len__(self):
         return len(self.documents)
 
     def __getitem__(self, i):
-        if self.armed and i == 17 and dist.get_rank() == 2:
+        self.read += 1
+        if self.read == 7 and dist.get_rank() == 2:
             raise OSError("disk is gone")
         return self.documents[i]
 
 
 def fail_later(folder):
-    data = FailsLater()
-    trainer = make(folder, 2, SECTION, parts={"train_dataset": data}, max_steps=-1, num_train_epochs=1)
-    data.armed = True
-    trainer.train()
+    make(folder, 2, SECTION, parts={"train_dataset": FailsLater()}, max_steps=-1, num_train_epochs=1).train()
 
 
 def test_all_ranks_stop_when_one_cannot_read_its_data(tmp_path):

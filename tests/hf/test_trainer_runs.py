@@ -13,7 +13,7 @@ from transformers import TrainerCallback, default_data_collator
 
 from hf_integration import unpatch_attention
 from tests.hf.llama import IGNORE, small
-from tests.hf.trainers import documents, make, mean_of_steps, trained
+from tests.hf.trainers import collate, documents, make, mean_of_steps, trained
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -261,6 +261,48 @@ class Restless(torch.utils.data.Dataset):
     def __getitem__(self, i):
         torch.rand(len(self.examples[i]))
         return {"input_ids": self.examples[i], "labels": self.examples[i]}
+
+
+class Counting(torch.utils.data.Dataset):
+    """A curriculum: the more examples were read, the more of their labels count."""
+
+    def __init__(self):
+        self.documents, self.read = documents(16), 0
+
+    def __len__(self):
+        return len(self.documents)
+
+    def __getitem__(self, i):
+        self.read += 1
+        self.documents[i]["labels"][self.read + 4 :] = IGNORE
+        return self.documents[i]
+
+
+class Drawing:
+    """A collator with a generator of its own, which changes rows in place."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __call__(self, examples):
+        for example in examples:
+            ids = example["input_ids"]
+            ids[torch.rand(ids.shape, generator=self.generator) < 0.3] = 5
+        return collate(examples)
+
+
+def of_states(folder, size):
+    """A run on examples that depend on what was read before."""
+    data = Counting()
+    parts = {"train_dataset": data, "eval_dataset": data, "data_collator": Drawing()}
+    run = trained(make(folder, 2, section(size), parts=parts, max_steps=2, gradient_accumulation_steps=1))
+    return run["loss"], run["grad_norm"], data.read
+
+
+def test_no_data_set_and_no_collator_is_tried_before_its_batches_come(tmp_path):
+    ((losses, norms, read),) = on_ranks(1, of_states, tmp_path / "plain", None)
+    for shared in on_ranks(2, of_states, tmp_path / "shared", 2):
+        assert shared == (pytest.approx(losses, rel=1e-5), pytest.approx(norms, rel=1e-5), read)
 
 
 def drawn(folder, data, **changes):
