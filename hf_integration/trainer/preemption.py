@@ -9,10 +9,13 @@ that step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
@@ -21,21 +24,47 @@ from ds_seqpar.runtime.agreement import all_reduce_sum
 from ..compat import sigterm_handler_before
 
 
+@dataclasses.dataclass
+class _GuardedStart:
+    """A loader's worker_init_fn, after which a worker ignores SIGTERM while its rank listens."""
+
+    start: Any  # the user's
+    listens: Any
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, self._on_signal)
+        if self.start is not None:
+            self.start(worker)
+
+    def _on_signal(self, *_: Any) -> None:
+        if not self.listens.value:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+
 class PreemptionCallback(TrainerCallback):
     """During training, save a checkpoint and stop after a step in which any rank received SIGTERM."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
+        self._listens = RawValue("b", False)  # which workers see
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Context manager in which this handles SIGTERM."""
-        self.signalled = False
+        self.signalled, self._listens.value = False, True
         previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
         try:
             yield
         finally:
+            self._listens.value = False
             signal.signal(signal.SIGTERM, previous_handler)
+
+    def guard(self, loader: DataLoader) -> None:
+        """Let the workers that a loader starts ignore SIGTERM while this handles it: a launcher sends it to all
+        processes of a rank, and training ends without a checkpoint where a worker ends."""
+        if not isinstance(loader.worker_init_fn, _GuardedStart):
+            loader.worker_init_fn = _GuardedStart(loader.worker_init_fn, self._listens)
 
     def _on_signal(self, *_: Any) -> None:
         self.signalled = True

@@ -282,10 +282,14 @@ class SequenceParallelMixin(rollouts.Rollouts):
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def _watch(self, loader: Any) -> None:
-        """Let a loader say what is wrong with examples."""
+        """Let a loader say what is wrong with examples, and its workers outlive a SIGTERM that training handles."""
         base = getattr(loader, "base_dataloader", loader)  # accelerate's wraps it
-        if isinstance(base, DataLoader) and not isinstance(base.collate_fn, checks.CheckedCollator):
+        if not isinstance(base, DataLoader):
+            return
+        if not isinstance(base.collate_fn, checks.CheckedCollator):
             base.collate_fn = checks.CheckedCollator(base.collate_fn)
+        if self._preemption is not None:
+            self._preemption.guard(base)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)

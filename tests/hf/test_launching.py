@@ -3,6 +3,7 @@ DeepSpeed's launcher."""
 
 import base64
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -12,13 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from hf_integration.trainer.preemption import PreemptionCallback
 from tests import scripts
 from tests.dist.ranks import is_one_sentence
 from tests.hf.test_trainer_scripts import EXAMPLE, ROOT, save_texts
-from tests.hf.trainers import make, trained
+from tests.hf.trainers import documents, make, trained
 from tests.launch import free_port, on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -55,6 +59,7 @@ def words(folder, steps):
     given = {"output_dir": folder / "out", "data": folder / "texts", "seq_len": 64, "documents": 8, "eval_documents": 1}
     given |= {"max_steps": steps, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "no", "deepspeed": CONFIG}
     given |= {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 1, "enable_jit_checkpoint": True}
+    given |= {"dataloader_num_workers": 1}
     return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
 
 
@@ -62,12 +67,21 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"\{'loss': '?([\d.]+)", text)]
 
 
+def signalled(pid):
+    """Sends SIGTERM as a launcher does, from another process."""
+    subprocess.run(["kill", "-TERM", "--", str(pid)], check=True, start_new_session=True)
+
+
 class Signal(TrainerCallback):
-    """Sends SIGTERM to rank 1 alone, in its second step."""
+    """Sends SIGTERM to the process group of rank 1 alone, in its second step: the workers of its loaders are in it."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1 and args.process_index == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(multiprocessing.active_children()) == 2
+            signalled(-os.getpgrp())
+
+
+WORKERS = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
 
 
 def preempted(folder):
@@ -75,13 +89,17 @@ def preempted(folder):
     one; whether the handler is the one before."""
     given, before = {"save_strategy": "no", "enable_jit_checkpoint": True}, signal.getsignal(signal.SIGTERM)
 
-    def run(name, steps, resume=None, callbacks=()):
-        parts = {"callbacks": list(callbacks)}
-        trainer = make(f"{folder}/{name}", 2, {"size": 2}, max_steps=steps, parts=parts, **given)
+    def run(name, steps, resume=None, callbacks=(), **more):
+        parts = {"callbacks": list(callbacks), "eval_dataset": documents(1)}
+        trainer = make(f"{folder}/{name}", 2, {"size": 2}, max_steps=steps, parts=parts, **given, **more)
         trainer.args.lr_scheduler_type = "constant"
         return trained(trainer, resume_from_checkpoint=resume)["loss"]
 
-    seen = run("told", 100, callbacks=[Signal()])
+    group = os.getpgrp()
+    os.setpgid(0, 0)
+    workers = {f"dataloader_{name}": x for name, x in WORKERS.items()}
+    seen = run("told", 100, callbacks=[Signal()], eval_on_start=True, **workers)
+    os.setpgid(0, group)
     dist.barrier()
     checkpoints = [path.name for path in Path(folder, "told").glob("checkpoint-*")]
     again = run("again", 3, f"{folder}/told/checkpoint-2")
@@ -94,6 +112,34 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all(tmp_path):
         assert checkpoints == ["checkpoint-2"]
         assert (seen, again) == (whole[:2], whole)
         assert handler
+
+
+class Named(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        return os.environ["WORKER"]
+
+
+def name_worker(number):
+    os.environ["WORKER"] = f"worker {number}"
+
+
+def test_workers_ignore_a_signal_only_while_training_listens():
+    callback, others = PreemptionCallback(None), {*multiprocessing.active_children()}
+    loader = DataLoader(Named(), 1, num_workers=1, worker_init_fn=name_worker)
+    for _ in range(2):
+        callback.guard(loader)
+    batches = iter(loader)
+    (worker,) = {*multiprocessing.active_children()} - others
+    with callback.listening():
+        assert next(batches) == ["worker 0"]
+        signalled(worker.pid)
+        assert [next(batches) for _ in range(9)] == [["worker 0"]] * 9
+    signalled(worker.pid)
+    with pytest.raises(RuntimeError, match=f"pid.*{worker.pid}"):
+        list(batches)
 
 
 def by_torchrun(folder):
