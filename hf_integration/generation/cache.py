@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -210,16 +210,20 @@ class ShardedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        indices = torch.arange(self.kept.count, device="cpu")[indices.cpu()] if indices.dtype == torch.bool else indices
-        for held in self.held:
-            held.select(indices)
-        if self.is_first:
-            self.kept.select(indices)
+    def batch_select_indices(self, indices: Any) -> None:
+        self._select(lambda rows: rows[indices.cpu() if isinstance(indices, Tensor) else indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = self.held[0].keys.shape[0] if self.held else 0  # of another layer they may have changed already
-        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
+        self._select(lambda rows: rows.repeat_interleave(repeats))
+
+    def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
+        """Keep the rows that a function chooses among the numbers of all rows."""
+        if self.held:  # another layer's rows may have changed already
+            chosen = choose(torch.arange(self.held[0].keys.shape[0], device="cpu"))
+            for held in self.held:
+                held.select(chosen)
+            if self.is_first:
+                self.kept.select(chosen)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ConfigError("a cache in parts loses no tokens again; got crop, copy.deepcopy the cache before it grows")

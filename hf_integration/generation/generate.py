@@ -147,7 +147,8 @@ def _misuse(given: Mapping[str, Any], config: Any) -> str:
     rows = next((len(given[name]) for name in TOKENS if given.get(name) is not None), None)
     others = [
         name for name, x in given.items()
-        if isinstance(x, Tensor) and name not in TOKENS and (x.dim() > 2 or (x.dim() and rows not in (None, len(x))))
+        if isinstance(x, Tensor) and name not in TOKENS and not hasattr(config, name)
+        and (x.dim() > 2 or (x.dim() and rows not in (None, len(x))))
     ]  # fmt: skip
     search, own_cache = "greedy search, sampling or beam search", "the DynamicCache that it makes itself"
     wrong = {
@@ -164,8 +165,22 @@ def _misuse(given: Mapping[str, Any], config: Any) -> str:
         (own_cache, "one with offloading"): getattr(cache, "offloading", False),
         ("no attention weights", "output_attentions"): config.output_attentions,
         ("prompts of text alone", ", ".join(others)): others,
+        (
+            "prompts that end in a token, from which the next one follows, as with tokenizer.padding_side = 'left'",
+            "padding behind a prompt",
+        ): _ends_in_padding(given, config),
     }
     return next((f"{needed}; got {got}" for (needed, got), is_wrong in wrong.items() if is_wrong), "")
+
+
+def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
+    """Return whether a prompt ends in padding, which transformers finds in this way too."""
+    mask, ids = given.get("attention_mask"), next((given[x] for x in TOKENS if given.get(x) is not None), None)
+    if mask is None and isinstance(ids, Tensor):
+        specials = (() if x is None else x for x in (config.pad_token_id, config.eos_token_id))
+        pad, eos = (torch.as_tensor(x).flatten().tolist() for x in specials)
+        mask = ids != pad[0] if pad and pad[0] not in eos else None
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1:].all())
 
 
 def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:

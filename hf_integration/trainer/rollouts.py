@@ -24,6 +24,7 @@ from ds_seqpar.runtime.log import log_once
 from .. import compat
 from ..families import unwrapped
 from ..generation import zero
+from ..model.forward import patch_of
 from ..model.patch import whole_sequences
 from ..rebinding import rebound
 from . import rng_state
@@ -89,6 +90,26 @@ def check(trainer: Any) -> None:
         raise ConfigError(
             "sequence parallel GRPO and RLOO need prompts of text; got a processor of images too, give its tokenizer "
             "as processing_class"
+        )
+
+
+def check_together(trainer: Any) -> None:
+    """Raise ConfigError where the ranks of a group would share a cache that a policy's layers with a state do not have.
+
+    `generate` would refuse it as well, in the first step.
+    """
+    inner = unwrapped(trainer.model)
+    if trainer.sp.size == 1 or trainer.use_vllm or not patch_of(inner).facts.mixers:  # type: ignore[union-attr]
+        return
+    config, _ = compat.generation_config_of(inner)(trainer.generation_config)
+    stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+    given = [f"group_generation_over={over}"] if (over := trainer.group_generation_over) is not None else []
+    given += ["ds3_gather_for_generation=False"] if stage == 3 and not trainer.args.ds3_gather_for_generation else []
+    if given and config.use_cache:
+        raise ConfigError(
+            "rows that the ranks of a group generate together need a policy without layers with a state, or "
+            f"generation_kwargs={{'use_cache': False}}; got {given[0]} and a {type(inner).__name__} that has some, "
+            f"leave {given[0].partition('=')[0]} out"
         )
 
 

@@ -126,6 +126,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self._throughput = SequenceParallelCallback(self.sp)
         # after the callback that decides whether a step is logged, before those that report logs
         if rolls_out := rollouts.rolls_out(self):
+            rollouts.check_together(self)
             rollouts.count_groups(self.args, self.sp.data_size)
             # trl has set the state of a process, which is a group's
             set_seed(self.args.seed + self.sp.data_rank)

@@ -96,6 +96,11 @@ CASES = {
     "several of a prompt": lambda: {"num_return_sequences": 3, "attention_mask": MASK, **SAMPLE},
     "a stop string": lambda: {"stop_strings": [LETTERS[3] + LETTERS[11], LETTERS[16]], "tokenizer": letters(), **NEW},
     "the end in some rows": lambda: {**NEW, "eos_token_id": [11, 23], "attention_mask": MASK},
+    "tensors of special tokens": lambda: {
+        **{**NEW, "eos_token_id": torch.tensor([11, 23, 40]), "pad_token_id": torch.tensor(0)},
+        **{"bos_token_id": torch.tensor([9]), "suppress_tokens": torch.tensor([1, 2, 5]), "attention_mask": MASK},
+    },
+    "a padding token that ends": lambda: {**NEW, "eos_token_id": torch.tensor([0, 11, 23])},
     "a processor": lambda: {"logits_processor": LogitsProcessorList([Even()]), **NEW},
     "a criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Enough()]), **NEW},
     "in chunks": lambda: {"prefill_chunk_size": 4, "attention_mask": MASK, **NEW},
@@ -108,7 +113,7 @@ CASES = {
 }
 
 
-QUICK = ("top-p, padded", "the end in some rows", "beams", "a limit of time as a criterion")
+QUICK = ("top-p, padded", "tensors of special tokens", "beams", "a limit of time as a criterion")
 
 
 @pytest.mark.parametrize(

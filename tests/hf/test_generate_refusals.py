@@ -42,6 +42,8 @@ def asks(**given):
 
 
 ALONE = "whole_sequences(model)"
+BEHIND = (torch.arange(12) < 12 - 3 * torch.arange(2)[:, None]).long()  # a mask with padding behind the second prompt
+ENDS_IN_PADDING = everywhere("padding behind a prompt", "padding_side = 'left'", ALONE, kind="ConfigError")
 # what is called, with a model and a rank -> what the ranks are told
 TABLE = {
     "other prompts": (lambda model, rank: model.generate(IDS + rank), differ("other prompts", "input_ids", ALONE)),
@@ -94,6 +96,15 @@ TABLE = {
     ),
     "weights": (asks(output_attentions=True), everywhere("output_attentions", ALONE, kind="ConfigError")),
     "pictures": (asks(pixel_values=torch.ones(2, 3, 4, 4)), everywhere("pixel_values", ALONE, kind="ConfigError")),
+    "padding behind": (asks(attention_mask=BEHIND), ENDS_IN_PADDING),
+    "padding behind beams": (asks(attention_mask=BEHIND, num_beams=2, use_cache=False), ENDS_IN_PADDING),
+    "padding behind embeddings": (
+        lambda model, rank: model.generate(
+            inputs_embeds=model.get_input_embeddings()(IDS), attention_mask=BEHIND, **NEW
+        ),
+        ENDS_IN_PADDING,
+    ),
+    "padding behind, by the token": (lambda model, rank: model.generate(IDS.flip(1), **NEW), ENDS_IN_PADDING),
     "batches that go on": (
         lambda model, rank: model.generate_batch([[1, 2]]), everywhere("continuous batching", ALONE, kind="ConfigError")
     ),

@@ -109,6 +109,19 @@ def selected(cache):
     return [2, 1]
 
 
+def selected_by_mask(cache):
+    """A mask that does not fit leaves the cache alone."""
+    with pytest.raises(IndexError):
+        cache.batch_select_indices(torch.tensor([True, False]))
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    return [0, 2]
+
+
+def selected_by_list(cache):
+    cache.batch_select_indices([-1, 1])
+    return [2, 1]
+
+
 def repeated(cache):
     cache.batch_repeat_interleave(2)
     return [0, 0, 1, 1, 2, 2]
@@ -118,6 +131,9 @@ def copied(cache):
     """A copy's use leaves the cache alone."""
     copy.deepcopy(cache).reorder_cache(torch.tensor([1, 1, 1]))
     return [0, 1, 2]
+
+
+CHANGES = (reordered, selected, selected_by_mask, selected_by_list, repeated, copied)
 
 
 def other_rows(model, lengths, change):
@@ -175,7 +191,7 @@ USES = {
     **{
         f"{change.__name__} rows of {lengths}": (other_rows, lengths, change)
         for lengths in (RAGGED, EQUAL)
-        for change in (reordered, selected, repeated, copied)
+        for change in CHANGES
     },
     "the base model": (last_states,),
     "logits_to_keep": (last_logits,),

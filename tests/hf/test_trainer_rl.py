@@ -21,6 +21,7 @@ from transformers import (
     ByT5Tokenizer,
     CLIPImageProcessorPil,
     GenerationMixin,
+    Lfm2ForCausalLM,
     LlamaForSequenceClassification,
     LlavaProcessor,
     LogitsProcessorList,
@@ -34,6 +35,8 @@ from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
 from hf_integration.model.forward import patch_of
 from tests.dist.ranks import not_refused, refusal
+from tests.grids import each_then_rest
+from tests.hf.every_type import config_of
 from tests.hf.llama import small
 from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
@@ -122,6 +125,13 @@ def model(seed=0, **changes):
     made = small(seed, vocab_size=259, pad_token_id=0, **changes)
     made.generation_config.eos_token_id = ENDS
     return made
+
+
+def with_states():
+    config = config_of("lfm2")
+    config.vocab_size, config.pad_token_id, config.use_cache = 259, 0, True
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(config)
 
 
 def lora():
@@ -248,6 +258,7 @@ def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, steps=2, *
     plain, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     unset_hf_deepspeed_config()  # by that of the trainer before, models would be made in parts
     own, settings = CASES[name]()
+    own |= parts or {}
     talks, stream, tokenizer = own.pop("talks", False), own.pop("stream", False), ByT5Tokenizer(extra_ids=0)
     if talks:
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -267,7 +278,7 @@ def trainer_of(folder, name, size=None, between=(Keyed,), parts=None, steps=2, *
     return type("Tried", (*([SequenceParallelMixin] if size else []), *between, plain), {})(
         model=policy, args=config(str(folder), **given),
         **{name: x.to_iterable_dataset() if stream else x for name, x in data.items()}
-        | {"reward_funcs": [letters, odd], "processing_class": tokenizer, **own, **(parts or {})},
+        | {"reward_funcs": [letters, odd], "processing_class": tokenizer, **own},
     )  # fmt: skip
 
 
@@ -405,6 +416,14 @@ WRONG = {
         ["got GRPOTrainer", "_calculate_rewards"],
     ),
     "a length in words": (lambda: {"parts": {"group_generation_over": "8K"}}, ["whole number", "got '8K'"]),
+    "a length for a policy with states": (
+        lambda: {"parts": {"model": with_states, "group_generation_over": 14}},
+        ["got group_generation_over=14", "use_cache"],
+    ),
+    "parameters in parts of a policy with states": (
+        lambda: {"parts": {"model": with_states}, "stage": 3, "ds3_gather_for_generation": False},
+        ["got ds3_gather_for_generation=False", "use_cache"],
+    ),
     "settings that differ": (
         lambda: {"temperature": 1.0 + dist.get_rank()},
         ["temperature 1.0", "temperature 2.0"],
@@ -455,9 +474,13 @@ def try_wrong(folder, names):
     return found
 
 
-def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(tmp_path):
-    for found in on_ranks(2, try_wrong, tmp_path / "x", list(WRONG)):
-        assert not_refused(found, WRONG) == {}
+SELDOM = "parameters in parts of a policy with states"
+
+
+@pytest.mark.parametrize("names", each_then_rest([[name for name in WRONG if name != SELDOM]], [[SELDOM]]))
+def test_what_cannot_be_divided_and_what_fails_on_one_rank_is_an_error_of_all(names, tmp_path):
+    for found in on_ranks(2, try_wrong, tmp_path / "x", names):
+        assert not_refused(found, {name: WRONG[name] for name in names}) == {}
 
 
 def noise(folder):
