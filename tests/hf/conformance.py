@@ -13,7 +13,7 @@ from hf_integration import patch_attention
 from tests.dist.ranks import make
 from tests.hf.every_type import tiny
 from tests.hf.families import PACKS, batch_of, collated, real
-from tests.hf.in_fp64 import fp64, throughout
+from tests.hf.in_fp64 import fp64, limit_beside, throughout
 from tests.hf.llama import array
 from tests.launch import on_ranks
 
@@ -127,7 +127,7 @@ def _compared(found, wanted, model, kind):
     if not all(error < limit for error in errors.values()) and model.dtype == torch.float32:
         error, truth = _outcome(plain, fp64(copy.deepcopy(model)), kind)
         if error is None:
-            limits = {name: max(limit, 2 * error) for name, error in _errors(wanted, truth).items()}
+            limits = {name: limit_beside(error, limit, times=2) for name, error in _errors(wanted, truth).items()}
             errors = _errors(found, truth)
     wrong = {name: error for name, error in errors.items() if not error < limits[name]}
     return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items()) if wrong else EXACT

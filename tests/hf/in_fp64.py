@@ -33,6 +33,19 @@ def throughout(function):
     return wrapped
 
 
+def limit_beside(own, least=1e-5, times=6):
+    """Return how far from fp64 a model in fp32 may be where the plain one is `own` far.
+
+    Args:
+        own: max|a-b| / max|b| of the plain model's result in fp32 and in fp64.
+        least: The limit where the plain model is near: some sums of small numbers are ill-conditioned, and there any
+            order of the same sums gives other digits, as other processors do.
+        times: One order is a poor sample of how far others are. Of glm4's first 3 seeds the farthest is 5.5 times as
+            far as the plain model.
+    """
+    return max(least, times * own)
+
+
 def fp64(model):
     """Return a model in fp64, without the kernels of experts that know only fp32."""
     model.set_experts_implementation("eager")
