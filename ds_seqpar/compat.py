@@ -175,6 +175,7 @@ def flash_attn_function(direction: str, several: bool) -> Callable[..., Any]:
 
 _GROUPS = "sequence parallelism's process groups"
 default_group = private("torch.distributed.distributed_c10d:_get_default_group", _GROUPS)
+Future = private("torch:_C.Future", "the watchdog")  # the class of what Work.get_future() returns
 default_store = private("torch.distributed.distributed_c10d:_get_default_store", _GROUPS)
 _world = private("torch.distributed.distributed_c10d:_world", _GROUPS)
 _known_groups = attribute("torch.distributed.distributed_c10d:_World.pg_map", _GROUPS)

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from .. import compat
-from ..errors import CommunicationError, SeqParError
+from ..errors import CommunicationError, SeqParError, ranks_in_words
 from . import waits
 from .log import log_once
 from .out_of_memory import explain
@@ -53,6 +53,7 @@ Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 # how long other ranks wait for the one that prints; a launcher ends all ranks after the first
 PRINT_TIMEOUT = timedelta(seconds=5)
+EXIT_TIMEOUT = 0.2  # seconds from the end of a process's connections to its own
 LOST = re.compile(
     r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended",
     re.IGNORECASE,
@@ -150,7 +151,12 @@ def _print(before: Callable, error_type: type, error: BaseException, trace: Trac
 
 
 def _print_first(before: Callable, error: Exception, trace: TracebackType | None, rank: int) -> None:
-    """Print an error, and tell the ranks that have not ended of it. The launcher may end this rank at any time."""
+    """Print an error, and tell the ranks that have not ended of it. The launcher may end this rank at any time.
+
+    A lost connection that torch has met, as in DDP's broadcast or a collective of the user's, is said in our words.
+    """
+    if is_lost(error) and not isinstance(error, SeqParError):
+        error = CommunicationError(f"a call of torch.distributed failed because another rank ended: {_who_is_gone()}")
     sentence = f"{type(error).__name__}: {error}".splitlines()[0]
     _write_error_file(sentence, late=is_lost(error))
     if not _leave_last_line(sentence) and is_lost(error):
@@ -166,6 +172,25 @@ def _print_pointer(error: Exception, rank: int, printed_by: int, place: str) -> 
     _write_error_file(f"see rank {printed_by}", late=True)
     if place != _place_of_stderr():
         print(f"[rank{rank}]: {type(error).__name__}, see rank {printed_by}", file=sys.stderr)
+
+
+WHERE = "ds_seqpar/watchdog/where/"  # in the store, before a rank's number: its host and process
+
+
+def _who_is_gone() -> str:
+    """Return a clause that names the ranks whose processes have ended, as far as this host sees it."""
+
+    def ask(store: Any) -> list[int]:
+        known = [rank for rank in range(dist.get_world_size()) if store.check([f"{WHERE}{rank}"])]
+        processes = {rank: json.loads(store.get(f"{WHERE}{rank}")) for rank in known}
+        until = time.monotonic() + EXIT_TIMEOUT
+        while not (gone := [rank for rank in known if has_ended(*processes[rank])]) and time.monotonic() < until:
+            time.sleep(EXIT_TIMEOUT / 10)
+        return gone
+
+    if gone := _ask_store(ask):
+        return f"the process of {ranks_in_words(gone)} is gone, see its exit code, and dmesg where it was killed"
+    return "which one cannot be seen from here, see the exit codes of all"
 
 
 def _ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
@@ -382,6 +407,12 @@ def _gloo_threads() -> dict[str, str]:
         if (state := state_of_thread(thread, name="pt_gloo_runloop")) != "":
             states[thread] = state
     return states
+
+
+def has_ended(host: str, process: int) -> bool:
+    """Return whether a process has ended; False where it is on another host, or the system is not Linux."""
+    here = host == socket.gethostname() and os.path.isdir(TASKS)
+    return here and state_of_thread(process, process)[:1] in ("", "Z")
 
 
 def state_of_thread(thread: object, process: object = "self", name: str = "") -> str:

@@ -48,6 +48,7 @@ ANSWER = 2.0  # seconds in which ranks write their states, once they have looked
 END = 30  # seconds after which a process that cannot print why it ends, ends all the same
 COLLECTIVES = re.compile(r"torch[/\\]distributed[/\\](distributed_c10d|c10d_logger)\.py$|deepspeed[/\\]comm[/\\]")
 WAITING = re.compile(r"(?:\b([A-Za-z][\w.]*)\.)?\bwait(_tensor)?\(")
+CLOSED = "has closed its last SequenceParallel, so nobody sees what it does"
 BACKWARD = "_engine_run_backward"
 MAKING_A_GROUP = "_new_process_group_helper"  # of torch's, which does not sleep: it tries again to reach a rank
 # the end of a line is a frame's "file:function"; the innermost frame that is in one of them says what its rank does
@@ -129,6 +130,8 @@ class _Watchdog:
     def __init__(self) -> None:
         self.rank, self.world, self.group = dist.get_rank(), dist.get_world_size(), weakref.ref(groups.all_ranks())
         self.store = dist.PrefixStore("ds_seqpar/watchdog", compat.default_store().clone())
+        self.store.set(f"where/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self.store.set(f"ended/{self.rank}", "")
         self.at_exit, self.ended, self.users = threading.Event(), threading.Event(), weakref.WeakSet[Watched]()
         self.number, self.waited, self.at = 0, 0.0, time.monotonic()
         self.mark: Any = None
@@ -149,15 +152,15 @@ class _Watchdog:
             self.ended.set()
 
     def watch(self) -> None:
-        self.store.set(f"where/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
         while self.store.check([f"{self.number}/alarm"]):  # those of an earlier watchdog of this job
             self.number += 1
         while not self.at_exit.wait(self.tick):
             with _lock:
                 if not self.users or not self.is_of_this_job():
-                    return self.ended.set()  # before `watch` adds another user
+                    self.ended.set()  # before `watch` adds another user
+                    return self.store.set(f"ended/{self.rank}", CLOSED)
             self.look()
-        return self.store.set(f"ended/{self.rank}", "")
+        return self.store.set(f"ended/{self.rank}", "is at its end")
 
     def look(self) -> None:
         now, mark = time.monotonic(), _mark()
@@ -210,11 +213,11 @@ class _Watchdog:
         host, pid = json.loads(self.store.get(where)) if self.store.check([where := f"where/{rank}"]) else ("?", 0)
         here = process_exit.state_of_thread(pid, pid) if host == socket.gethostname() else "?"
         words = "does not answer: it is stopped, in a debugger, at its end, or in code that keeps Python's lock"
-        if self.store.check([f"ended/{rank}"]):
-            words = "is at its end"
-        elif here == "" or here[0] == "Z":
+        if process_exit.has_ended(host, pid):
             words = "has ended"
-        elif here[0] in "Tt":
+        elif self.store.check([f"ended/{rank}"]) and (ended := self.store.get(f"ended/{rank}").decode()):
+            words = ended
+        elif here[:1] in ("T", "t"):
             words = "is stopped, by a signal or in a debugger"
         return State(f"process {pid} on {host}", words)
 
@@ -223,8 +226,9 @@ class _Watchdog:
         error, printer = CommunicationError(sentence), process_exit.Printer(writer, key + "told", self.store)
         waits.ended = process_exit.with_printer(error, printer)
         faulthandler.dump_traceback_later(END, exit=True)
-        self.store.add(key + "ready", 1)  # all ranks know why connections are lost, before one is
-        self.all_have(key + "ready", self.store.add(key + "answers", 0), ANSWER)
+        with contextlib.suppress(dist.DistError):  # the rank that has the store did not wait for this one
+            self.store.add(key + "ready", 1)  # all ranks know why connections are lost, before one is
+            self.all_have(key + "ready", self.store.add(key + "answers", 0), ANSWER)
         sys.excepthook(type(error), error, None)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -241,9 +245,16 @@ def _thread() -> threading.Thread:
     return groups.bound_thread() or threading.main_thread()
 
 
+def _slept() -> str:
+    """Return the state of that thread, as `state_of_thread` does."""
+    thread = _thread()
+    # after os.fork() Python's native_id is still that of the parent's thread
+    return process_exit.state_of_thread(os.getpid() if thread is threading.main_thread() else thread.native_id)
+
+
 def _mark() -> Any:
     """Return what identifies the wait that this rank is in; None where it is in none."""
-    wait, slept = waits.innermost(), process_exit.state_of_thread(_thread().native_id)
+    wait, slept = waits.innermost(), _slept()
     if wait is not None:
         return wait.since, wait.awaited, slept
     frames = _frames()
@@ -262,7 +273,7 @@ def _is_collective(frames: list[FrameType]) -> bool:
     if COLLECTIVES.search(file) or file.startswith(process_exit.STDLIB):
         return bool(COLLECTIVES.search(file))
     call = WAITING.search(linecache.getline(file, frames[0].f_lineno))
-    return call is not None and isinstance(_receiver(frames[0], call[1]), dist.Work | None)
+    return call is not None and isinstance(_receiver(frames[0], call[1]), dist.Work | compat.Future | None)
 
 
 def _receiver(frame: FrameType, name: str | None) -> Any:
@@ -286,7 +297,7 @@ def _state() -> State:
     if wait is not None:
         what, awaited = wait.what, wait.ranks()
         words, message = _in_wait(wait, walk, place)
-    elif process_exit.state_of_thread(_thread().native_id).startswith("S") and _is_collective(frames):
+    elif _slept().startswith("S") and _is_collective(frames):
         what, awaited = _in_collective(frames)
         words = f"waits in {what} for"
     else:

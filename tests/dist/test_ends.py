@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
@@ -174,27 +175,42 @@ def prints(error, file):
     os.dup2(before, 2)
 
 
-def loses_a_rank(folder):
-    """Rank 3 is killed; rank 2 finds out in a call of torch's own, as inside DeepSpeed."""
-    sp = make(size=4)
+def ours_and_torchs(sp, module):
+    """Rank 2 is in a call of torch's own, as inside DeepSpeed."""
+    sp.gather(torch.ones(2), 0) if dist.get_rank() < 2 else dist.all_reduce(torch.ones(2))
+
+
+def in_a_collective(sp, module):
+    dist.all_reduce(torch.ones(2))
+
+
+def in_ddp(sp, module):
+    module(torch.ones(2)).sum().backward()
+
+
+def loses_a_rank(folder, call):
+    """Rank 3 is killed while the others are in `call`."""
+    sp, module = make(size=4), DistributedDataParallel(torch.nn.Linear(2, 2))
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        sp.gather(torch.ones(2), 0) if dist.get_rank() < 2 else dist.all_reduce(torch.ones(2))
+        globals()[call](sp, module)
     except RuntimeError as error:
         prints(error, folder / "shared")
-        return
+        os._exit(1)  # others wait for this rank
     raise AssertionError("nobody noticed")
 
 
-def test_a_killed_rank_is_told_once(tmp_path):
-    """It was 635 lines of 4 ranks."""
-    *found, (died, *_) = on_ranks(4, loses_a_rank, tmp_path, check=False)
-    assert (found, died) == ([None] * 3, "Died")
+@pytest.mark.parametrize("call", [ours_and_torchs, in_a_collective, pytest.param(in_ddp, marks=pytest.mark.whole)])
+def test_a_killed_rank_is_told_once(call, tmp_path):
+    """It was 635 lines of 4 ranks, and in torch's own calls gloo's text of a socket."""
+    ended = on_ranks(4, loses_a_rank, tmp_path, call.__name__, check=False)
+    assert [outcome[0] for outcome in ended] == ["Died"] * 4, ended
     lines = (tmp_path / "shared").read_text().splitlines()
     assert len(lines) <= 8, lines
     assert sum("Error: " in line for line in lines) == 1, lines
-    assert "Error: " in lines[-1]
+    assert "CommunicationError: " in lines[-1]
+    assert call is ours_and_torchs or "the process of rank 3 is gone" in lines[-1], lines
     assert not any("site-packages" in line or "/ds_seqpar/" in line for line in lines)
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -163,6 +164,22 @@ def before_a_group_is_made(hang, sp, model):
     dist.destroy_process_group(dist.new_group())
 
 
+def before_a_future(hang, sp, model):
+    """What others wait for has a name, and is no Work."""
+    if hang.late:
+        hang.told()
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.wait()
+
+
+def after_close(hang, sp, model):
+    """The last case: it takes the SequenceParallel away."""
+    if hang.late:
+        sp.close()
+        hang.told()
+    dist.barrier()
+
+
 class Later:
     """The work of a message that a thread sends."""
 
@@ -229,9 +246,11 @@ RELEASED = {
     in_evaluate: ("rank 2, which is in evaluate (",),
     in_an_optimizer_step: ("rank 2, which is in an optimizer step (",),
     before_a_group_is_made: ("waits in new_group (called by ", "for rank 2, which is at ", "in told"),
+    before_a_future: ("waits in before_a_future (called by ", "for rank 2, which is at ", "in told"),
     on_a_dead_link: ("rank 2", "ring forward, layer 1 for kv(1) from rank 1", LINK),
     on_a_slow_link: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
     to_a_wrong_peer: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
+    after_close: ("waits in barrier (called by ", "for rank 2, which has closed its last SequenceParallel"),
 }
 
 
@@ -329,6 +348,30 @@ def test_a_report_ends_the_job_where_nothing_else_would(case, tmp_path):
     *_, last = text.splitlines()
     assert text.count("Error: after 1 s of waiting") == 1
     assert missing(last, "CommunicationError: after 1 s of waiting", *words) == [], text
+
+
+def ended_without_its_store():
+    """Of a rank whose report comes after the rank that has the store has ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dog = object.__new__(watchdog._Watchdog)
+    dog.store, dog.seconds, dog.world = dist.TCPStore("127.0.0.1", server.port, is_master=False), 1.0, 1
+    del server
+    dog.end("the sentence", 0, "0/")
+
+
+def test_a_rank_ends_though_its_store_has_ended():
+    assert on_ranks(1, ended_without_its_store, check=False, timeout=20) == [("Died", "exit code 1", ANY)]
+
+
+def own_thread():
+    """The exit code of a process that os.fork() has made: whether it sees its own main thread."""
+    if (child := os.fork()) == 0:
+        os._exit(watchdog._slept() == "")
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_sees_its_own_thread():
+    assert on_ranks(1, own_thread) == [0]
 
 
 def wait_soundly():
