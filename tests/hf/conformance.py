@@ -98,7 +98,7 @@ def _cases(sp, name, kinds, patch, build, calls):
         else:
             error, found = _outcome(CALL[call], shared, sp, kind)
             broken = error if error is not None and error.startswith(("crash", "hang")) else None
-            yield (kind, call), error or _compared(found, wanted, model, kind)
+            yield (kind, call), error or compared(found, wanted, model, kind)
 
 
 def _error(function, *args):
@@ -120,8 +120,8 @@ def _outcome(function, *args):
         return f"{'hang' if 'imed out' in line else 'crash'}: {type(error).__name__}: {line} ({place})", None
 
 
-def _compared(found, wanted, model, kind):
-    """Return "exact", or what is wrong on this rank."""
+def compared(found, wanted, model, kind):
+    """Return "exact", or what is wrong on this rank of what `CALL` and `plain` have given."""
     limit, errors = LIMITS[model.dtype], _errors(found, wanted)
     limits = dict.fromkeys(errors, limit)
     if not all(error < limit for error in errors.values()) and model.dtype == torch.float32:

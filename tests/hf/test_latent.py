@@ -14,6 +14,7 @@ from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import conformance
 from tests.hf.every_type import tiny
+from tests.hf.in_fp64 import fp64, limit_beside
 from tests.hf.llama import averaged, gap, one_process, ragged, settings, step, with_lora
 from tests.launch import on_each_of, on_engine_ranks
 
@@ -36,11 +37,18 @@ def test_models_that_send_latents_are_the_plain_ones(name, ulysses):
     model = tiny(name)
     shared, sp = patched(copy.deepcopy(model), ulysses)
     for kind in conformance.KINDS:
-        logits, loss, gradients = conformance.plain(model, kind)
+        truth = conformance.plain(fp64(copy.deepcopy(model)), kind)
+        limits = [limit_beside(error, LIMIT) for error in errors(conformance.plain(model, kind), truth)]
+        assert max(limits) < 3 * LIMIT
         for call in conformance.CALL.values():
-            found = call(shared, sp, kind)
-            errors = gap({"logits": found[0]}, {"logits": logits}), abs(found[1] - loss), gap(found[2], gradients)
-            assert max(errors) < LIMIT, (kind, errors)
+            its = errors(call(shared, sp, kind), truth)
+            assert all(error < limit for error, limit in zip(its, limits, strict=True)), (kind, its, limits)
+
+
+def errors(found, expected):
+    """Of (logits, loss, gradients)."""
+    of_logits = gap({"logits": found[0]}, {"logits": expected[0]})
+    return of_logits, abs(found[1] - expected[1]), gap(found[2], expected[2])
 
 
 def batch():

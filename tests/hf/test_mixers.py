@@ -18,6 +18,7 @@ from hf_integration.look.look import look
 from tests.dist.ranks import make, refusal
 from tests.hf import conformance
 from tests.hf.every_type import tiny
+from tests.hf.in_fp64 import limit_beside, throughout, tiny_fp64
 from tests.hf.llama import settings
 from tests.launch import on_each_of, on_engine_ranks
 
@@ -54,12 +55,9 @@ CASES = {
 }
 
 
-def gaps(model, shared, sp, kind="packed", call="sharded"):
-    """The greatest errors of (logits, loss, gradients) of a shared model."""
-    logits, loss, gradients = conformance.plain(model, kind)
-    found = conformance.CALL[call](shared, sp, kind)
-    of_logits = abs(found[0] - logits).max() / abs(logits).max()
-    return of_logits, abs(found[1] - loss), conformance._gap(found[2], gradients)
+def outcome(model, shared, sp, kind="packed", call="sharded"):
+    """Whether the logits, loss and gradients of a shared model are "exact"."""
+    return conformance.compared(conformance.CALL[call](shared, sp, kind), conformance.plain(model, kind), model, kind)
 
 
 @on_each_of(2)
@@ -67,7 +65,7 @@ def test_settings_apply_to_layers_with_a_state():
     for case, (prepare, section) in CASES.items():
         model, shared, sp = prepare(tiny("qwen3_next")), prepare(tiny("qwen3_next")), make(**section, prove="never")
         patch_attention(shared, sp)
-        assert max(gaps(model, shared, sp)) < 1e-5, case
+        assert outcome(model, shared, sp) == conformance.EXACT, case
 
 
 @on_each_of(2)
@@ -80,7 +78,7 @@ def test_copies_local_forwards_and_unpatched_models_are_as_they_were():
         copied = copy.deepcopy(shared)
         unpatch_attention(shared)
         assert {name: sorted(vars(module)) for name, module in shared.named_modules()} == attributes
-        assert max(gaps(model, copied, sp, call="whole")) < 1e-5, name
+        assert outcome(model, copied, sp, call="whole") == conformance.EXACT, name
         ids = torch.arange(3, 20)[None]
         with torch.no_grad():
             logits = model(ids).logits
@@ -167,7 +165,7 @@ def test_compiled_layers_train_alike():
         patch_attention(shared, sp)
         for layer in shared.model.layers:
             layer.compile(backend="eager")
-        assert max(gaps(model, shared, sp)) < 1e-5
+        assert outcome(model, shared, sp) == conformance.EXACT
 
 
 def test_a_look_finds_mixers():
@@ -192,7 +190,7 @@ def test_a_look_does_without_installed_kernels(monkeypatch):
 
 
 def stepped():
-    """(loss, norm of gradients) of a step of an engine, and of the plain model."""
+    """(loss, norm of gradients) of a step of an engine, of the plain model, and of the plain one in fp64."""
     ids = torch.arange(3, 22)[None]
     engine, *_ = ds_seqpar.initialize(model=tiny("nemotron_h"), config=settings({"size": 2}, "3", 1, 1))
     sp = engine.sequence_parallel
@@ -201,14 +199,19 @@ def stepped():
     engine.backward(loss)
     found = sp.mean_loss([loss])
     engine.step()
-    model = tiny("nemotron_h")
-    plain = model(input_ids=ids, labels=ids).loss
-    plain.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return (found, float(engine.get_global_grad_norm())), (plain.item(), norm.item())
+    found = found, float(engine.get_global_grad_norm())
+    return found, step(tiny("nemotron_h"), ids), step(tiny_fp64("nemotron_h"), ids)
+
+
+@throughout
+def step(model, ids):
+    """(loss, norm of gradients) of a model."""
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
 
 def test_zero_3_gathers_what_a_mixer_reads_of_its_convolution():
-    for found, expected in on_engine_ranks(2, stepped):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for found, plain, truth in on_engine_ranks(2, stepped):
+        for its, one, right in zip(found, plain, truth, strict=True):
+            assert its == pytest.approx(right, rel=limit_beside(abs(one / right - 1)))
