@@ -32,6 +32,9 @@ from .shared_prompts import SharedPrompts
 from .value_checks import ValueChecks, describe, fingerprint_of
 
 TOKENS = ("input_ids", "inputs_embeds")
+# masks and weights of token losses, by their names elsewhere: they would stay where labels leave
+OF_LOSSES = ("loss_mask", "loss_weights", "loss_scale", "token_weights", "label_mask", "completion_mask",
+             "response_mask", "action_mask", "assistant_masks")  # fmt: skip
 
 
 def shard_microbatches(
@@ -74,8 +77,8 @@ def shard_microbatches(
               or left padding, rows lie end to end, and tensors are (1, local tokens, ...).
 
     Raises:
-        InputError: before training, on a rank whose micro-batches cannot be sharded; on all ranks, if they have
-            different numbers of micro-batches.
+        InputError: before training, on a rank whose micro-batches cannot be sharded, or have one of `OF_LOSSES`; on all
+            ranks, if they have different numbers of micro-batches.
         DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches.
     """
     sharded: list[dict[str, Any]] = []
@@ -121,6 +124,12 @@ def _prepare(
         compare).
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
+    for name, x in itertools.chain(*(batch.tensors.items() for batch in checked)):
+        if name in OF_LOSSES and isinstance(x, Tensor) and x.dim() > 1:
+            raise InputError(
+                "labels are shifted to the tokens that predict them before a batch is sharded, and nothing else is; "
+                f"got {name}, set labels to -100 where it is 0, or give weights that are shifted, by another name"
+            )
     sharded = [_shard(sp, batch, batch.tensors["labels"].device) for batch in checked]
     if not microbatches or (steps is not None and len(microbatches) != steps):
         raise InputError(

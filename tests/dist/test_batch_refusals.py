@@ -96,6 +96,9 @@ ONE_GROUP = {
     "labels in fp32": (given(labels=torch.ones(2, 16)), everywhere("float32 (2, 16)")),
     "mask of four dims": (given(attention_mask=torch.ones(2, 1, 16, 16)), everywhere("(2, 1, 16, 16)")),
     "mask that is a list": (one_given(attention_mask=[[1] * 16] * 2), only_one("got list")),
+    # Megatron's and Automodel's, whose labels are shifted before: off by one here
+    "a mask of losses": (given(loss_mask=torch.ones(2, 16)), everywhere("got loss_mask", "shifted", "-100")),
+    "weights of losses": (one_given(loss_scale=torch.ones(2, 16)), only_one("got loss_scale", "shifted")),
     "tensor of another shape": (given(pixel_values=torch.zeros(3, 5)), everywhere("pixel_values (3, 5)")),
     # a group without a sequence left, as at the end of an epoch; torch's sentence was of a storage
     "no rows": (lambda sp, rank: sp.shard_batch(cut(0, 16)), everywhere("one row", "got 0 rows of 16 tokens", "-100")),

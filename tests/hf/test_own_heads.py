@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import ds_seqpar
+from ds_seqpar.data.batches import counted_labels
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention
 from tests import scripts
@@ -174,6 +175,22 @@ def test_whole_batches_give_the_plain_models_numbers(ranks):
     for name, (model, batch) in LOCAL.items():
         errors = beside_plain(model(), batch(), sp)
         assert max(errors) < 1e-6, (name, errors)
+
+
+@on_each_of(2)
+def test_a_label_at_a_documents_start_counts_where_a_forward_sees_whole_outputs_alone():
+    """What docs/masks.md says of labels. In a plain model it counts."""
+    sp, batch, causal = make(**MODES["r2"]), packed(), of(LlamaForCausalLM)
+    labels = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORE)
+    without = {**batch, "labels": labels}
+    plain, wanted = (causal(**x).loss.item() for x in (batch, without))
+    patch_attention(causal, sp)
+    assert abs(plain / wanted - 1) > 1e-5
+    found = [causal(**batch).loss.item(), sp.mean_loss([causal(**sp.shard_batch(batch)).loss])]
+    assert found == pytest.approx([wanted] * 2, rel=1e-6)
+    assert counted_labels(sp, batch).equal(labels)  # as the Trainer leaves them for the model's own loss
+    own = patch_attention(of(ZLossForCausalLM), sp)
+    assert own(**batch).loss.item() - own(**without).loss.item() == pytest.approx(plain - wanted, rel=1e-6)
 
 
 @on_each_of(2)
