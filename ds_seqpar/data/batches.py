@@ -9,6 +9,7 @@ the first backward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +84,7 @@ def shard_microbatches(
     """
     sharded: list[dict[str, Any]] = []
     counts, fingerprints, error = [0, 0], None, None
+    advice = functools.partial(mismatch_hints.of_batches, began=sp.first_use.calls.count > 0)
     try:
         microbatches = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
         sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
@@ -90,7 +92,7 @@ def shard_microbatches(
         error = as_seqpar_error("making the micro-batches of a step failed", reason)
     most = assert_ranks_agree(
         sp.control_world, "batches", fingerprints, error=error, number=len(sharded), peers=sp.groups.control,
-        among_peers=True, call="shard_batches", advice=mismatch_hints.of_batches,
+        among_peers=True, call="shard_batches", advice=advice,
     )  # fmt: skip
     world = dist.get_world_size()
     total, from_padding, batches = all_reduce_sum(sp.control_world, [*counts, len(sharded)], "shard_batches")

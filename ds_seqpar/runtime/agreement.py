@@ -22,6 +22,7 @@ Fields = dict[str, str]
 Advice = Callable[[Mapping[int, Fields]], str | None]
 BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward.py`
 LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
+ALL = "on all ranks"  # in the remedy of calls that no step needs, as those of a rank that prints
 
 
 def assert_ranks_agree(
@@ -115,6 +116,11 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, name: str, value: object, call: str = "", advice: Advice | None = None) -> Entry:
         return cls(value if isinstance(value, Compared) else Compared(name, value), call, advice)
+
+    @property
+    def remedy(self) -> str:
+        """What to do where a rank does not make the call, which stands in parentheses in `call`."""
+        return self.call.partition(" (")[2].removesuffix(")")
 
     @property
     def subject(self) -> str:
@@ -219,7 +225,7 @@ def raise_difference(
         part: the part of the group among whose ranks values must be the same.
         before: how many calls of the step were compared before these; None where an error comes out of its own call.
     """
-    values = [(entry.compared.name, entry.compared.fields) for entry in entries]
+    values = [(entry.compared.name, entry.compared.fields, entry.remedy) for entry in entries]
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
     if group is not None:
         failures[group] = failures.get(group, 0) + 1
@@ -235,14 +241,15 @@ def raise_difference(
             f"{key}/{failed_rank}",
         )
     for place in range(max(len(values) for _, values, *_ in reports)):
-        at_place = [values[place] if place < len(values) else ("no call", Fields()) for _, values, *_ in reports]
-        calls_differ = len({name for name, _ in at_place}) > 1
+        at_place = [values[place] if place < len(values) else ("no call", Fields(), "") for _, values, *_ in reports]
+        calls_differ = len({name for name, *_ in at_place}) > 1
         parts = [0 if calls_differ else part for *_, part in reports]
         where = "" if before is None else f" (call {before + place + 1} of the step)"
         for part in sorted(set(parts)):
             members = {global_ranks[rank]: at_place[rank] for rank, number in enumerate(parts) if number == part}
             advice = None if calls_differ else entries[place].advice
-            why = advice({rank: fields for rank, (_, fields) in members.items()}) if advice else ""
+            why = advice({rank: fields for rank, (_, fields, _) in members.items()}) if advice else ""
+            why = _why_other_calls(members) if calls_differ else why
             if why is not None and (difference := differences(members, why, where)):
                 audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
                 sentence = f"{audience} must be given the same {difference}"
@@ -268,32 +275,43 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
     return objects
 
 
-def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "", where: str = "") -> str:
+def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
+    """Return why some ranks make other calls, and what to do, "" where nothing tells. by_rank: rank -> (name, fields,
+    remedy)."""
+    remedies = dict.fromkeys(remedy for name, _, remedy in by_rank.values() if remedy and name != BACKWARD)
+    if asides := [remedy for remedy in remedies if ALL in remedy]:
+        return f"some ranks alone make one: {', or '.join(asides)}"
+    ahead = [rank for rank, (name, *_) in by_rank.items() if name != BACKWARD]
+    if len(ahead) == len(by_rank):
+        return ""
+    is_ahead = f"{ranks_in_words(ahead)} {'is' if len(ahead) == 1 else 'are'} one call ahead"
+    return f"{is_ahead}: skip a step on all ranks or on none, {'; '.join([LEFT_OUT, *remedies])}"
+
+
+def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") -> str:
     """Return what differs between ranks, in words, or "" if nothing does.
 
     Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
 
     Args:
-        by_rank: rank -> (name of what it compares, its fields).
+        by_rank: rank -> (name of what it compares, its fields, ...).
         why: the cause and what to do, where they are known.
         where: which of several calls it is, in words.
     """
-    if len({compared for compared, _ in by_rank.values()}) > 1:
-        in_backward = any(compared == BACKWARD for compared, _ in by_rank.values())
+    if len({compared for compared, *_ in by_rank.values()}) > 1:
         by_call = {
             rank: f"{compared} through {next(iter(fields))}" if compared == BACKWARD and fields else compared
-            for rank, (compared, fields) in by_rank.items()
+            for rank, (compared, fields, *_) in by_rank.items()
         }
-        hint = f", but some are in backward: {LEFT_OUT}" if in_backward else ""
-        return f"calls{where}{hint}; got {_grouped(by_call)}"
+        return f"calls{where}{why and f', but {why}'}; got {_grouped(by_call)}"
     first = next(iter(by_rank.values()))
-    names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
+    names = differing({rank: fields for rank, (_, fields, *_) in by_rank.items()})
     if not names:
         return ""
     omitted = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
     shown = {
         rank: ", ".join([_named(name, fields.get(name)) for name in names[:MOST_SHOWN]] + omitted)
-        for rank, (_, fields) in by_rank.items()
+        for rank, (_, fields, *_) in by_rank.items()
     }
     return f"{first[0]}{where}{why and f', but {why}'}; got {_grouped(shown)}"
 

@@ -15,8 +15,13 @@ SAMPLES = ("input_ids", "inputs_embeds", "labels")
 PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of its batch's placement on every rank"
 
 
-def of_batches(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause where ranks of a sequence hold other samples, in equally many batches with the same columns."""
+def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
+    """Return the cause where ranks of a sequence hold other samples, in equally many batches with the same columns.
+
+    Args:
+        by_rank: rank -> its fields.
+        began: whether the ranks made calls together before, so that one of them may have skipped a step since.
+    """
     names = differing(by_rank)
     same_columns = all(name in fields for name in names for fields in by_rank.values())
     if not same_columns or not any(name.endswith(SAMPLES) for name in names):
@@ -28,10 +33,16 @@ def of_batches(by_rank: Mapping[int, Fields]) -> str:
         "make samplers by sp.sampler(dataset), or loaders by sp.loader (give a Trainer the whole data set on every "
         "rank, and an Accelerator to share_accelerator), and seed all ranks alike"
     )
-    if len(by_samples) == len(by_rank):
-        return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"
     *minorities, _ = sorted(by_samples.values(), key=len)
     deviating = ranks_in_words([rank for ranks in minorities for rank in ranks])
+    if began:
+        who = "one of them" if len(by_samples) == len(by_rank) else deviating
+        return (
+            f"{who} is one call ahead, as after a step that not all ranks skipped (skip it on all or on none), or has "
+            f"another part of the data, as from a DistributedSampler over all ranks: {remedy}"
+        )
+    if len(by_samples) == len(by_rank):
+        return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"
     return f"{deviating} has other samples than the rest, as from another seed or data set: {remedy}"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding, assembled, order_of
+from ..runtime.agreement import ALL
 
 Chosen = range | tuple[int, ...]  # ascending numbers
 LARGE = 2**30  # bytes; a larger gather warns
@@ -73,7 +74,8 @@ class ShardSpec:
         """
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
-        self.sp.journal.note(call, {"shape": shape, "dtype": shard.dtype}, call=f"the {call},")
+        told = f"the gather of whole {self.name} (read it {ALL}, and print what was read on one)"
+        self.sp.journal.note(call, {"shape": shape, "dtype": shard.dtype}, call=told)
         size = shard.element_size() * torch.Size(shape).numel()
         if size > LARGE:
             warn_of_size(self.name, round(size / 2**30, 1))

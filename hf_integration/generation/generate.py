@@ -23,7 +23,7 @@ from transformers.integrations import is_fsdp_managed_module
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.value_checks import ValueChecks, fingerprint_of
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime.agreement import Fields, all_gather_objects, assert_ranks_agree, differing
+from ds_seqpar.runtime.agreement import ALL, Fields, all_gather_objects, assert_ranks_agree, differing
 from ds_seqpar.runtime.groups import check_thread
 
 from ..compat import generation_config_of
@@ -33,7 +33,10 @@ from . import zero
 MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user says otherwise
 # what error messages call what ranks compare, and the call
 NAME = "arguments of generate"
-CALL = "generate of a model that shares sequences (one rank alone calls it in hf_integration.whole_sequences(model))"
+CALL = (
+    f"generate of a model that shares sequences (call it {ALL}, or on one alone in "
+    "hf_integration.whole_sequences(model))"
+)
 ALONE = "generate on each rank by itself in hf_integration.whole_sequences(model)"
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 TOKENS = ("inputs", "input_ids", "inputs_embeds")

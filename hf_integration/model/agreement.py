@@ -26,7 +26,7 @@ from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import Fields
+from ds_seqpar.runtime.agreement import Advice, Fields
 from ds_seqpar.runtime.input_checks import describe, shape_of
 
 from .. import dropout
@@ -42,7 +42,8 @@ COMPILED = (
 )
 # what error messages call a sharded forward
 FORWARD = (
-    "a forward of a model that shares sequences (one rank alone makes it in hf_integration.whole_sequences(model))"
+    "a forward of a model that shares sequences (a forward of one rank alone needs "
+    "hf_integration.whole_sequences(model))"
 )
 MEDIA = re.compile(r"(pixel|image|video|audio|input_features).*")  # arguments of multimodal models
 
@@ -110,7 +111,8 @@ class Agreement:
     def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
         """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
         fields = None if batch is None else batch.fields
-        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=_advice, like=())
+        advice = _advice_of(self.sp)
+        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=advice, like=())
         if batch is not None:
             batch.post(self.sp.journal)
 
@@ -162,7 +164,9 @@ class Agreement:
             models = {**fingerprint(model), "mixed_precision": precision}
             journal.agree("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
-        name, advice = ("model inputs", mismatch_hints.of_models) if batch is None else ("whole batch", _advice)
+        name, advice = "whole batch", _advice_of(self.sp)
+        if batch is None:
+            name, advice = "model inputs", mismatch_hints.of_models
         value = {**(batch.fields if batch else {}), **like}
         if seed:
             number = seed if self.sp.rank == 0 else 0
@@ -215,12 +219,17 @@ class Agreement:
 
 def raise_in_call(sp: SequenceParallel, error: SeqParError) -> None:
     """Raise an error of this rank on all ranks of the sequence, which compare the batch of a whole call."""
-    sp.journal.note("whole batch", None, error=error, call=FORWARD, advice=_advice, like=())
+    sp.journal.note("whole batch", None, error=error, call=FORWARD, advice=_advice_of(sp), like=())
 
 
-def _advice(fields_by_rank: Mapping[int, Fields]) -> str | None:
+def _advice_of(sp: SequenceParallel) -> Advice:
+    """Return the advice on whole batches, which is kept longer than `sp` may be."""
+    return functools.partial(_advice, sp.first_use.calls.count > 0)
+
+
+def _advice(began: bool, fields_by_rank: Mapping[int, Fields]) -> str | None:
     """Return why ranks were given different batches, or have different models, and what to do."""
-    if not (reason := mismatch_hints.of_batches(fields_by_rank)):
+    if not (reason := mismatch_hints.of_batches(fields_by_rank, began)):
         return mismatch_hints.of_models(fields_by_rank)
     return (
         f"{reason}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "

@@ -55,9 +55,8 @@ def check_not_flattened(model: nn.Module) -> None:
     """Raise ConfigError for a model inside FSDP1, whose flat parameters ranks cannot compare."""
     if any(hasattr(p, FLATTENED) for p in model.parameters()):
         raise ConfigError(
-            "a model that shares sequences needs fully_shard (FSDP2), DDP or DeepSpeed to train it on several ranks; "
-            "got FullyShardedDataParallel (FSDP1), which is not supported, use torch.distributed.fsdp.fully_shard "
-            "(fsdp_version=2 in accelerate)"
+            "a model that shares sequences needs fully_shard, DDP or DeepSpeed; got FullyShardedDataParallel (FSDP1), "
+            "which is not supported, use torch.distributed.fsdp.fully_shard (fsdp_version=2 in accelerate)"
         )
 
 

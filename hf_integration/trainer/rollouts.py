@@ -22,9 +22,8 @@ from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, 
 from ds_seqpar.runtime.log import log_once
 
 from .. import compat
-from ..families import unwrapped
+from ..families import base_of, unwrapped
 from ..generation import zero
-from ..model.forward import patch_of
 from ..model.patch import whole_sequences
 from ..rebinding import rebound
 from . import rng_state
@@ -98,18 +97,16 @@ def check_together(trainer: Any) -> None:
 
     `generate` would refuse it as well, in the first step.
     """
-    inner = unwrapped(trainer.model)
-    if trainer.sp.size == 1 or trainer.use_vllm or not patch_of(inner).facts.mixers:  # type: ignore[union-attr]
-        return
-    config, _ = compat.generation_config_of(inner)(trainer.generation_config)
-    stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+    inner, parts = unwrapped(trainer.model), trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     given = [f"group_generation_over={over}"] if (over := trainer.group_generation_over) is not None else []
-    given += ["ds3_gather_for_generation=False"] if stage == 3 and not trainer.args.ds3_gather_for_generation else []
-    if given and config.use_cache:
+    given += ["ds3_gather_for_generation=False"] if parts and not trainer.args.ds3_gather_for_generation else []
+    if not given or trainer.sp.size == 1 or trainer.use_vllm:
+        return
+    has_states = base_of(inner)._sequence_parallel_patch.facts.mixers
+    if has_states and compat.generation_config_of(inner)(trainer.generation_config)[0].use_cache:
         raise ConfigError(
             "rows that the ranks of a group generate together need a policy without layers with a state, or "
-            f"generation_kwargs={{'use_cache': False}}; got {given[0]} and a {type(inner).__name__} that has some, "
-            f"leave {given[0].partition('=')[0]} out"
+            f"generation_kwargs={{'use_cache': False}}; got {given[0]} and a {type(inner).__name__}, leave that out"
         )
 
 

@@ -245,7 +245,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         )
         assert_ranks_agree(
             self.sp.control_world, "whole batches", fingerprints, peers=self.sp.groups.control, among_peers=True,
-            advice=mismatch_hints.of_batches,
+            advice=functools.partial(mismatch_hints.of_batches, began=self.sp.first_use.calls.count > 0),
         )  # fmt: skip
         return batches
 

@@ -178,6 +178,46 @@ def looked_at_alone():
     return found, model(input_ids=ids()).logits[0, 0, 0].isfinite().item()
 
 
+# what one rank does in its second step -> (words of the sentence, words of another mistake's)
+MISTAKES = {
+    "a print": (["read it on all ranks", "rank 0: gather of whole logits"], "0 * out.sum()"),
+    "generate": (["call it on all ranks", "whole_sequences(model)", "rank 0: arguments of generate"], "0 * out.sum()"),
+    "a skipped step": (["is one call ahead", "on all or on none"], "samples of its own"),
+    "a skipped step of shards": (["same batches", "is one call ahead", "on all or on none"], "samples of its own"),
+    "a skipped backward": (["rank 1 is one call ahead", "0 * out.sum()"], "samples of its own"),
+}
+
+
+def first_mistakes():
+    def train(mistake):
+        sp = make(**MODES["r2"])
+        model = small(pad_token_id=0).patch_attention(sp)
+        for number in range(3):
+            here = mistake if number == 1 and sp.rank == ("skipped" in mistake) else ""
+            if here.startswith("a skipped step"):
+                continue
+            batch = {"input_ids": ids(number), "labels": ids(number)}
+            output = model(**(sp.shard_batch(batch) if "shards" in mistake else batch))
+            if here == "a print":
+                f"{output.logits.mean()}"
+            if here == "generate":
+                model.generate(ids()[:, :5], max_new_tokens=2)
+            if here != "a skipped backward":
+                output.loss.backward()
+
+    return {mistake: refusal(train, mistake) for mistake in MISTAKES}
+
+
+def test_the_first_mistakes_of_everybody_are_told_apart():
+    for found in on_engine_ranks(2, first_mistakes):
+        for mistake, (words, unwanted) in MISTAKES.items():
+            kind, message = found[mistake]
+            assert kind == "DisagreementError", mistake
+            assert is_one_sentence(message), message
+            assert missing(message, *words) == [], message
+            assert unwanted not in message, message
+
+
 def losses_in_another_order(checkpoints):
     """What ranks say whose losses are of logits, or come from a model with checkpoints and head chunks."""
     sp = make(**MODES["r2"], head_chunks=2)
