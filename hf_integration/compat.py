@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,7 +18,10 @@ from torch import nn
 from torch.nn.modules import module as of_all
 from torch.utils.data import DataLoader
 
-from ds_seqpar.compat import attribute, mark, missing, private
+from ds_seqpar.compat import SEEN, attribute, mark, missing, private
+from ds_seqpar.errors import ConfigError
+
+from .rebinding import globals_read
 
 # ---- transformers: models
 
@@ -76,6 +81,13 @@ EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}
 # methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
+# class of trl's -> its methods that call these by global names, in whose place they are given what counts groups
+CALLED = {
+    "GRPOTrainer": {REBOUND[0]: {"gather"}, REBOUND[1]: {"gather_object"}},
+    "RLOOTrainer": {REBOUND[0]: {"gather"}, REBOUND[1]: {"gather", "gather_object"}},
+    "VLLMGeneration": {"_init_vllm": {"VLLMClient"}, "generate": {"gather_object", "broadcast_object_list"}},
+}
+_COUNTS_RANKS = {"gather", "gather_object", "broadcast", "broadcast_object_list", "VLLMClient"}
 
 EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
 _GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # which would gather the prompts of every rank
@@ -104,11 +116,32 @@ def check_trainer(trainer_class: type) -> None:
 
 
 def check_rollouts(trainer_class: type) -> None:
-    """Raise ConfigError for a GRPO or RLOO of trl's without a method that `Rollouts` extends."""
+    """Raise ConfigError for a GRPO or RLOO of trl's without a method that `Rollouts` extends, or with other calls that
+    count ranks than those in whose place its methods are given others."""
+    breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:
         if name not in vars(trainer_class):
-            raise missing(
-                f"{trainer_class.__module__}:{trainer_class.__name__}.{name}", "what counts groups in GRPO and RLOO"
+            raise missing(f"{trainer_class.__module__}:{trainer_class.__name__}.{name}", breaks)
+    check_calls(trainer_class)
+    file = sys.modules[trainer_class.__module__]
+    check_calls(attribute(f"{file.__name__}:{_GENERATION}", breaks)(file))
+
+
+def check_calls(cls: type) -> None:
+    """Raise ConfigError for a class of trl's whose methods make other calls that count ranks than `CALLED` has."""
+    expected, found = CALLED[cls.__name__], dict[str, set[str]]()
+    for base in cls.__mro__:
+        for name, method in vars(base).items() if base.__module__.startswith("trl.") else ():
+            scope = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__globals__", {})
+            # also those that its file has under another name
+            read = {x for x in globals_read(method) if {x, getattr(scope.get(x), "__name__", x)} & _COUNTS_RANKS}
+            found.setdefault(name, read)
+    for name in sorted({*expected, *found}):
+        wanted, got = (", ".join(sorted(calls.get(name, ()))) or "nothing" for calls in (expected, found))
+        if wanted != got:
+            raise ConfigError(
+                f"groups of ranks in place of processes need a {cls.__name__}.{name} that calls {wanted} by itself, as "
+                f"in trl {SEEN['trl']}; got {got} in trl {importlib.metadata.version('trl')}, install one of those"
             )
 
 

@@ -121,17 +121,28 @@ class ConfigView:
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of the unpatched model.
 
-    "eager" attention is a function in the file of each model. During the call the module has the model's config, where
-    flash attention reads the name of its kernel.
+    "eager" attention is a function in the file of each model.
     """
     files = [sys.modules[cls.__module__] for cls in type(module).__mro__]
     eager: Any = next((getattr(file, EAGER) for file in files if hasattr(file, EAGER)), None)
-    view, module.config = module.config, module.config.original
-    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(attention_name(view.original), eager)
-    try:
-        return function(module, *args, **kwargs)
-    finally:
-        module.config = view
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(attention_name(module.config.original), eager)
+    return function(_Unpatched(module), *args, **kwargs)
+
+
+class _Unpatched:
+    """An attention module with the model's own config, where flash attention reads the name of its kernel.
+
+    The module itself keeps its view of the config, which other threads may read at the same time.
+    """
+
+    def __init__(self, module: Any) -> None:
+        vars(self).update(module=module, config=module.config.original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
 
 
 def heads_around(model: nn.Module) -> list[nn.Module]:

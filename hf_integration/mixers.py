@@ -29,7 +29,7 @@ from ds_seqpar.runtime.runtime import Runtime
 
 from .context import KEYWORD, ForwardContext, current
 from .graph_breaks import between_graphs
-from .rebinding import rebound
+from .rebinding import globals_read, rebound
 
 SHARED = "sequence_parallel_mixer"  # an attribute of the mixers of a patched model
 PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
@@ -156,12 +156,12 @@ def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
     if hasattr(module, PLAIN):
         found = {name: _in_torch(function) for name, function in found.items()}
     ours = {name: functools.partial(_called, SEAMS[name], function, engine_of) for name, function in found.items()}
-    return types.MethodType(rebound(forward, ours), module)
+    return types.MethodType(rebound(forward, ours, "a layer with a state"), module)
 
 
 def _seams(module: nn.Module) -> set[str]:
     forward = inspect.unwrap(type(module).forward)
-    names = {*forward.__code__.co_names} & {*forward.__globals__} if hasattr(forward, "__code__") else set()
+    names = {*globals_read(forward)} & {*getattr(forward, "__globals__", ())}
     return set() if names & UNKNOWN else names & {*SEAMS}
 
 

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import types
 from typing import Any
 
+from ds_seqpar.compat import missing
 
-def rebound(function: Any, names: dict[str, Any]) -> Any:
-    """Return a copy of a function that has these globals; of a decorated one, the function inside has them."""
+
+def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
+    """Return a copy of a function that has these globals; of a decorated one, the function inside has them.
+
+    Args:
+        function: A function of another package.
+        names: The globals.
+        breaks: What does not work without them, for the error.
+
+    Raises:
+        ConfigError: The function does not read one of these names, as in another release, so that it would run as
+            before; or its decorator does not call it by a closure.
+    """
     inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
+    place = f"{function.__module__}:{function.__qualname__}"
     if inside is None:
+        if unread := sorted({*names} - globals_read(function)):
+            raise missing(f"{place} with a call of {' and of '.join(unread)}", breaks)
         scope = {**scope, **names}
     else:
-        rebound_inside = types.CellType(rebound(inside, names))
+        rebound_inside = types.CellType(rebound(inside, names, breaks))
         closure = tuple(rebound_inside if cell.cell_contents is inside else cell for cell in closure or ())
+        if rebound_inside not in closure:
+            raise missing(f"{place} in the closure of its decorator", breaks)
     code = function.__code__.replace()  # torch.compile keeps, by code, what it puts into globals
     copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copied, function)
+
+
+def globals_read(function: Any) -> frozenset[str]:
+    """Return the names that a function reads as globals, those of functions inside of it too; {} for any other object.
+
+    A name that it reads of an object, as in `accelerator.gather`, is none of these.
+    """
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return frozenset() if code is None else _globals_of(code)
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    own = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own.union(*(_globals_of(x) for x in code.co_consts if isinstance(x, types.CodeType))))

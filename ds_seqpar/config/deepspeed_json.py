@@ -186,13 +186,17 @@ class DeepSpeedJson:
 
     def check_settings(self) -> None:
         """Raise ConfigError for a setting that would break the gradient contract or the sharding."""
-        for key, why in REFUSED.items():
+        wrong = []
+        for key in REFUSED:
             outer, _, inner = key.partition(".")
             value = self.content.get(outer)
             if inner:
                 value = value.get(inner) if isinstance(value, Mapping) else None
             if value is not None and not _is_off(key, value):
-                raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
+                wrong.append(key)
+        if wrong:
+            keys, why = ('", "'.join(wrong), "; ".join(REFUSED[key] for key in wrong))
+            raise ConfigError(f'the DeepSpeed JSON must not set "{keys}" with sequence parallelism: {why}')
         if "gradient_clipping" not in self.content:
             warnings.warn(
                 'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for '

@@ -30,6 +30,7 @@ class Facts:
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
     # whether q and k have norms over all heads, so that a head cannot be computed without the others; only recorded
     norms_heads: bool = False
+    noise: tuple[str, ...] = ()  # modules that draw random numbers of their own in training, as errors describe them
     not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
 
 
@@ -57,6 +58,11 @@ def kind_of_layer(config: PreTrainedConfig, name: str) -> str:
     return types[index] if index < len(types) else ""
 
 
+def base_module(model: PreTrainedModel, facts: Facts) -> nn.Module:
+    """Return the module of a model that heads call."""
+    return model.base_model if facts.base is None else model.get_submodule(facts.base)
+
+
 def modules_of(model: PreTrainedModel, facts: Facts, kind: Literal["attention", "mixers"] = "attention") -> dict:
     """Return the modules of a model that attend, or its mixers, in the order of its layers, by their names in `base`.
 
@@ -65,9 +71,9 @@ def modules_of(model: PreTrainedModel, facts: Facts, kind: Literal["attention", 
         facts: Its facts.
         kind: Which of them.
     """
-    base: nn.Module = model.base_model if facts.base is None else model.get_submodule(facts.base)
     names = {*getattr(facts, kind)}
-    return {name: x for name, x in base.named_modules() if {starred(name), with_class(name, x)} & names}
+    modules = base_module(model, facts).named_modules()
+    return {name: x for name, x in modules if {starred(name), with_class(name, x)} & names}
 
 
 def with_class(name: str, module: nn.Module) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.models import unwrapped
 
 from ..compat import attention_name, forward_hooks, forward_pre_hooks
 from ..families import QUANTISERS, is_of_library
@@ -68,7 +69,7 @@ def heads(model: PreTrainedModel) -> tuple[int, int]:
     """Return the numbers of heads of a transformers model.
 
     Args:
-        model: A causal model.
+        model: A causal model, also inside a peft model; of anything else with a config, what that says.
 
     Returns:
         (query heads, key/value heads); where layers differ, the fewest of each.
@@ -78,7 +79,8 @@ def heads(model: PreTrainedModel) -> tuple[int, int]:
 
 def heads_by_layer(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
     """Return the different (query heads, key/value heads) that layers of a model have."""
-    return facts_of(model).heads or (config_heads(model.config),)
+    inner = unwrapped(model)
+    return (isinstance(inner, PreTrainedModel) and facts_of(inner).heads) or (config_heads(inner.config),)
 
 
 def windows(model: PreTrainedModel) -> list[int | None]:

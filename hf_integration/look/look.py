@@ -22,11 +22,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.runtime.random_states import random_state, set_random_state
 
 from .. import mixers
-from ..families import ConfigView, balance_weight, is_causal_lm
+from ..families import ConfigView, balance_weight, is_causal_lm, is_of_library
 from .facts import Facts, config_heads, kind_of_layer, starred, text_config, with_class
-from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
+from .small import WINDOWS, call, is_noisy, noise_of, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
 WATCH = "ds_seqpar_watch"  # an attribute of modules during a forward
@@ -57,6 +58,8 @@ def look(model: PreTrainedModel) -> Facts:
     small, not_small = small_copy(model)
     watch = Watch(small.train())
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
+    if always := _noise(watch, ids):
+        _refuse(f"{always[0]}, which draws random numbers that its config does not turn off", "leave them out")
     plain = watch(ids)
     base = watch.base = _called_base(small, plain)
     prefix, first, counts_padding = watch.names[base], 0, True
@@ -78,6 +81,7 @@ def look(model: PreTrainedModel) -> Facts:
         first_position=first,
         counts_padding=counts_padding,
         **_loss(small, ids),
+        noise=_noise(Watch(small_copy(model, noisy=True)[0].train()), ids) if is_noisy(model) else (),
         not_small=not_small,
     )
 
@@ -408,6 +412,45 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
     if mask is None:
         return torch.ones(queries, keys, dtype=torch.bool)
     return mask if mask.dtype == torch.bool else mask > -1e4
+
+
+# ---- noise
+
+
+def _noise(watch: Watch, ids: Tensor) -> tuple[str, ...]:
+    """Return the modules whose forwards draw random numbers, but for those with dropout of which the copy has none."""
+    running, drawing = [watch.small], dict[nn.Module, None]()
+    before, states = random_state(), [_numbers_to_come()]
+
+    def enter_or_leave(module: nn.Module, *args: Any) -> None:
+        states.append(_numbers_to_come())
+        if states.pop(0) != states[0]:
+            drawing[running[-1]] = None
+        running.append(module) if len(args) == 1 else running.pop()
+
+    hooks = [x.register_forward_pre_hook(enter_or_leave, prepend=True) for x in watch.names]
+    hooks += [x.register_forward_hook(enter_or_leave) for x in watch.names]
+    watch(ids)
+    set_random_state(before)
+    for hook in hooks:
+        hook.remove()
+    return tuple(dict.fromkeys(_described_noise(watch.names[x], x) for x in drawing if not _is_silent(x)))
+
+
+def _numbers_to_come() -> tuple:
+    """Return the state of the generators on the host, to compare it."""
+    python, (_, words, *others), torchs, _ = random_state()
+    return python, words.tobytes(), others, torchs.numpy().tobytes()
+
+
+def _is_silent(module: nn.Module) -> bool:
+    """Return whether what a library's module draws changes nothing, as all numbers say by which it makes noise."""
+    return is_of_library(type(module)) and bool(noise_of(module)) and not any(noise_of(module).values())
+
+
+def _described_noise(name: str, module: nn.Module) -> str:
+    numbers = "".join(f" with {key} {x}" for key, x in noise_of(module).items() if x)
+    return f"{starred(name) or 'the model'}, a {type(module).__name__}{numbers}"
 
 
 # ---- the loss

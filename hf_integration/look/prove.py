@@ -24,7 +24,7 @@ from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..families import is_causal_lm, set_balance_weight
-from .facts import TESTED, Facts, text_config
+from .facts import TESTED, Facts, base_module, text_config
 from .look import tensors_in
 from .small import call, layers_of, small_copy, tokens_for
 
@@ -44,6 +44,7 @@ class _Outcome:
     values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by what error messages call them
     layers: list[Tensor]  # what each layer gave, or this rank's part of it
     spec: ShardSpec | None  # of that part
+    by_row: bool  # whether a head gives a row one output, whatever documents are in it
 
 
 def prove(
@@ -55,7 +56,9 @@ def prove(
 ) -> None:
     """Compare a small copy of a model, patched, with the same copy unpatched, in fp32. Collective over `sp`.
 
-    Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch.
+    Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. What
+    a classifier gives a row may be of padding, or of one document of a pack: there the base model alone is given the
+    last two.
 
     Args:
         model: A transformers model, unwrapped. Its tensors are not read.
@@ -103,17 +106,20 @@ def compared(
 def _compared(
     model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
 ) -> Comparison:
-    small = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
-    tolerance, largest = TOLERANCE[sp.config.comm_dtype], 0.0
+    small = called = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
+    tolerance, largest, by_row = TOLERANCE[sp.config.comm_dtype], 0.0, False
     for kind, batch in _batches(small, sp).items():
         if kind == "packed" and sp.size == 1:  # forwards are the plain model's, which may mix documents
             continue
         if kind == "packed" and facts.balance:  # which is a mean over all documents
             set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if kind == "packed" else [batch], f", in a {kind} batch"
-        expected = _on_all(sp, functools.partial(_outcome, small, alone), place)
+        if by_row:
+            called = base_module(small, facts)
+        expected = _on_all(sp, functools.partial(_outcome, called, alone), place)
+        by_row = expected.by_row
         patch(small)
-        got = _on_all(sp, functools.partial(_outcome, small, [batch], sp), place)
+        got = _on_all(sp, functools.partial(_outcome, called, [batch], sp), place)
         wrong, gap = difference(expected.values, got.values, tolerance)
         largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
@@ -145,6 +151,7 @@ def _number_on_all(sp: SequenceParallel, number: int) -> int:
 
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
     tokens = max(23, 2 * sp.multiple + 5)
+    tokens += tokens == model.config.num_labels  # else a row's scores would look like a number for each token
     ids = tokens_for(model.config, 2, tokens)
     mask, at = torch.ones_like(ids), torch.arange(tokens)
     mask[0, : tokens // 4] = mask[1, -(tokens // 3) :] = 0
@@ -184,15 +191,17 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         hooks.append(
             layer.register_forward_hook(lambda _, args, out, to=seen[-1]: to.append(tensors_in(out)[0].detach()))
         )
-    outputs, losses, total, has_loss = [], [], _predicted(batches), is_causal_lm(model)
+    outputs: list[list[Tensor]] = []
+    losses, by_row, total, has_loss = [], False, _predicted(batches), is_causal_lm(model)
     for batch in batches:
         number = _predicted([batch])
         output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
-        found = tensors_in(output.logits if has_loss else output)  # a tiled loss makes no logits, but others
-        outputs += [_without_padding(x, batch) for x in found if x.dim() > 1][:1]
+        found = [x for x in _outputs(output.logits if has_loss else output) if x.dim() > 1]
+        by_token = [_without_padding(x, batch) for x in found if x.shape[:2] == batch["input_ids"].shape]
+        by_row = bool(found) and not by_token and not has_loss
+        outputs.append(by_token or found[:1])  # none of tiled losses, which make no logits, but others
         if not has_loss:
-            each = outputs[-1] * torch.linspace(0.5, 1, outputs[-1].shape[-1], device=outputs[-1].device)
-            losses.append(each.sum() / total)
+            losses.append(torch.stack([_weighted(x) for x in outputs[-1]]).sum() / total)
         elif number:  # a document of one token predicts nothing
             losses.append(output.loss * (number / total))
     loss = torch.stack(losses).sum()
@@ -205,9 +214,25 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     parts = (flat if sp is None else sp.sum_over_ranks(flat) / sp.size).split([x.numel() for x in gradients])
     values = {f"{GRADIENT}{name}": part for name, part in zip(names, parts, strict=True)}
     layers = [torch.cat(x, dim=1) if len(x) > 1 and x[0].dim() == 3 else x[0] for x in seen if x]
-    whole = {OUTPUT: torch.cat([x.detach().flatten(0, 1) for x in outputs])} if outputs else {}  # none of tiled losses
-    spec = getattr(outputs[0], "shard_spec", None) if outputs else None
-    return _Outcome({LOSS: loss.detach(), **whole, **values}, layers, spec)
+    whole = {
+        f"{OUTPUT} {index}" if index else OUTPUT: torch.cat([x.detach().flatten(0, 1) for x in each])
+        for index, each in enumerate(zip(*outputs, strict=True))
+    }
+    spec = getattr(outputs[0][0], "shard_spec", None) if outputs[0] else None
+    of_head = {LOSS: loss.detach()} if has_loss else {}  # other losses are ours, and their terms may cancel out
+    return _Outcome({**of_head, **whole, **values}, layers, spec, by_row)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """Return the tensors of an output, without those of its layers, which are in tuples."""
+    return [x for x in output.values() if isinstance(x, Tensor)] if isinstance(output, Mapping) else tensors_in(output)
+
+
+def _weighted(output: Tensor) -> Tensor:
+    """Return a sum of an output in which each channel has a weight of its own."""
+    if output.dim() < 3:
+        return output.sum()
+    return (output * torch.linspace(0.5, 1, output.shape[-1], device=output.device)).sum()
 
 
 def _predicted(batches: list[Batch]) -> int:
@@ -217,7 +242,7 @@ def _predicted(batches: list[Batch]) -> int:
 def _without_padding(output: Tensor, batch: Batch) -> Tensor:
     """Return an output with 0 for padding, which may be anything."""
     mask = batch.get("attention_mask")
-    return output if mask is None or mask.shape != output.shape[:2] else output * mask[..., None]
+    return output if mask is None else output * mask.reshape(*mask.shape, *(1 for _ in output.shape[2:]))
 
 
 def difference(

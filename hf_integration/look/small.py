@@ -49,9 +49,9 @@ NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of 
 
 
 def small_copy(
-    model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0
+    model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0, *, noisy: bool = False
 ) -> tuple[Any, tuple[str, ...]]:
-    """Make a small copy of a model, with random fp32 weights and without dropout.
+    """Make a small copy of a model, with random fp32 weights and without modules of dropout.
 
     Neither zero.Init, the default device and dtype, nor torch's generators take part in it.
 
@@ -59,6 +59,7 @@ def small_copy(
         model: A transformers model, unwrapped. Its tensors are not read.
         device: Where the copy lies.
         seed: The copy is the same for the same seed.
+        noisy: Whether it keeps the noise that the model has by numbers of its config or its modules.
 
     Returns:
         (the copy, in evaluation mode; what could not be made small).
@@ -72,8 +73,11 @@ def small_copy(
     plans = {(few, False): "the sizes of layers", (number, True): "the number of layers", (few, True): ""}
     for (count, sizes), kept in reversed(plans.items()):
         try:
-            copied = _made(model, number, count, sizes, seed)
-            carry_over(model, copied)
+            copied = _made(model, number, count, sizes, seed, noisy)
+            carry_over(model, copied, noisy)
+            for module in copied.modules():
+                if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
+                    module.p = 0.0
             mixers.use_torch(copied)
             if missing := _classes(layers) - _classes(layers_of(copied)):
                 raise ValueError(f"a copy with {count} layers has no {missing.pop()[0].__name__} as the model has")
@@ -146,10 +150,11 @@ def _classes(layers: list[nn.Module]) -> set[tuple]:
     return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTISERS))) for each in types}
 
 
-def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int) -> Any:
+def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int, noisy: bool) -> Any:
     config = copy.deepcopy(model.config)
     text = (config, text_config(config))
     for part in [config, *_parts(config)]:
+        part.__dict__ |= {} if noisy else dict.fromkeys(noise_of(part), 0.0)
         _shrink(part, *(number, layers, sizes) if part in text else (2, 2, False))
     with _own_world(seed):
         with torch.device("meta"):
@@ -164,9 +169,9 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
                 parameter.mul_(wanted / spread)
             if parameter.dim() > 1:  # padding in an embedding: what divides by its size has no gradient
                 parameter.add_((parameter == 0).all(-1, keepdim=True) * wanted * torch.randn_like(parameter))
-    for module in small.modules():
-        if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
-            module.p = 0.0
+    for part in text:  # after the model is made, whose modules may read it: heads take one row alone without
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0
     return small.float().eval()
 
 
@@ -191,7 +196,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> None:
-    """Cut a config's layers, leave out noise, with which forwards could not be compared, and make its sizes small."""
+    """Cut a config's layers, and make its sizes small."""
     values = vars(config)
     windows = [name for name, x in values.items() if type(x) is int and WINDOWS.fullmatch(name)]
     heads, width = values.get("num_attention_heads") or 1, values.get("hidden_size", 0)
@@ -200,9 +205,7 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
     narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
     limits = ((TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW), (CHUNKS, CHUNK))
     for name, value in list(values.items()):
-        if type(value) is float and NOISE.fullmatch(name):
-            value = 0.0
-        elif isinstance(value, list | tuple) and len(value) == number:
+        if isinstance(value, list | tuple) and len(value) == number:
             value = value[:layers]
         elif type(value) is int and LAYERS.fullmatch(name):
             value = value // number * layers if value >= number > 2 else min(value, layers)
@@ -222,8 +225,18 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
         setattr(config, head_dim[0], values[expand[0]] * values["hidden_size"] // values[inner_heads[0]])
 
 
-def carry_over(model: nn.Module, small: nn.Module) -> None:
-    """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes."""
+def noise_of(owner: object) -> dict[str, float]:
+    """Return the numbers of a config or a module that make noise in training, by their names."""
+    return {name: x for name, x in vars(owner).items() if type(x) is float and NOISE.fullmatch(name)}
+
+
+def is_noisy(model: PreTrainedModel) -> bool:
+    """Return whether numbers of a model's config or modules say that it has noise in training."""
+    return any(any(noise_of(x).values()) for x in (model.config, *_parts(model.config), *model.modules()))
+
+
+def carry_over(model: nn.Module, small: nn.Module, noisy: bool) -> None:
+    """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes, noise."""
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
         twin = dict(small.named_modules()).get(name)
@@ -234,6 +247,7 @@ def carry_over(model: nn.Module, small: nn.Module) -> None:
             replaced += (f"{name}.",)
             continue
         copy_hooks(module, twin, lambda hook: not is_of_library(hook))
+        twin.__dict__ |= noise_of(module) if noisy else {}
         forward: Any = vars(module).get("forward")
         if forward is not None and not is_of_library(forward):
             bound = getattr(forward, "__self__", None) is module

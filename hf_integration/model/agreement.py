@@ -40,6 +40,10 @@ COMPILED = (
     "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
     "layers instead, or set dropout to 0"
 )
+NOISE = (
+    "training whose sequences ranks share needs noise of nn.Dropout and NEFTune alone, which draw by token; got that "
+    "of {}, set it to 0 in the config before the model is made"
+)
 # what error messages call a sharded forward
 FORWARD = (
     "a forward of a model that shares sequences (a forward of one rank alone needs "
@@ -58,9 +62,12 @@ class Agreement:
     # nothing does); None: it was checked, or need not be
     loss_option_of: str | None = ""
 
-    def __init__(self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), noise: tuple[str, ...] = ()
+    ) -> None:
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
+        self.noise = noise  # modules that draw other numbers on each rank
         self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
         # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for
@@ -72,7 +79,7 @@ class Agreement:
         model: Any = self.model()
         if model is None:
             return self
-        copied = Agreement(self.sp, memo.get(id(model), model), self.patched)
+        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.noise)
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
@@ -145,6 +152,8 @@ class Agreement:
             tokens = tokens_of(inputs)
             if not self.compared and model is not None:
                 check_not_flattened(model)
+            if self.noise and self.sp.size > 1 and model is not None and model.training:
+                raise ConfigError(NOISE.format(" and ".join(self.noise)))
             if sources is None and backward and model is not None and dropout.noisy_modules(model):
                 raise ConfigError(COMPILED)
             seed = dropout.prepare_and_seed(sources or [], shared=True)

@@ -138,7 +138,7 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
             *hook(base_of(inner), True),
             *(handle for module in ropes for handle in rope.hook(module)),
         ],
-        agreement=Agreement(sp, inner, (*attending, *mixing)),
+        agreement=Agreement(sp, inner, (*attending, *mixing), facts.noise),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,

@@ -95,11 +95,20 @@ def extends(trainer_class: type, name: str) -> bool:
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
+    unmet = []
     for field, (wrong, needed) in ARGUMENTS.items():
         value = getattr(args, field, None)
         if field in vars(args) and (bool(value) if isinstance(wrong, bool) else value) == wrong:
             got = repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
-            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={got}")
+            unmet.append((needed, f"{field}={got}"))
+    _refuse_all(unmet)
+
+
+def _refuse_all(unmet: list[tuple[str, str]]) -> None:
+    """Raise ConfigError for pairs of what is needed and what was given, all of them in one sentence."""
+    if unmet:
+        needed, got = zip(*unmet, strict=True)
+        raise ConfigError(f"sequence parallel training needs {', and '.join(needed)}; got {', '.join(got)}")
 
 
 def check_json(args: TrainingArguments) -> None:
@@ -113,10 +122,16 @@ def check_json(args: TrainingArguments) -> None:
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
     """Allow the `train_batch_size` of a JSON to count sequences, as `initialize` does, or ranks, as transformers does.
 
-    `config` is transformers' object, with "auto" filled in. Raises ConfigError for any other number.
+    `config` is transformers' object, with "auto" filled in. Raises ConfigError for any other number, and for all values
+    of the JSON that are not those of TrainingArguments.
     """
+    if any(not x.startswith("- ds train_batch_size=") for x in config.mismatches):
+        got = ", ".join(x.removeprefix("- ds ").replace(" vs hf ", " for ") for x in config.mismatches)
+        raise ConfigError(
+            f'the DeepSpeed JSON needs the values of TrainingArguments, or "auto" in their places; got {got}, write it'
+        )
     engine.count_by_rank(config.config, sp)
-    config.mismatches = [x for x in config.mismatches if not x.startswith("- ds train_batch_size=")]
+    config.mismatches = []
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -138,12 +153,10 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "time; got one that the script made, give the ParallelismConfig to "
             "TrainingArguments(parallelism_config=...), from where the Trainer takes its sizes"
         )
-    for name, (needed, why) in BATCHING.items():
-        if bool(getattr(accelerator, name)) is not needed:
-            raise ConfigError(
-                f"sequence parallel training needs {name}={needed}, {why}; got {name}={not needed} in "
-                "accelerator_config"
-            )
+    wrong = [(name, *x) for name, x in BATCHING.items() if bool(getattr(accelerator, name)) is not x[0]]
+    _refuse_all(
+        [(f"{name}={needed}, {why}", f"{name}={not needed} in accelerator_config") for name, needed, why in wrong]
+    )
 
 
 def _world_size() -> int:

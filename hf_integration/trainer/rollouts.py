@@ -25,7 +25,7 @@ from .. import compat
 from ..families import base_of, unwrapped
 from ..generation import zero
 from ..model.patch import whole_sequences
-from ..rebinding import rebound
+from ..rebinding import globals_read, rebound
 from . import rng_state
 
 ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
@@ -83,7 +83,7 @@ def check(trainer: Any) -> None:
     if given:
         raise ConfigError(
             "sequence parallel GRPO and RLOO need completions of the model's own generate, or of vLLM in server mode; "
-            f"got {given[0]}, leave it out"
+            f"got {', '.join(given)}, leave {'them' if len(given) > 1 else 'it'} out"
         )
     if compat.is_vlm(trainer):
         raise ConfigError(
@@ -262,13 +262,16 @@ class Rollouts(Behind):
         """Return the rewards (rows, functions) of this group's completions by these functions."""
         before, self.reward_funcs = self.reward_funcs, functions
         try:
-            return rebound(super()._calculate_rewards.__func__, {"gather": lambda rewards: rewards})(self, *args)
+            names = {"gather": lambda rewards: rewards}
+            return rebound(super()._calculate_rewards.__func__, names, "rewards of groups")(self, *args)
         finally:
             self.reward_funcs = before
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        function = super()._generate_and_score_completions.__func__
         names = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
-        return rebound(super()._generate_and_score_completions.__func__, names)(self, inputs)
+        names = {name: names[name] for name in globals_read(function) & {*names}}  # GRPO gathers objects alone
+        return rebound(function, names, "completions of groups")(self, inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         prepared = super()._prepare_inputs(inputs)

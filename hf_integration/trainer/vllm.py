@@ -23,6 +23,7 @@ from ..rebinding import rebound
 
 Behind: Any = object  # stands in for the class after the mixin
 CLIENT = "VLLMClient"  # what trl's file calls its client's class
+SERVER = "vLLM in server mode"
 SHARE = 0.9  # of the time for which ranks wait for one another, in which the server must answer
 
 
@@ -34,7 +35,7 @@ class ServerOfGroups(Behind):
     def _init_vllm(self) -> None:
         self._world = groups.control_world()
         connect = super()._init_vllm.__func__
-        connect = rebound(connect, {CLIENT: functools.partial(_client, connect.__globals__[CLIENT])})
+        connect = rebound(connect, {CLIENT: functools.partial(_client, connect.__globals__[CLIENT])}, SERVER)
         self._together("connecting to", lambda: connect(self), self.accelerator.wait_for_everyone)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +52,7 @@ class ServerOfGroups(Behind):
             "gather_object": self.accelerator.gather_objects,
             "broadcast_object_list": functools.partial(self._tell, completions),
         }
-        generate = rebound(super().generate.__func__, names)
+        generate = rebound(super().generate.__func__, names, SERVER)
         return self._together("asking", lambda: generate(self, prompts, images, num_generations, profiler))
 
     def _together(self, action: str, function: Callable[[], Any], join: Callable[[], Any] = lambda: None) -> Any:

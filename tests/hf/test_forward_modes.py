@@ -14,9 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration.context import LOCAL as LOCAL_CONTEXT
 from hf_integration.context import set_current
 from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
@@ -958,6 +961,31 @@ def two_threads():
     expected = t.plain(**given).loss
     for found in in_threads(first, second):
         assert off(found, expected) < t.exact
+    t.train()
+
+
+@use("local attention in a thread, while another thread is inside of it")
+def attention_in_attention():
+    """That thread's module had read the name of our attention, and now its own config is asked for."""
+    t, seen = twins(functools.partial(small, attn_implementation="eager")), []
+    attention = t.model.model.layers[0].self_attn
+
+    def own(module, *args, **kwargs):
+        if not seen and module.q_proj is attention.q_proj:  # not the plain model's
+            seen.extend([module.config is t.model.config, attention.config])
+            seen.extend(in_threads(lambda: ours(attention, *args, sequence_parallel=LOCAL_CONTEXT, **kwargs)))
+        return eager(module, *args, **kwargs)
+
+    eager, ours = modeling_llama.eager_attention_forward, ALL_ATTENTION_FUNCTIONS["ds_seqpar"]
+    modeling_llama.eager_attention_forward = own
+    try:
+        loss, expected = t.forward(LOCAL, without_gradients)
+    finally:
+        modeling_llama.eager_attention_forward = eager
+    assert off(loss, expected) < t.exact
+    assert seen[0]
+    assert seen[1]._attn_implementation == "ds_seqpar"
+    assert attention.config is seen[1]
     t.train()
 
 

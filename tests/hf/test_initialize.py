@@ -85,10 +85,9 @@ REFUSED_JSON = {
     },
     "size": (good(sequence_parallel={"size": 3}), ("size 3", "2 ranks", "[1, 2]")),
     "other batches": (good(train_batch_size=3), ("train_batch_size", "must be 4", "got 3")),
-    "own accumulation": (good(managed_gradient_accumulation=False), ('not set "managed_gradient_accumulation"',)),
-    "zenflow": (
-        good(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
-        ('not set "zero_optimization.zenflow"',),
+    "own accumulation, and zenflow": (
+        good(managed_gradient_accumulation=False, zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
+        ('not set "managed_gradient_accumulation", "zero_optimization.zenflow"', "accumulation steps", "windows"),
     ),
     "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), ('not set "expert_parallel"',)),
     "AutoTP": (good(tensor_parallel={"autotp_size": 2}), ('not set "tensor_parallel"', "AutoTP")),

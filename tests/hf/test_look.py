@@ -3,25 +3,39 @@ are wrong."""
 
 import copy
 import dataclasses
+import random
+import types
 
 import deepspeed
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Starcoder2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaForCausalLM,
+    Starcoder2ForCausalLM,
+)
 
-from hf_integration import patch_attention, unpatch_attention
+from ds_seqpar.saving import random_state
+from hf_integration import heads, patch_attention, unpatch_attention
 from hf_integration.look.facts import TESTED, Facts
 from hf_integration.look.known import facts_of
 from hf_integration.look.look import look
 from hf_integration.look.prove import prove
-from hf_integration.look.small import layers_of, small_copy
+from hf_integration.look.small import NOISE, layers_of, small_copy
 from hf_integration.model import patch
-from tests.dist.ranks import make, refusal
-from tests.hf.every_type import tiny
+from tests.dist.ranks import lacking, make, refusal
+from tests.grids import each_then_rest
+from tests.hf.every_type import config_of, enlivened, tiny
 from tests.hf.families import FAMILIES, model_of
-from tests.hf.llama import small
+from tests.hf.llama import small, with_lora
 from tests.launch import on_each_of, on_engine_ranks, on_ranks
+from tests.words import missing
 
 WINDOW = (("sliding_attention", "window", "sliding_window"),)
 # what differs from a Llama
@@ -54,6 +68,64 @@ def test_the_table_of_tested_families_is_what_a_look_finds(family):
 @pytest.mark.parametrize("name", FOUND)
 def test_a_look_finds_what_differs(name):
     assert look(tiny(name)) == Facts(**FOUND[name])
+
+
+def test_heads_are_those_of_a_config_where_there_is_no_model():
+    config = small().config
+    expected = config.num_attention_heads, config.num_key_value_heads
+    assert heads(types.SimpleNamespace(config=config)) == expected
+    assert heads(with_lora(small(), "q_proj")) == expected
+
+
+# numbers of a config -> what is said of the modules that draw by them
+NOISY = {
+    "mixtral": ({"router_jitter_noise": 0.1}, ["model.layers.*.mlp, a MixtralSparseMoeBlock with jitter_noise 0.1"]),
+    "phimoe": ({"router_jitter_noise": 0.1}, ["model.layers.*.mlp.router, a PhimoeTopKRouter with router_jitter"]),
+    "opt": ({"layerdrop": 0.1}, ["model.decoder, a OPTDecoder with layerdrop 0.1"]),
+    "starcoder2": ({"residual_dropout": 0.1}, ["mlp, a Starcoder2MLP", "self_attn, a Starcoder2Attention"]),
+    "phi3": ({"resid_pdrop": 0.1, "embd_pdrop": 0.1}, []),  # by modules of dropout, which draw by token
+}
+
+
+def loud(name, **numbers):
+    """A model of this type on the meta device, with noise."""
+    config = copy.deepcopy(config_of(name))
+    vars(config).update(numbers or NOISY[name][0])
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", each_then_rest(["mixtral", "opt"], ["phimoe", "starcoder2", "phi3"]))
+def test_a_look_finds_the_modules_that_draw(name):
+    before, found = random_state(), look(loud(name)).noise
+    assert missing(" and ".join(found), *NOISY[name][1]) == []
+    assert len(found) == len(NOISY[name][1])
+    assert str(before) == str(random_state())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tested_families_draw_by_modules_of_dropout_alone(family):
+    config = config_of(family)
+    assert look(loud(family, **{name: 0.1 for name in vars(config) if NOISE.fullmatch(name)})).noise == ()
+
+
+def test_noise_is_that_of_the_modules_whatever_the_config_says_by_now():
+    model = loud("mixtral")
+    model.config.router_jitter_noise = 0.0
+    assert len(look(model).noise) == 1
+    for layer in model.model.layers:
+        layer.mlp.jitter_noise = 0.0
+    assert look(model).noise == ()
+
+
+@pytest.mark.parametrize("drawn", [lambda x: torch.randn_like(x), lambda x: random.random()], ids=["torch", "Python"])
+def test_noise_that_no_number_turns_off_is_named(drawn):
+    model = loud("llama", attention_dropout=0.0)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + 0.1 * drawn(out))
+    kind, sentence = refusal(look, model)
+    assert kind == "ConfigError"
+    assert missing(sentence, "model.layers.*.mlp, a LlamaMLP, which draws random numbers") == []
 
 
 def test_a_large_model_is_looked_at_by_its_small_copy():
@@ -123,6 +195,44 @@ def test_a_proof_refuses_what_is_wrong_and_says_where():
             assert kind == "ConfigError"
             assert "from layer" in sentence
             assert "in a plain batch" in sentence
+
+
+# head -> types whose model with it is proved; a token for padding; further numbers of the config
+HEADS = {
+    "a score": (AutoModelForSequenceClassification, ["starcoder2"], None, {"num_labels": 1}),
+    "two scores for each token": (AutoModelForQuestionAnswering, ["opt"], 0, {}),
+    "a score of each type": (
+        AutoModelForSequenceClassification,
+        ["mixtral", "qwen2_moe", "qwen3_next", "deepseek_v3", "stablelm", "gpt_neox", "opt", "glm", "gemma", "gpt2"],
+        None,
+        {"num_labels": 1},
+    ),
+    "as many classes as tokens": (AutoModelForSequenceClassification, ["llama", "electra"], 0, {"num_labels": 23}),
+    "classes of tokens": (AutoModelForTokenClassification, ["mixtral", "gpt2"], None, {"output_hidden_states": True}),
+    "answers": (AutoModelForQuestionAnswering, ["mixtral", "gpt2", "llama"], None, {"output_hidden_states": True}),
+    "states": (AutoModel, ["mixtral", "hunyuan_v1_moe", "bert"], None, {}),
+}
+
+
+@pytest.mark.parametrize("name", each_then_rest([*HEADS][:2], [*HEADS][2:]))
+@on_each_of(2)
+def test_models_with_any_head_are_proved(name):
+    sp, (kind, types, pad, numbers) = make(size=2, ulysses=1, prove="always"), HEADS[name]
+    for model_type in types:
+        torch.manual_seed(0)
+        config = copy.deepcopy(config_of(model_type))
+        config.pad_token_id = pad
+        for key, number in numbers.items():
+            setattr(config, key, number)
+        patch_attention(enlivened(kind.from_config(config).float()).train(), sp)
+
+
+@pytest.mark.whole
+@on_each_of(2)
+def test_a_head_that_takes_a_ranks_first_token_for_the_sequences_is_refused():
+    model = AutoModelForSequenceClassification.from_config(config_of("bert")).train()
+    said = refusal(patch_attention, model, make(size=2, ulysses=1))
+    assert lacking(said, "ConfigError", "BertForSequenceClassification must be exact", "in a plain batch") == []
 
 
 def settings():

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ds_seqpar.compiler.sharding.masks import Mask
-from hf_integration import dropout, unpatch_attention, whole_sequences
+from hf_integration import dropout, patch_attention, patched_with, unpatch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf import families, trainers
+from tests.hf.every_type import tiny
 from tests.hf.llama import IGNORE, array, gap, small, with_lora
 from tests.hf.trainers import documents, trained
 from tests.launch import on_trainer_ranks, on_warm_ranks
@@ -252,17 +253,32 @@ def compiled(model):
     torch.compile(model, backend="eager")(**batch("plain")).loss.backward()
 
 
+def of_routers(model):
+    routed = tiny("mixtral")
+    for layer in routed.model.layers:
+        layer.mlp.jitter_noise = 0.1
+    patch_attention(routed, patched_with(model))
+    with torch.no_grad():
+        routed.eval()(**batch("plain"))
+    routed.train()(**batch("plain"))
+
+
 REFUSED = {
     by_own_checkpoint: ["needs the checkpoints of transformers", "gradient_checkpointing_enable"],
     of_another_kind: ["type nn.Dropout", "got a FeatureAlphaDropout with p 0.1"],
     of_another_p_on_one_rank: ["the same", "rank 0: dropout '1 of Dropout p 0.3, 1 of Dropout p 0.1'; rank 1"],
     by_some_tokens: ["all of a rank's tokens, (2, 25)", "got (2, 3, 64)"],
+    of_routers: [
+        "noise of nn.Dropout and NEFTune",
+        "a MixtralSparseMoeBlock with jitter_noise 0.1",
+        "before the model",
+    ],
     compiled: ["a model that is not compiled", "got a compiled one"],
 }
 
 
 def refused():
-    sp, found = make(size=2), {}
+    sp, found = make(size=2, prove="never"), {}
     for call in REFUSED:
         model = dropping("q_proj", "up_proj").train()
         model.patch_attention(sp)

@@ -120,11 +120,28 @@ def loaders(prepare):
     return OwnLoaders
 
 
+OTHER_VALUES = {
+    "train_micro_batch_size_per_gpu": 5,
+    "gradient_accumulation_steps": 3,
+    "train_batch_size": 7,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-3}},
+}
 # what is wrong -> (what `make` is given, words of the sentence)
 WRONG = {
     "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
-    "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, ["average_tokens_across_devices=False"]),
-    "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["'batch_rebalance'"]),
+    "tokens not averaged, batches rebalanced": (
+        lambda: {"average_tokens_across_devices": False, "train_sampling_strategy": "batch_rebalance"},
+        ["average_tokens_across_devices=False", "'batch_rebalance'"],
+    ),
+    "values of the JSON that are not those of arguments": (
+        lambda: {"deepspeed_changes": OTHER_VALUES},
+        [
+            *("train_batch_size", "train_micro_batch_size_per_gpu=5", "gradient_accumulation_steps=3", "bf16.enabled"),
+            *("gradient_clipping=0.5 for max_grad_norm=1.0", "optimizer.params.lr=0.1", "optimizer.params.eps"),
+        ],
+    ),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
     "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),
     "forward drops num_items, in tiles": (
@@ -132,11 +149,10 @@ WRONG = {
         ["num_items_in_batch", "where that is"],
     ),
     "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
-    "batches by the first rank": (
-        lambda: {"accelerator_config": {"dispatch_batches": True}},
-        ["dispatch_batches=False"],
+    "batches by the first rank, and of all groups": (
+        lambda: {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
+        ["dispatch_batches=False", "split_batches=False"],
     ),
-    "batches of all groups": (lambda: {"accelerator_config": {"split_batches": True}}, ["split_batches=False"]),
     "uneven batches": (lambda: {"accelerator_config": {"even_batches": False}}, ["even_batches=True"]),
     "a collator that fails": (lambda: parts(train_dataset=equal(24), data_collator=broken), ["'weights'"]),
     "nobody pads": (lambda: parts(data_collator=default_data_collator), ["default_data_collator", "pad_token"]),

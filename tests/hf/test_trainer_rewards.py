@@ -1,9 +1,14 @@
 """trl's RewardTrainer with the mixin before it logs what it logs alone, and goes on where it stopped."""
 
+import copy
+
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from tests.hf import trl_runs
+from tests.hf.every_type import config_of, enlivened
 from tests.hf.trl_runs import lora
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -34,6 +39,14 @@ def adapters():
     return lora("SEQ_CLS")
 
 
+def routed():
+    """A model of no tested family, which is proved."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(config_of("mixtral"))
+    config.update({"num_labels": 1, "pad_token_id": 0, "vocab_size": 384, "output_router_logits": False})
+    return {"model": enlivened(AutoModelForSequenceClassification.from_config(config).float())}
+
+
 def spread(prediction):
     scores = prediction.predictions
     return {"spread": float(np.std(scores)), "sum": float(np.abs(scores).sum()), "scores": len(scores.flatten())}
@@ -54,6 +67,7 @@ CASES = {
     "adapters": reward(adapters, drops=["margin"], center_rewards_coefficient=0.1),
     "left": reward(on_the_left, max_length=24),
     "metrics": reward(measured),
+    "experts": reward(routed, max_steps=2, eval_steps=2),
 }
 
 

@@ -1,13 +1,16 @@
 """What other packages do not document is used in the compat modules alone, and the installed releases have it."""
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import pkgutil
 import re
+import types
 from pathlib import Path
 
 import pytest
+from accelerate import utils
 from torch import nn
 
 from ds_seqpar.compat import SEEN, attribute, private
@@ -17,9 +20,11 @@ from hf_integration.compat import (
     EXTENDED_OF_ROLLOUTS,
     EXTENDED_OF_TRL,
     EXTENDED_OF_VLLM,
+    check_calls,
     check_rollouts,
     check_trainer,
 )
+from hf_integration.rebinding import rebound
 from tests.unit.test_imports import MODULES, ROOT, imported, tree_of
 
 COMPAT = ("ds_seqpar.compat", "hf_integration.compat")
@@ -80,6 +85,68 @@ def test_the_trainers_have_what_ours_extends():
         check_trainer(object)
     with pytest.raises(ConfigError, match="_calculate_rewards"):
         check_rollouts(type("GRPOTrainer", (), {"__module__": "trl.trainer.grpo_trainer"}))
+
+
+GRPO = """
+def _calculate_rewards(self, x):
+    return gather(x)
+
+def _generate_and_score_completions(self, x):
+    assert self.accelerator.gather
+    return [gather_object(y) for y in x]
+"""
+# what a release may change, after which a call would count ranks -> (what it changes, to what, the method)
+CHANGED = {
+    "moved": ("[gather_object(y) for y in x]", "self._log(x)\n\ndef _log(self, x):\n    gather_object(x)", "_generate"),
+    "one more": ("    return gather(x)", "    return gather(x), gather_object(x)", "_calculate_rewards"),
+    "of a module": ("return gather(x)", "return accelerate.utils.gather(x)", "_calculate_rewards"),
+    "of the accelerator": ("return gather(x)", "return self.accelerator.gather(x)", "_calculate_rewards"),
+    "by another name": ("return gather(x)", "return collected(x)", "_calculate_rewards"),
+}
+
+
+def trainer_of(text):
+    scope = {
+        "__name__": "trl.trainer.grpo_trainer",
+        "gather": utils.gather,
+        "gather_object": utils.gather_object,
+        "collected": utils.gather,
+    }
+    exec(text, scope)
+    methods = {name: x for name, x in scope.items() if name.startswith("_") and isinstance(x, types.FunctionType)}
+    return type("GRPOTrainer", (), {**methods, "__module__": "trl.trainer.grpo_trainer"})
+
+
+def test_calls_that_count_ranks_are_where_they_are_replaced():
+    check_calls(trainer_of(GRPO))
+    for before, after, method in CHANGED.values():
+        assert before in GRPO
+        with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{method}.*as in trl.*install one of those"):
+            check_calls(trainer_of(GRPO.replace(before, after)))
+
+
+HAS_GATHER = types.SimpleNamespace(accelerator=types.SimpleNamespace(gather=abs))
+
+
+def counted(function):
+    @functools.wraps(function)
+    def wrapped(*args):
+        return function(*args)
+
+    return wrapped
+
+
+def test_a_copy_with_other_globals_reads_them():
+    methods = trainer_of(GRPO)
+    inner = methods._generate_and_score_completions
+    for function in (inner, counted(inner)):
+        own = rebound(function, {"gather_object": lambda x: -x}, "a count")
+        assert own(HAS_GATHER, [1, 2]) == [-1, -2]
+        with pytest.raises(ConfigError, match=r"a count needs .* with a call of gather, as in"):
+            rebound(function, {"gather": abs}, "a count")
+    held = functools.update_wrapper(types.FunctionType(counted.__code__, {}), inner)
+    with pytest.raises(ConfigError, match="in the closure of its decorator"):
+        rebound(held, {"gather_object": abs}, "a count")
 
 
 def test_the_newest_releases_that_were_seen_are_those_installed_here():
