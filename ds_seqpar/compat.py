@@ -251,6 +251,12 @@ basic_optimizer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.basic_opti
 SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # of an optimizer of ZeRO, before its step
 PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # this rank's part of a ZeRO-3 parameter
 
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, of which ZeRO-3 leaves nothing in the tensor itself."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 # ---- datasets
 
 SPLIT = mark("datasets.iterable_dataset:_distributed")  # what split_dataset_by_node has set; else examples repeat

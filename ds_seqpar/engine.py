@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from .config.settings import SequenceParallelConfig
 from .cpu_launch import op_lock, shared_memory
 from .data.loader import Loader
 from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
+from .files import DEEPEST
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
@@ -41,12 +42,14 @@ if TYPE_CHECKING:
 # arguments of deepspeed.initialize that change neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
+JSON, ARGUMENTS = "DeepSpeed JSON", "arguments"  # what ranks compare, by name
 # argument -> why it is refused
 REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",
     "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
 }
 # environment variables of launchers; without any of them the process is a job by itself
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOCAL_RANK := "LOCAL_RANK")  # those that DeepSpeed reads
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -95,19 +98,24 @@ def initialize(
         ...     engine.backward(engine(**batch).loss)
         ...     engine.step()
     """
-    json = _read_config(config, args, kwargs)
-    check_arguments(model, kwargs)
-    json.check_settings()
-    json.check_auto()
-    wrong = None
+    json, wrong = DeepSpeedJson({}, ""), None
+    # an iterator can be read once
+    passed = {name: list(x) if isinstance(x := kwargs[name], Iterator) else x for name in PASSED_ON if name in kwargs}
     try:
+        json = _read_config(config, args, kwargs)
+        check_arguments(model, kwargs)
+        json.check_settings()
+        json.check_auto()
         json.check()
     except ConfigError as reason:
         wrong = reason  # all ranks raise it together: their configurations may differ
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, {} if wrong else json.section, sequence_parallel, wrong, job=lambda: job_of(json))
+    wrong = wrong or launcher_error()
+    section, given = {} if wrong else json.section, {**passed, "check_loss": check_loss}
+    compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
+    sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: job_of(json), compare=compare)
     if (patcher := patcher_of_class(model)) is not None and check_loss:
         patcher.check_function(model, sp)
     elif patcher is not None:
@@ -115,10 +123,9 @@ def initialize(
     is_own = patcher is None or patcher.patched_with(model) is None  # a model that calls sp.attention itself
     if is_own and sp.runtime.finite is not None:
         sp.runtime.finite.watch_gradients(model)  # before DeepSpeed's hooks, which sum gradients
-    passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     doctor = sp.config.doctor if doctor is None else bool(doctor)
-    assert_ranks_agree(sp.control_world, "arguments", {"doctor": doctor}, call="initialize")
+    assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
     if doctor:
         from .doctor.report import require_sound
 
@@ -300,8 +307,24 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it there
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}
-        deepspeed.init_distributed(**port)
+        try:
+            deepspeed.init_distributed(**port)
+        except ModuleNotFoundError as reason:  # where a variable is missing, DeepSpeed asks MPI
+            raise launcher_error() or reason from None
         wait_at_exit()
+
+
+def launcher_error() -> ConfigError | None:
+    """Return the error for ranks that lack what launchers set and DeepSpeed reads, or None."""
+    missing = [name for name in NEEDED if name not in os.environ]
+    if dist.is_initialized():  # its engine reads only this one, or Open MPI's
+        missing = [name for name in missing if name == LOCAL_RANK and f"OMPI_COMM_WORLD_{name}" not in os.environ]
+    if not missing:
+        return None
+    return ConfigError(
+        f"DeepSpeed needs the variables of a launcher on every rank; {', '.join(missing)} is not set, start the script "
+        "with deepspeed, torchrun or accelerate launch (under srun see examples/launch/slurm.sh)"
+    )
 
 
 def prepare_model(
@@ -310,6 +333,7 @@ def prepare_model(
     given: SequenceParallel | None = None,
     error: SeqParError | None = None,
     job: Callable[[], Job] | None = None,
+    compare: Callable[[dist.ProcessGroup], None] = lambda _: None,
 ) -> SequenceParallel:
     """Return the SequenceParallel to train with; patch a transformers model that is not patched yet. Collective.
 
@@ -318,6 +342,7 @@ def prepare_model(
         given: A SequenceParallel that the caller has made.
         error: An error of this rank, which all ranks then raise.
         job: Called for what the planner must know beside the model, where the section asks for a plan.
+        compare: Compares what else ranks are given, before any group is made but the one that it gets.
 
     Raises:
         ConfigError: The model cannot be patched, or `given`, or the SequenceParallel that the model is patched with,
@@ -331,7 +356,7 @@ def prepare_model(
             job_with_model = patcher.job_of(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_seqpar_error("reading what is to be trained failed", reason)
-    _agree_on_model(model, sp is None, error)
+    _agree_on_model(model, sp is None, error, compare)
     shared_memory.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
     if patcher:
         if sp is None:
@@ -369,15 +394,76 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
             )
 
 
-def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | None) -> None:
-    """Agree on the class of the model, and on whether groups are to be made, before any rank makes or uses groups."""
+def _agree_on_model(
+    model: torch.nn.Module, to_make: bool, error: SeqParError | None, compare: Callable[[dist.ProcessGroup], None]
+) -> None:
+    """Agree on the class of the model, on whether groups are to be made, and by `compare`, before any rank makes or
+    uses groups."""
     with explaining_failure("initialize", groups.all_ranks()):  # which may make a group
         world = groups.control_world()
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
     try:
         assert_ranks_agree(world, "models", value, error=error, call="initialize")
+        compare(world)
     finally:
         groups.free([world] if world is not groups.all_ranks() else [])
+
+
+def assert_same_training(
+    group: dist.ProcessGroup, *, json: DeepSpeedJson | None, given: Mapping[str, Any], model: torch.nn.Module, call: str
+) -> None:
+    """Raise DisagreementError on all ranks of a group unless all train by the same DeepSpeed JSON and arguments.
+
+    Args:
+        group: Of all ranks, for CPU tensors.
+        json: What DeepSpeed is given; None without DeepSpeed.
+        given: Optimizers, schedulers and other arguments, by their names in errors.
+        model: The model, whose parameters must have the same shapes, and be frozen alike.
+        call: The user's call, for errors.
+    """
+    resolved = error = None
+    try:
+        resolved = json and json.resolved
+    except ConfigError as reason:
+        error = reason
+    assert_ranks_agree(group, JSON, resolved, error=error, call=call)
+    fields = _fields({**given, "parameters": list(model.parameters())}, model)
+    assert_ranks_agree(group, ARGUMENTS, fields, call=call)
+
+
+def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
+    """Return what ranks compare of arguments: of a parameter its name in the model, shape and dtype, of an optimizer
+    its groups, of a scheduler its attributes, of a function its defaults and what it has from outside; of what else is
+    neither number nor text its class."""
+    names = {
+        id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in model.named_parameters()
+    }
+
+    def fields(x: Any, depth: int) -> object:
+        kind, inner = getattr(x, "__qualname__", type(x).__qualname__), functools.partial(fields, depth=depth + 1)
+        if isinstance(x, torch.Tensor):
+            return names.get(id(x)) or (x.item() if x.numel() == 1 and not x.is_meta else str(x.shape))
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        if depth >= DEEPEST:  # as of what contains itself
+            return kind
+        if isinstance(x, Mapping):
+            return {str(name): inner(value) for name, value in x.items()}
+        if isinstance(x, list | tuple):
+            return tuple(map(inner, x)) if isinstance(x, tuple) else [*map(inner, x)]
+        if isinstance(x, functools.partial):
+            return [inner(x.func), inner(x.args), inner(x.keywords)]
+        if inspect.isfunction(x):
+            outside = (*(x.__defaults__ or ()), *(cell.cell_contents for cell in x.__closure__ or ()))
+            return [kind, *(fields(value, DEEPEST) for value in outside)]
+        if hasattr(x, "param_groups"):
+            return {"class": kind, "groups": inner(list(x.param_groups))}
+        if depth == 1 or isinstance(x, torch.optim.lr_scheduler.LRScheduler):
+            return {"class": kind} | {name: inner(value) for name, value in vars(x).items() if name != "optimizer"}
+        return kind
+
+    return fields(given, 0)
 
 
 def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:

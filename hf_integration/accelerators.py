@@ -20,13 +20,15 @@ from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
-from accelerate.utils import DummyScheduler, gather_object, recursively_apply
+from accelerate.utils import DummyOptim, DummyScheduler, gather_object, recursively_apply
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.engine import count_by_rank, count_sequences
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
+from ds_seqpar.engine import assert_same_training, count_by_rank, count_sequences
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
@@ -36,6 +38,8 @@ from ds_seqpar.whole import plain
 
 from . import compat
 from .loaders import examples_of, prepare_loader, stream_of
+
+TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes beside a model to train it
 
 
 class GroupState:
@@ -105,6 +109,11 @@ class GroupAccelerator(GroupState):
         attributes, plugin = vars(self.own), self.own.state.deepspeed_plugin
         if plugin is not None and self.sp is not None:
             count_by_rank(plugin.deepspeed_config, self.sp)
+        if self.sp is not None and any(isinstance(x, (nn.Module, *TRAINED)) for x in args):
+            json = plugin and DeepSpeedJson.read(plugin.deepspeed_config)
+            given = {type(x).__name__: x for x in args if isinstance(x, TRAINED)}
+            model = next((x for x in args if isinstance(x, nn.Module)), nn.Module())
+            assert_same_training(self.sp.control_world, json=json, given=given, model=model, call="accelerator.prepare")
         attributes["prepare_data_loader"] = self.prepare_data_loader
         for dummy in dummies:  # accelerate divides them by the number of processes
             dummy.total_num_steps *= size

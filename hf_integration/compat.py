@@ -208,13 +208,8 @@ ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
 LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
 
 
-def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, of which ZeRO-3 leaves nothing in the tensor itself."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of a parameter, as `whole_shape`."""
+    """Return the number of elements of a parameter, as `ds_seqpar.compat.whole_shape`."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -32,10 +33,9 @@ REFUSED = {
     "zero_optimization.zenflow": "it accumulates by itself, and steps with gradients of other windows; remove it",
 }
 NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # keys that DeepSpeed's own class does not get: they are checked here, or refused
-CHECKED_HERE = {
-    SECTION, *REFUSED, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-}  # fmt: skip
+CHECKED_HERE = {SECTION, *REFUSED, *BATCH_SIZES}
 # optimizer, in small letters -> tensors that it keeps of each parameter; those of Adam's kind keep two
 OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "lion": 1}
 # key of an object, which a Trainer fills no "auto" in for -> what to write
@@ -51,6 +51,15 @@ OBJECTS = {
 DECISIVE = (
     "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
 )  # fmt: skip
+# attributes of DeepSpeed's configuration that may differ between ranks: figures and files that a rank keeps for itself,
+# and what follows from other attributes
+OF_A_RANK = (
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "monitor_config",
+    "comms_config", "flops_profiler_config", "timers_config", "aio_config", "disable_python_gc", "global_rank",
+    "world_size", "zero_enabled", "zero_optimization_stage", "_param_dict",
+)  # fmt: skip
+# other attributes -> their key in the JSON
+KEYS = {"zero_config": "zero_optimization", "float16_config": "fp16", "bfloat16_config": "bf16"}
 # keys of DeepSpeed that look like the section's
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
@@ -224,8 +233,16 @@ class DeepSpeedJson:
                     f'{self.place} must have values in "{key}", which a Trainer may fill in; got "auto" for the whole '
                     f"object, write {OBJECTS[key]}"
                 )
-        _ = self.section, self.known
-        call_library("DeepSpeed", self.place, self.content, _parsed)
+        _ = self.section, self.known, self.resolved
+
+    @functools.cached_property
+    def resolved(self) -> dict[str, Any]:
+        """What DeepSpeed makes of it, defaults included, but for what may differ between ranks; "auto" counts as left
+        out. Raises ConfigError for what DeepSpeed's own class refuses."""
+        given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
+        given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
+        kept = {KEYS.get(name, name): x for name, x in given.items() if name not in OF_A_RANK}
+        return json.loads(json.dumps(kept, default=_as_json, skipkeys=True))
 
     @property
     def left_out(self) -> list[str]:
@@ -246,8 +263,8 @@ class DeepSpeedJson:
     @property
     def batch_sizes(self) -> tuple[int | None, int | None, int | None]:
         """Batch of an optimizer step, micro-batch and accumulation steps; None: not given."""
-        known = self.known
-        return known.train_batch_size, known.train_micro_batch_size_per_gpu, known.gradient_accumulation_steps
+        batch, micro, steps = (getattr(self.known, name) for name in BATCH_SIZES)
+        return batch, micro, steps
 
     @property
     def optimizer_states(self) -> int:
@@ -320,6 +337,16 @@ def _parsed(content: dict[str, Any]) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
 
     return DeepSpeedConfig({**_checked_by_deepspeed(content), "train_micro_batch_size_per_gpu": 1})
+
+
+def _as_json(value: Any) -> Any:
+    """Return what a section of DeepSpeed's configuration holds, without the folder of a host's drives."""
+    if callable(dump := getattr(value, "model_dump", None)):
+        return dump(exclude={name: {"nvme_path"} for name in ("offload_param", "offload_optimizer")})
+    if isinstance(value, Mapping | Sequence):
+        return dict(value) if isinstance(value, Mapping) else list(value)
+    # what DeepSpeed writes as JSON itself has a `repr`; the rest are dtypes and paths
+    return vars(value) if hasattr(value, "repr") or dataclasses.is_dataclass(value) else str(value)
 
 
 def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:

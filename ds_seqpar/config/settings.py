@@ -438,7 +438,9 @@ def check_names(names: Iterable[str]) -> None:
     known = setting_names()
     for name in names:
         if name not in known:
-            raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{did_you_mean(str(name), known)}')
+            guess = did_you_mean(str(name), known)
+            needed = "that exists" if guess else f"of {', '.join(known)}"
+            raise ConfigError(f'a setting of "{SECTION}" must be one {needed}; got {name!r}{guess}')
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:

@@ -400,8 +400,8 @@ def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
     if bool((begins.sum(1) > 1).any()):
         raise InputError(
-            "padding must be before or after a row's tokens; got attention_mask with zeros between ones, give the "
-            "pieces as documents of their own"
+            "padding must be before or after a row's tokens; got attention_mask with zeros between ones, leave it out "
+            "and give documents by position_ids that begin again at 0, or by seq_idx, with labels of -100 at the zeros"
         )
     return mask
 

@@ -17,6 +17,7 @@ import torch
 from ..compiler.schedules.validate import validate
 from ..compiler.sharding.masks import CAUSAL
 from ..compiler.sharding.shards import runs_of_sp_rank
+from ..config.deepspeed_json import DeepSpeedJson
 from ..errors import PlanError
 from ..runtime.agreement import Fields, differences, digest_of, fields_of
 from ..runtime.devices import device_name
@@ -73,6 +74,7 @@ def check_agreement(job: Job) -> Gathering:
     held = [runs_of_sp_rank(shards, "q", runtime.ulysses.size, rank) for rank in range(sp.size)]
     positions = sorted(itertools.chain.from_iterable(run.positions for runs in held for run in runs))
     fields = fields_of(config.settings()) | {"topology": str(runtime.topology.axes), "heads": str(job.heads)}
+    fields |= fields_of(DeepSpeedJson.read(job.content).resolved) if job.content else {}
     for rank, runs in enumerate(held):
         spans = (f"{run.start}-{run.last}" + f" by {run.step}" * (run.step > 1) for run in runs)
         fields[f"tokens of SP rank {rank}"] = " ".join(spans)

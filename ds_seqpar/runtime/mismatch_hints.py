@@ -68,7 +68,7 @@ def of_models(by_rank: Mapping[int, Fields]) -> str | None:
         )
     if "placement" in names:
         return "a placement belongs to another batch: give each forward all that shard_batches returned for its batch"
-    if any(name.startswith("values of ") for name in names) and not any(name.startswith("shape ") for name in names):
+    if names and all(name.startswith("values of ") for name in names):
         return (
             "their models began with other weights, as from other seeds: call torch.manual_seed with one seed on every "
             "rank before the model is made, or load one checkpoint"

@@ -11,9 +11,10 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from ds_seqpar.compat import whole_shape
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson, without_auto
 from ds_seqpar.doctor import Check, Finding, Job
 from ds_seqpar.engine import initialize, start
@@ -25,7 +26,7 @@ from ..look.known import facts_of, heads, windows
 from ..look.prove import GRADIENT, LOSS, TOLERANCE, compared, difference
 from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
-from ..model.weights import is_whole
+from ..model.weights import digest_of_bits, is_whole
 from ..trainer.job import config_of
 
 NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
@@ -44,25 +45,23 @@ CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept
 
 
 def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Compare every weight's bits between all ranks."""
-    parameters = {name: p for name, p in job.model.named_parameters() if is_whole(p)}
-    sums = {name: _sum_of_bits(p) for name, p in parameters.items()}
-    by_rank = yield sums
-    if not sums:
+    """Compare every parameter and buffer between all ranks: its form, whether it is trained, and its bits."""
+    tensors = {**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}
+    forms = {name: (*whole_shape(x), str(x.dtype), *["frozen"] * (not x.requires_grad)) for name, x in tensors.items()}
+    bits = {name: digest_of_bits(x) for name, x in tensors.items() if is_whole(x)}
+    whole = sum(map(is_whole, job.model.parameters()))
+    by_rank = yield {"another form": forms, "other values": bits}
+    wrong, advice = "", "load the same checkpoint on all ranks, or seed them alike before the model is made"
+    for kind in by_rank[0]:
+        for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank[kind]):
+            values = [of_rank[kind].get(name) for of_rank in by_rank]
+            usual = max(values, key=values.count)
+            if not wrong and (others := [rank for rank, value in enumerate(values) if value != usual]):
+                wrong = f"{name} has {kind} on {ranks_in_words(others)} than on the others"
+    if not whole and not wrong:
         detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
         return [Finding(check="weights", status="not tried", detail=detail)]
-    wrong, advice = "", "load the same checkpoint on all ranks, or seed them alike before the model is made"
-    for name in sums:
-        values = [of_rank.get(name) for of_rank in by_rank]
-        usual = max(values, key=values.count)
-        if not wrong and (others := [rank for rank, value in enumerate(values) if value != usual]):
-            wrong = f"{name} has other values on {ranks_in_words(others)} than on the others"
-    return [Finding.of("weights", wrong, advice, f"{len(sums)} the same on {len(by_rank)} ranks")]
-
-
-def _sum_of_bits(p: nn.Parameter) -> int:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64))
+    return [Finding.of("weights", wrong, advice, f"{whole} the same on {len(by_rank)} ranks")]
 
 
 def loss_and_gradients(job: Job) -> list[Finding]:

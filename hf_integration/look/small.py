@@ -110,10 +110,11 @@ def parameters_of(model: nn.Module) -> set[str]:
 
 
 def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
-    """Return (rows, tokens) random token ids, none of them special."""
+    """Return (rows, tokens) random token ids, none of them special unless all are."""
     text = text_config(config)
     special = {x for c in (config, text) for name, x in vars(c).items() if name.endswith("_id") and isinstance(x, int)}
-    plain = torch.tensor([x for x in range(getattr(text, "vocab_size", VOCABULARY)) if x not in special][:VOCABULARY])
+    known = range(getattr(text, "vocab_size", VOCABULARY))
+    plain = torch.tensor([x for x in known if x not in special][:VOCABULARY] or [*known])
     return plain[torch.randint(len(plain), (rows, tokens), generator=torch.Generator().manual_seed(seed))]
 
 

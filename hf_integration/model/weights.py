@@ -7,10 +7,13 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from ds_seqpar.compat import whole_shape
 from ds_seqpar.errors import ConfigError
 
-from ..compat import FLATTENED, ZERO_ID, whole_shape
+from ..compat import FLATTENED, ZERO_ID
 
+ODD = 0x1E3779B97F4A7C15  # digits of the golden ratio, as hashes take them
+PIECE = 1 << 22  # bytes of a tensor that are digested at a time
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
 WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
 OFTEN = 64  # the most training forwards between two comparisons
@@ -32,7 +35,8 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Return what ranks compare of a model: dtypes, layers, RoPE, and the shape and some values of every parameter.
+    """Return what ranks compare of a model: dtypes, layers, RoPE, the shape and some values of
+    every parameter, those of buffers, and what is trained.
 
     What explains a difference best comes first. Parameters that ZeRO-3 or FSDP partitions, or that are on the meta
     device, have no values to compare.
@@ -40,7 +44,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]
     shapes = {name: whole_shape(p) for name, p in parameters.items()}
-    values = _samples({name: p for name, p in parameters.items() if is_whole(p)})
+    values = _samples({name: x for name, x in (*parameters.items(), *model.named_buffers()) if is_whole(x)})
     return {
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
         "layers": getattr(model.config, "num_hidden_layers", None),
@@ -48,6 +52,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
         "trained parameters": len(trained),
         **{f"shape of {name}": shape for name, shape in shapes.items()},
         **{f"values of {name}": digest for name, digest in values.items()},
+        **{f"trained {name}": True for name in trained},
     }
 
 
@@ -60,11 +65,26 @@ def check_not_flattened(model: nn.Module) -> None:
         )
 
 
-def is_whole(p: nn.Parameter) -> bool:
+def digest_of_bits(x: Tensor) -> int:
+    """Return a digest of a tensor's bits and their places, of 64 bits: the same on every device and in every release.
+
+    It is a sum of 8 bytes at a time, each times an odd number of its place, modulo 2^64. So no order of the sum counts,
+    one value that differs always shows, and others but for one case in billions.
+    """
+    flat, total = x.detach().reshape(-1), 0
+    numbers = torch.arange(1, PIECE // 8 + 1, device=flat.device) * ODD
+    numbers = (numbers ^ (numbers >> 29)) * ODD | 1  # integers wrap
+    for piece in flat.split(PIECE // flat.element_size()):
+        words = torch.nn.functional.pad(piece.clone().view(torch.uint8), (0, -piece.nbytes % 8)).view(torch.int64)
+        total = (total * ODD + int((words * numbers[: len(words)]).sum())) % (1 << 64)
+    return total
+
+
+def is_whole(p: Tensor) -> bool:
     return not hasattr(p, ZERO_ID) and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
 
 
-def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+def _samples(parameters: dict[str, Tensor]) -> dict[str, str]:
     """Return a digest of some values of each parameter, by name. All are copied from the device at once."""
     samples = [_spread(p) for p in parameters.values()]
     values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
@@ -74,8 +94,9 @@ def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     }
 
 
-def _spread(p: nn.Parameter, samples: int = SAMPLES) -> Tensor:
+def _spread(p: Tensor, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     samples = min(samples, len(flat))
     # by integers: floats in fp32 cannot hold an index above 2^24, and round the last one up
     indices = torch.arange(samples, device=flat.device) * (len(flat) - 1) // max(samples - 1, 1)

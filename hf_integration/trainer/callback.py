@@ -20,11 +20,12 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.compat import whole_shape
 from ds_seqpar.data.batches import lengths_of
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.agreement import all_gather_objects
 
-from ..compat import INPUT_GRADS, whole_numel, whole_shape
+from ..compat import INPUT_GRADS, whole_numel
 from ..families import unwrapped
 from ..look.facts import modules_of
 from ..look.known import facts_of, heads, windows

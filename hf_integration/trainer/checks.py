@@ -72,8 +72,6 @@ EQUAL_ARGUMENTS = (
     "enable_jit_checkpoint",
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
-# sections and settings of the DeepSpeed JSON that must be equal on all ranks
-EQUAL_IN_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
 
 
 def check_kind(trainer_class: type) -> None:
@@ -216,14 +214,10 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 def settings(trainer: Any) -> dict[str, object]:
     """Return the settings that must be equal on all ranks: each rank steps its local part of the optimizer by them."""
-    content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-    stage = content.get("zero_optimization", {}).get("stage")
-    in_json = {name: content.get(name) for name in EQUAL_IN_JSON} | {"zero_optimization stage": stage}
     configs = [vars(base) for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")]
     of_trl = {name for config in configs for name in config.get("__annotations__", ())} - {"dataset_num_proc"}
     names = [*EQUAL_ARGUMENTS, *sorted(of_trl)]
     return {name: getattr(trainer.args, name, None) for name in names} | {
-        "deepspeed": in_json,
         "group_generation_over": trainer.group_generation_over,
     }
 

@@ -77,6 +77,10 @@ def test_what_counts_ranks_raises_until_the_accelerator_is_shared():
     for name, (use, words) in WRONG.items():
         assert lacking(refusal(use, shared), *words) == [], name
     assert lacking(refusal(share_accelerator, model, sp), "ConfigError", "got LlamaForCausalLM") == []
+    other = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank() // 2))
+    told = "DisagreementError", "ranks 0-1: SGD groups [0] lr 0.1", "ranks 2-3: SGD groups [0] lr 0.2"
+    for given in (model, other), (other,):
+        assert lacking(refusal(shared.prepare, *given), *told) == []
     dispatching = share_accelerator(fresh(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), sp)
     assert lacking(refusal(dispatching.prepare, DataLoader([1])), "ConfigError", "dispatch_batches=False") == []
 

@@ -15,7 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 import ds_seqpar
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data import batches
-from ds_seqpar.doctor import data
+from ds_seqpar.doctor import check_agreement, data
 from ds_seqpar.doctor.findings import Job, examine
 from ds_seqpar.whole import tensor
 from hf_integration.doctor import checks
@@ -98,6 +98,38 @@ FAULTS = {
 }
 
 
+def reversed_rows(model):
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+
+
+def permuted(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data[torch.randperm(len(weight), generator=torch.Generator().manual_seed(1))]
+
+
+def exchanged(model):
+    """Two parameters of one shape."""
+    attention = model.model.layers[0].self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+
+def another_weight(model):
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] += 0.5
+
+
+# what one rank's model has -> words of the sentence
+WEIGHTS = {
+    "another weight": (another_weight, ("lm_head.weight", "other values", "rank 2")),
+    "reversed rows": (reversed_rows, ("lm_head.weight", "rank 2")),
+    "permuted rows": (permuted, ("layers.0.self_attn.q_proj.weight", "rank 2")),
+    "exchanged": (exchanged, ("layers.0.self_attn.k_proj.weight", "rank 2")),
+    "buffer": (lambda model: model.model.rotary_emb.inv_freq.mul_(2), ("rotary_emb.inv_freq", "rank 2")),
+    "frozen": (lambda model: model.lm_head.requires_grad_(False), ("lm_head.weight", "another form", "rank 2")),
+    "on the meta device": (lambda model: model.lm_head.half(), ("lm_head.weight", "another form", "rank 2")),
+}
+
+
 def found_of_faults():
     """On a rank: fault -> the findings of its check; and of all these checks without one."""
     sp, model = make(heads=(8, 2), **SECTION), small()
@@ -105,11 +137,16 @@ def found_of_faults():
     for name, (plant, check, _) in FAULTS.items():
         with plant():
             found[name] = examine(job, [(name, check)], str)
-    with torch.no_grad():
-        model.lm_head.weight[3, 5] += 0.5 * (dist.get_rank() == 2)
-    found["another weight"] = examine(job, [("weights", checks.weights)], str)
+    for name, (change, _) in WEIGHTS.items():
+        other = small().to("meta" if name == "on the meta device" else "cpu")
+        if dist.get_rank() == 2:
+            change(other)
+        found[name] = examine(Job(sp=sp, model=other), [("weights", checks.weights)], str)
+    content = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000 + (dist.get_rank() == 2)}}
+    found["another JSON"] = examine(Job(sp=sp, content=content), [("agreement", check_agreement)], str)
     sound = [("batches", data.batches), ("loaders", data.loaders), ("model", checks.loss_and_gradients)]
-    return found, examine(job, sound, str)
+    few = Job(sp=sp, model=small(vocab_size=3, pad_token_id=0))  # the ids of all three are special
+    return found, examine(job, [*sound, ("weights", checks.weights)], str) + examine(few, sound[-1:], str)
 
 
 def test_each_planted_fault_is_named():
@@ -117,7 +154,8 @@ def test_each_planted_fault_is_named():
     assert all(words == found for words, _ in others)
     assert {finding.status for finding in sound} == {"pass"}, sound
     expected = {name: words for name, (*_, words) in FAULTS.items()}
-    expected["another weight"] = ("lm_head.weight", "rank 2")
+    expected |= {name: words for name, (_, words) in WEIGHTS.items()}
+    expected["another JSON"] = ("rank 2: zero_optimization reduce_bucket_size 1001",)
     for name, words in expected.items():
         wrong = [finding for finding in found[name] if finding.status == "fail"]
         assert wrong, (name, found[name])

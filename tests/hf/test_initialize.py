@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import warnings
 
 import deepspeed
@@ -15,7 +16,7 @@ from torch.utils.data import ChainDataset
 
 import ds_seqpar
 from hf_integration import patch_attention, patched_with, unpatch_attention
-from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.dist.test_first_use import BATCH, Model
 from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step, with_lora
 from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
@@ -297,6 +298,51 @@ def test_one_process_without_a_launcher():
     (result,) = on_ranks(1, alone, keep=None)  # it ends its groups, which DeepSpeed has noted
     assert gap(result["gradients"], gradients) < 1e-5
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+# launcher -> (the variables that it has set, words of the sentence)
+LAUNCHERS = {
+    "no LOCAL_RANK": (lambda given: {**given, "LOCAL_RANK": None}, ("LOCAL_RANK is not set",)),
+    "RANK alone": (lambda given: {"RANK": given["RANK"]}, (f"{', '.join(LAUNCHER[1:])} is not set",)),
+    "srun": (lambda given: {"SLURM_PROCID": given["RANK"]}, (f"{', '.join(LAUNCHER)} is not set", "slurm.sh")),
+    "mpirun": (lambda given: {"OMPI_COMM_WORLD_RANK": given["RANK"]}, ("deepspeed, torchrun or accelerate launch",)),
+}
+
+
+def of_launchers():
+    """What is said under launchers that leave out what DeepSpeed reads; then with torch.distributed up, of ranks
+    without LOCAL_RANK, of one without, and the loss of a step of ranks that have Open MPI's."""
+    given, found = {name: os.environ.pop(name) for name in LAUNCHER}, {}
+    sys.modules["mpi4py"] = None  # which some environments have
+    for name, (variables, _) in LAUNCHERS.items():
+        own = {key: x for key, x in variables(given).items() if x is not None}
+        os.environ.update(own)
+        found[name] = refusal(ds_seqpar.initialize, model=small(), config=good())
+        for key in own:
+            del os.environ[key]
+    os.environ.update({name: given[name] for name in LAUNCHER[:-1]})
+    dist.init_process_group("gloo")
+    found["own"] = refusal(ds_seqpar.initialize, model=small(), config=good(sequence_parallel={"size": 2}))
+    if rank := dist.get_rank():
+        os.environ["LOCAL_RANK"] = given["LOCAL_RANK"]
+    found["one"] = refusal(ds_seqpar.initialize, model=small(), config=good(sequence_parallel={"size": 2}))
+    os.environ.pop("LOCAL_RANK", None)
+    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(rank)
+    engine, *_ = ds_seqpar.initialize(model=small(), config=good(sequence_parallel={"size": 2}))
+    return found, one_step(engine)["loss"]
+
+
+def test_what_a_launcher_has_not_set_is_named():
+    """It ended with "No module named 'mpi4py'"."""
+    _, loss = one_process(small(), window())
+    for rank, (found, of_step) in enumerate(on_ranks(2, of_launchers, patience=None)):
+        for name, (_, words) in LAUNCHERS.items():
+            assert lacking(found[name], "ConfigError", *words) == [], (name, found[name])
+        assert lacking(found["own"], "ConfigError", "every rank; LOCAL_RANK is not set") == [], found["own"]
+        kind, words = ("DisagreementError", ("rank 0 cannot",)) if rank else ("ConfigError", ())
+        assert lacking(found["one"], kind, "LOCAL_RANK is not set", *words) == [], found["one"]
+        assert of_step == pytest.approx(loss, rel=1e-5)
 
 
 # --- the loss

@@ -101,7 +101,7 @@ WRONG = {
     ),
     "padding between tokens": (
         lambda sp: {"input_ids": ids(), "attention_mask": (torch.arange(16) % 5 > 0).long().expand(2, -1)},
-        ["zeros between ones"],
+        ["zeros between ones", "position_ids that begin again at 0", "seq_idx", "-100"],
     ),
     "a token that the model does not have": (
         lambda sp: {"input_ids": ids() + 40},
