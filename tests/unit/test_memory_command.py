@@ -240,9 +240,7 @@ AUTO = [
 def test_what_no_trainer_fills_in_is_named(capsys, place, tmp_path, content, said):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(content), encoding="utf-8")
-    for command in ("memory", "plan"):
-        words = ["--model", place, "--seq-len", 512, "--ranks", 4, "--config", file]
-        assert_refused(run(capsys, command, *words), "auto", *said)
+    assert_refused(_memory(capsys, place, "--config", file), "auto", *said)
 
 
 def test_what_a_trainer_fills_in_is_counted(capsys, place, tmp_path):

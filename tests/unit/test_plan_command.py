@@ -137,6 +137,7 @@ REFUSED = [
     (["--documents", __file__], ("--documents", "lengths")),
     (["--set", "size=3"], ("size 3", "4 ranks", "[1, 2, 4]")),
     (["--set", "ulysses=16"], ("ulysses 16", "size 4", "[1, 2, 4]")),
+    (["--set", "zero_optimization.stage=auto"], ("zero_optimization.stage", "auto")),
     (["--set", "bf16.enabled=false"], ("h100-ib", "bfloat16", "float32")),
     (["--seq-len", 16385, "--set", "size=4"], ("16385 tokens", "multiple of 8")),
 ]
