@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_seqpar
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.grids import each_then_rest
 from tests.hf.llama import MODES, RATE, array, gap, norm, part, ragged, settings, small, weights
 from tests.hf.test_whole_in_whole_out import preference
 from tests.launch import on_engine_ranks as on_ranks
@@ -248,10 +249,11 @@ def gradients(dtype, batch, shared):
     return {name: array(p.grad.full_tensor()) for name, p in model.named_parameters()}
 
 
-def cast():
+def cast(names):
     """By batch how far bf16's gradients are from fp32's: (a plain model's, a patched one's); the tokens of both."""
     found = {}
-    for name, more in CAST.items():
+    for name in names:
+        more = CAST[name]
         labels = IDS.masked_fill(more["position_ids"] == 0, -100) if more else IDS
         batch = {"input_ids": IDS, "labels": labels, **more}
         exact = gradients(torch.float32, batch, False)
@@ -263,8 +265,9 @@ def cast():
     return found, [model.generate(input_ids=IDS, attention_mask=mask, **wanted).tolist() for model in models]
 
 
-def test_fsdp2_casts_to_bf16():
-    for found, (expected, tokens) in on_ranks(2, cast):
+@pytest.mark.parametrize("names", each_then_rest([["sharded packs"]], [["whole, of odd length"]]))
+def test_fsdp2_casts_to_bf16(names):
+    for found, (expected, tokens) in on_ranks(2, cast, names):
         assert tokens == expected
         for name, (plain, ours) in found.items():
             assert 1e-4 < plain < 0.1, name
