@@ -48,8 +48,8 @@ REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",
     "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
 }
-# environment variables of launchers; without any of them the process is a job by itself
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOCAL_RANK := "LOCAL_RANK")  # those that DeepSpeed reads
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")  # environment variables of DeepSpeed
+# those of launchers; without any of them the process is a job by itself
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -317,8 +317,8 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
 def launcher_error() -> ConfigError | None:
     """Return the error for ranks that lack what launchers set and DeepSpeed reads, or None."""
     missing = [name for name in NEEDED if name not in os.environ]
-    if dist.is_initialized():  # its engine reads only this one, or Open MPI's
-        missing = [name for name in missing if name == LOCAL_RANK and f"OMPI_COMM_WORLD_{name}" not in os.environ]
+    if dist.is_initialized():  # an engine reads one of these
+        missing = ["LOCAL_RANK"] * (not {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys())
     if not missing:
         return None
     return ConfigError(

@@ -199,7 +199,7 @@ class Finite:
         if norm is None:  # nobody asked for it
             return
         norm = float(norm)
-        norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))])
+        norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))], dtype=torch.float64)
         if not torch.isclose(norms, norms[:1], rtol=SPREAD, atol=0.0, equal_nan=True).all():
             assert_ranks_agree(world, f"gradient norm of step {number}", {"norm": float(f"{norm:.6g}")})
         self.look("the gradient norm", SUMMED, norm, f"see their size, {LINKS}")

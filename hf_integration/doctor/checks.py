@@ -165,7 +165,7 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
                     torch.zeros_like(before[name]) if gradient is None else gradient.float().clone()
                 )
         engine.step()
-    outcome[LOSS] = torch.tensor(sp.mean_loss(losses))
+    outcome[LOSS] = torch.tensor(sp.mean_loss(losses), dtype=torch.float64)
     for name, p in small.named_parameters():
         after = safe_get_full_fp32_param(p)
         outcome[f"{STEP}{name}"] = (p.detach() if after is None else after).float() - before[name]

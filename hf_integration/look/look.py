@@ -464,7 +464,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     plain = _balances(model, ids, shifted, number)
     if plain is None and _balances(model, ids, ids, ids.numel()) is not None:
         _refuse("a loss that predicts a token from itself", "shift labels in the forward")
-    given = {"shift_labels": shifted, "num_items_in_batch": torch.tensor(2.0 * number)}
+    given = {"shift_labels": shifted, "num_items_in_batch": torch.tensor(2.0 * number, dtype=torch.float32)}
     taken = _balances(model, ids, shifted, 2 * number, **given) if all(takes(model, x) for x in given) else None
     routed = hasattr(text_config(model.config), "output_router_logits") and takes(model, "output_router_logits")
     balance = _balances(model, ids, shifted, number, output_router_logits=True) if routed else plain

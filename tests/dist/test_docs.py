@@ -86,7 +86,7 @@ def test_kinds_of_attention_that_are_refused():
     batch = {"input_ids": ids, "labels": ids.clone()}
     for call, *words in (
         (lambda: sp.attention(q, q, q, mask=torch.ones(16, 16)), "a Mask", "a tensor", "causal=False"),
-        (lambda: sp.shard_batch({**batch, "attention_mask": gap}), "zeros between ones", "documents of their own"),
+        (lambda: sp.shard_batch({**batch, "attention_mask": gap}), "zeros between ones", "documents by position_ids"),
         (lambda: model(**sp.shard_batch(batch), is_causal=False), "is causal", "is_causal=False", "leave it out"),
         (lambda: patch_attention(model_of("llama", is_causal=False), sp), "is_causal=False in its config"),
         (lambda: patch_attention(AutoModelForSeq2SeqLM.from_config(encoder), sp), "'t5'", "cross-attention"),

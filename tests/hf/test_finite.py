@@ -158,7 +158,7 @@ CASES = {  # what plants a number -> (ranks that have it, words of the sentence)
 }
 
 
-MORE = module, gradient, loss_outside, optimizer_hook  # for which test-all has time
+MORE = module, gradient, loss_outside, clipping, optimizer_hook  # for which test-all has time
 
 
 def assert_told(case, by_rank):

@@ -3,6 +3,7 @@ are wrong."""
 
 import copy
 import dataclasses
+import logging
 import random
 import types
 
@@ -21,7 +22,8 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from ds_seqpar.saving import random_state
+from ds_seqpar.runtime import log
+from ds_seqpar.runtime.random_states import random_state
 from hf_integration import heads, patch_attention, unpatch_attention
 from hf_integration.look.facts import TESTED, Facts
 from hf_integration.look.known import facts_of
@@ -252,6 +254,17 @@ def settings():
 def test_families_that_are_not_tested_are_proved():
     for found in on_ranks(2, settings):
         assert found == {"auto": ["mixtral"], "always": ["llama", "mixtral"], "never": []}
+
+
+@on_each_of(2)
+def test_a_proof_is_said_as_a_check_and_no_warning():
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_seqpar").addHandler(handler)
+    log._said.clear()  # of other tests in these processes
+    patch_attention(tiny("mixtral"), sp := make(ulysses=1))
+    assert [missing(x, "mixtral", "checked against an unsplit copy") for x in said] == [[]] * (sp.rank == 0)
+    logging.getLogger("ds_seqpar").removeHandler(handler)
 
 
 @on_each_of(1)

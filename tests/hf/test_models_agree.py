@@ -127,6 +127,13 @@ def wide(vocabulary, dtype):
     """Of a model with a wide embedding: (the greatest gap of gradients and loss on the plain model's; names of what
     ranks compare that changes with the last number of the embedding)."""
     torch.set_default_dtype(dtype)
+    try:
+        return compared_wide(vocabulary)
+    finally:
+        torch.set_default_dtype(torch.float32)  # other tests run in these processes
+
+
+def compared_wide(vocabulary):
     (batch,) = ragged(SECTION, 1, 1, sequences=2)
     model = small(vocab_size=vocabulary, tie_word_embeddings=True, hidden_size=256).float()
     loss = model(**batch).loss

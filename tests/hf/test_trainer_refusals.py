@@ -336,17 +336,22 @@ def test_data_sets_are_as_long_on_all_ranks(tmp_path):
         assert missing(said[3], "samples", "whole data set") == []
 
 
+class OwnOptimizer(SequenceParallelTrainer):
+    """With another rate on each rank."""
+
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+        return self.optimizer
+
+
 def unlike(folder):
     """Ranks with other JSONs, in training, in evaluation and before the doctor; with optimizers of their own."""
-    rank, model = dist.get_rank(), small(pad_token_id=0)
+    rank = dist.get_rank()
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000 + rank}}
     examined = make(folder, 1, {**SECTION, "doctor": True}, deepspeed_changes=buckets)
     said = [refusal(examined.train)[1], refusal(examined.evaluate)[1]]
     said.append(refusal(make(folder, 1, SECTION, deepspeed_changes=buckets).train)[1])
-    optimizers = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank)), None
-    own = {"zero_allow_untested_optimizer": True}
-    client = make(folder, 1, SECTION, model=model, parts={"optimizers": optimizers}, deepspeed_changes=own)
-    return said, refusal(client.train)[1]
+    return said, refusal(make(folder, 1, SECTION, kind=OwnOptimizer).train)[1]
 
 
 def test_ranks_are_given_the_same_json_and_optimizer(tmp_path):

@@ -61,7 +61,7 @@ def test_auto_is_its_own_choice():
     [
         ({"schedule": "carrousel"}, ("got 'carrousel'", "'carousel'")),
         ({"schedule": "rings"}, ("got 'rings'", "auto, carousel, distflash")),
-        ({"seat": 2}, (", seats;", "got 'seat'", "'seats'")),
+        ({"seat": 2}, ("must be one that exists", "got 'seat'", "'seats'")),
         ({"seats": 0}, ("sequence_parallel.seats", '"auto"', "got 0")),
         ({"seats": 2}, ("sequence_parallel.seats", '"schedule": "carousel"', '"ring"')),
         ({"schedule": "carousel", "team": 2}, ("sequence_parallel.team", '"schedule": "wallfacer"', '"carousel"')),
