@@ -27,7 +27,9 @@ TRAINERS = {
     "zero_optimization": {"stage": 2},
 }
 
-LOCAL = {"train_batch_size": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
+AUTO = ("--set", "memory=auto", "--set", "size=2")
+LOCAL = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0,
+       "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_what_is_printed_trains(tmp_path):
     sequences = []
     for words in (
         ("plan", "--sequences", "3", "--no-checkpointing"),  # two groups could not share them
-        ("memory", "--set", "memory=auto", "--memory", "0.003", "--config", str(deepspeed_file(tmp_path, LOCAL))),
+        ("memory", "--config", str(deepspeed_file(tmp_path, LOCAL)), "--memory", "0.002", *AUTO),
     ):
         content, _ = printed(tmp_path, *words)
         model = llama()

@@ -125,15 +125,18 @@ def test_a_picture_is_drawn(capsys, place, tmp_path):
         assert (share(LIMIT) > 0) == is_drawn
 
 
-def test_memory_auto_is_what_ranks_would_choose(capsys, place):
-    words = ["--machine", "h100-ib", "--set", "memory=auto", "--memory", 0.002]
+def test_memory_auto_is_what_ranks_would_choose(capsys, place, tmp_path):
+    (file := tmp_path / "ds.json").write_text(
+        json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}})
+    )
+    words = ["--config", file, "--machine", "h100-ib", "--set", "memory=auto", "--memory", 0.005]
     out, err, code = _memory(capsys, place, *words, "--seq-len", 8192)
     assert (err, code) == ("", 0)
     assert missing(out, 'sequence_parallel: "auto" for 8192 tokens on 4 ranks', '"loss_tiles": "auto"', "assumed") == []
     found = json.loads(_memory(capsys, place, *words, "--seq-len", 8192, "--json", None)[0])
     section = found["deepspeed_json"]["sequence_parallel"]
     spelled = [word for name, value in section.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    given = ["memory", "--model", place, "--seq-len", 8192, "--ranks", 4, "--json", *spelled]
+    given = ["memory", "--model", place, "--seq-len", 8192, "--ranks", 4, "--json", "--config", file, *spelled]
     assert json.loads(run(capsys, *given)[0])["peak"] == found["peak"]
     assert (
         found["room"]["limit"]
