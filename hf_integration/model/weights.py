@@ -72,7 +72,7 @@ def digest_of_bits(x: Tensor) -> int:
     one value that differs always shows, and others but for one case in billions.
     """
     flat, total = x.detach().reshape(-1), 0
-    numbers = torch.arange(1, PIECE // 8 + 1, device=flat.device) * ODD
+    numbers = torch.arange(1, min(PIECE, flat.nbytes) // 8 + 2, device=flat.device) * ODD
     numbers = (numbers ^ (numbers >> 29)) * ODD | 1  # integers wrap
     for piece in flat.split(PIECE // flat.element_size()):
         words = torch.nn.functional.pad(piece.clone().view(torch.uint8), (0, -piece.nbytes % 8)).view(torch.int64)

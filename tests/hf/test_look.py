@@ -97,7 +97,7 @@ def loud(name, **numbers):
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", each_then_rest(["mixtral", "opt"], ["phimoe", "starcoder2", "phi3"]))
+@pytest.mark.parametrize("name", each_then_rest(["mixtral"], ["opt", "phimoe", "starcoder2", "phi3"]))
 def test_a_look_finds_the_modules_that_draw(name):
     before, found = random_state(), look(loud(name)).noise
     assert missing(" and ".join(found), *NOISY[name][1]) == []

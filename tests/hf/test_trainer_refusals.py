@@ -356,6 +356,7 @@ def unlike(folder):
 
 def test_ranks_are_given_the_same_json_and_optimizer(tmp_path):
     for said, of_optimizers in on_ranks(2, unlike, tmp_path):
+        assert "the doctor" in said[0]
         for sentence in said:
             assert missing(sentence, "reduce_bucket_size 1000", "rank 1: ", "reduce_bucket_size 1001") == []
         assert missing(of_optimizers, "rank 0: SGD groups [0] lr 0.1", "rank 1: SGD groups [0] lr 0.2") == []
