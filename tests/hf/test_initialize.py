@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import ChainDataset
 
 import ds_seqpar
+from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from hf_integration import patch_attention, patched_with, unpatch_attention
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.dist.test_first_use import BATCH, Model
@@ -136,6 +137,13 @@ def test_a_json_that_cannot_be_read_or_gives_a_key_twice(tmp_path):
             (tmp_path / f"{name}.json").write_text(content, encoding="latin-1")
     for name, (_, message) in all_refused(refused_files, tmp_path).items():
         assert missing(message, str(tmp_path / f"{name}.json"), *FILES[name][1]) == []
+
+
+def test_what_ranks_compare_of_a_json_has_no_address():
+    """Forked ranks have the same ones; those of launchers have not."""
+    resolved = DeepSpeedJson.read(good()).resolved
+    assert resolved["optimizer_params"] == good()["optimizer"]["params"]
+    assert " at 0x" not in str(resolved)
 
 
 def other_sections():

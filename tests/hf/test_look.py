@@ -256,14 +256,15 @@ def test_families_that_are_not_tested_are_proved():
         assert found == {"auto": ["mixtral"], "always": ["llama", "mixtral"], "never": []}
 
 
+@pytest.mark.whole
 @on_each_of(2)
 def test_a_proof_is_said_as_a_check_and_no_warning():
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ds_seqpar").addHandler(handler)
     log._said.clear()  # of other tests in these processes
-    patch_attention(tiny("mixtral"), sp := make(ulysses=1))
-    assert [missing(x, "mixtral", "checked against an unsplit copy") for x in said] == [[]] * (sp.rank == 0)
+    patch_attention(small(), sp := make(ulysses=1, prove="always"))
+    assert [missing(x, "llama", "checked against an unsplit copy") for x in said] == [[]] * (sp.rank == 0)
     logging.getLogger("ds_seqpar").removeHandler(handler)
 
 
