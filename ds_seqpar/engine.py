@@ -433,8 +433,8 @@ def assert_same_training(
 
 def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
     """Return what ranks compare of arguments: of a parameter its name in the model, shape and dtype, of an optimizer
-    its groups, of a scheduler its attributes, of a function its defaults and what it has from outside; of what else is
-    neither number nor text its class."""
+    its groups, of a scheduler its attributes, of a function its defaults; of what else is neither number nor text its
+    class."""
     names = {
         id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in model.named_parameters()
@@ -455,12 +455,13 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
         if isinstance(x, functools.partial):
             return [inner(x.func), inner(x.args), inner(x.keywords)]
         if inspect.isfunction(x):
-            outside = (*(x.__defaults__ or ()), *(cell.cell_contents for cell in x.__closure__ or ()))
-            return [kind, *(fields(value, DEEPEST) for value in outside)]
+            return [kind, *(fields(value, DEEPEST) for value in x.__defaults__ or ())]
         if hasattr(x, "param_groups"):
             return {"class": kind, "groups": inner(list(x.param_groups))}
         if depth == 1 or isinstance(x, torch.optim.lr_scheduler.LRScheduler):
-            return {"class": kind} | {name: inner(value) for name, value in vars(x).items() if name != "optimizer"}
+            return {"class": kind} | {
+                name: inner(value) for name, value in getattr(x, "__dict__", {}).items() if name != "optimizer"
+            }
         return kind
 
     return fields(given, 0)

@@ -155,7 +155,8 @@ def _print_first(before: Callable, error: Exception, trace: TracebackType | None
 
     A lost connection that torch has met, as in DDP's broadcast or a collective of the user's, is said in our words.
     """
-    if is_lost(error) and not isinstance(error, SeqParError):
+    is_torchs = isinstance(error, dist.DistError) or "gloo" in str(error)  # else a connection of the user's
+    if is_torchs and is_lost(error) and not isinstance(error, SeqParError):
         error = CommunicationError(f"a call of torch.distributed failed because another rank ended: {_who_is_gone()}")
     sentence = f"{type(error).__name__}: {error}".splitlines()[0]
     _write_error_file(sentence, late=is_lost(error))

@@ -202,7 +202,7 @@ class EngineCheckpoints:
                 f"a run goes on at the place of its loader; got one in {has} and none in the {lacks}, give the same "
                 "loader= to save_checkpoint and load_checkpoint"
             )
-        if (state["ranks"], state["groups"]) != (self.ranks, self.sp.data_size):
+        if (state["ranks"], state.get("groups", self.sp.data_size)) != (self.ranks, self.sp.data_size):
             rank = self.sp.data_rank * state["ranks"] // self.sp.data_size  # all ranks of a sequence draw the same
         own = torch.load(_loop_file(folder, rank), weights_only=False)
         return state | {"random": own["random"]}

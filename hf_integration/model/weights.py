@@ -87,6 +87,7 @@ def is_whole(p: Tensor) -> bool:
 def _samples(parameters: dict[str, Tensor]) -> dict[str, str]:
     """Return a digest of some values of each parameter, by name. All are copied from the device at once."""
     samples = [_spread(p) for p in parameters.values()]
+    samples = [x.cpu() for x in samples] if len({x.device for x in samples}) > 1 else samples
     values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
     return {
         name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()

@@ -257,7 +257,7 @@ class CheckedCollator:
             raise text_error(rows[0]) or self._error(rows, reason) from reason
         if isinstance(batch, list):  # rows of prompts
             check_row(rows[0])
-        elif not TOKENS.intersection(batch) and (error := text_error(rows[0])):
+        elif isinstance(batch, Mapping) and not TOKENS.intersection(batch) and (error := text_error(rows[0])):
             raise error
         return batch
 
@@ -294,7 +294,8 @@ def text_error(example: object) -> ConfigError | None:
 
 def _ids(example: object) -> list[Any]:
     """Return the columns of ids of an example: trl's preferences have "prompt_ids", "chosen_ids" and others."""
-    return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []
+    columns = example.items() if isinstance(example, Mapping) else ()
+    return [x for name, x in columns if name.endswith("_ids") and hasattr(x, "__len__")]
 
 
 def _length(example: object) -> int:
