@@ -258,9 +258,13 @@ def _mark() -> Any:
     if wait is not None:
         return wait.since, wait.awaited, slept
     frames = _frames()
-    if frames and frames[0].f_code.co_name == MAKING_A_GROUP:
+    if _makes_a_group(frames):
         return id(frames[0]), frames[0].f_lasti
     return slept if slept.startswith("S") and _is_collective(frames) else None
+
+
+def _makes_a_group(frames: list[FrameType]) -> bool:
+    return bool(frames) and frames[0].f_code.co_name == MAKING_A_GROUP
 
 
 def _is_collective(frames: list[FrameType]) -> bool:
@@ -297,7 +301,7 @@ def _state() -> State:
     if wait is not None:
         what, awaited = wait.what, wait.ranks()
         words, message = _in_wait(wait, walk, place)
-    elif _slept().startswith("S") and _is_collective(frames):
+    elif _makes_a_group(frames) or (_slept().startswith("S") and _is_collective(frames)):
         what, awaited = _in_collective(frames)
         words = f"waits in {what} for"
     else:
