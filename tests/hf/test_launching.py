@@ -126,6 +126,12 @@ def name_worker(number):
     os.environ["WORKER"] = f"worker {number}"
 
 
+def read_after_a_signal(process, batches):
+    """torch raises at once, or with the next batch."""
+    signalled(process)
+    list(batches)
+
+
 def test_workers_ignore_a_signal_only_while_training_listens():
     callback, others = PreemptionCallback(None), {*multiprocessing.active_children()}
     loader = DataLoader(Named(), 1, num_workers=1, worker_init_fn=name_worker)
@@ -137,9 +143,8 @@ def test_workers_ignore_a_signal_only_while_training_listens():
         assert next(batches) == ["worker 0"]
         signalled(worker.pid)
         assert [next(batches) for _ in range(9)] == [["worker 0"]] * 9
-    with pytest.raises(RuntimeError, match=f"pid.*{worker.pid}"):  # at once, or with the next batch
-        signalled(worker.pid)
-        list(batches)
+    with pytest.raises(RuntimeError, match=f"pid.*{worker.pid}"):
+        read_after_a_signal(worker.pid, batches)
 
 
 def by_torchrun(folder):
