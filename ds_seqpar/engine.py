@@ -421,13 +421,13 @@ def assert_same_training(
         model: The model, whose parameters must have the same shapes, and be frozen alike.
         call: The user's call, for errors.
     """
-    resolved = error = None
+    resolved = fields = error = None
     try:
         resolved = json and json.resolved
-    except ConfigError as reason:
-        error = reason
+        fields = _fields({**given, "parameters": list(model.parameters())}, model)
+    except Exception as reason:  # attributes of a user's own scheduler may raise anything
+        error = as_seqpar_error("reading what is to be trained failed", reason)
     assert_ranks_agree(group, JSON, resolved, error=error, call=call)
-    fields = _fields({**given, "parameters": list(model.parameters())}, model)
     assert_ranks_agree(group, ARGUMENTS, fields, call=call)
 
 
