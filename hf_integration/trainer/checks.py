@@ -294,9 +294,8 @@ def text_error(example: object) -> ConfigError | None:
 
 def _ids(example: object) -> list[Any]:
     """Return the columns of ids of an example: trl's preferences have "prompt_ids", "chosen_ids" and others."""
-    columns = example.items() if isinstance(example, Mapping) else ()
-    return [x for name, x in columns if name.endswith("_ids") and hasattr(x, "__len__")]
+    return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []
 
 
 def _length(example: object) -> int:
-    return sum(map(len, _ids(example)))
+    return sum(len(x) for x in _ids(example) if hasattr(x, "__len__"))
