@@ -96,8 +96,7 @@ def _mamba2(
 def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
     """Return the rows of a state that decays; readout: (N, L, groups, K), log_decay: (N, L, H)."""
     decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 grows no more after 256 tokens
-    readout = readout.repeat_interleave(out.shape[2] // readout.shape[2], 2) * decay[..., None]
-    return Rows(out, state, readout, decay[:, -1, :, None, None])
+    return Rows(out, state, readout, decay[:, -1, :, None, None], decay)
 
 
 def _fused(engine: Engine, original: Callable, *args: Any, **kwargs: Any) -> None:

@@ -30,15 +30,15 @@ def decayed(tokens, parameters, continues):
     x, dt, keys, readout = tokens
     a, d = parameters
     heads = x.shape[2]
-    keys, readout = (y.repeat_interleave(heads // y.shape[2], 2) for y in (keys, readout))
+    keys, read = (y.repeat_interleave(heads // y.shape[2], 2) for y in (keys, readout))
     decay = dt * a
     state, outs = x.new_zeros(len(x), heads, keys.shape[3], x.shape[3]), []
     for t in range(x.shape[1]):
         new = torch.einsum("nhk,nhv->nhkv", keys[:, t], x[:, t] * dt[:, t, :, None])
         state = state * decay[:, t].exp()[..., None, None] + new
-        outs.append(torch.einsum("nhk,nhkv->nhv", readout[:, t], state) + d[:, None] * x[:, t])
+        outs.append(torch.einsum("nhk,nhkv->nhv", read[:, t], state) + d[:, None] * x[:, t])
     decay = decay.cumsum(1).exp()
-    return Rows(torch.stack(outs, 1), state, decay[..., None] * readout, decay[:, -1, :, None, None])
+    return Rows(torch.stack(outs, 1), state, readout, decay[:, -1, :, None, None], decay)
 
 
 def conv(weight):

@@ -43,6 +43,7 @@ Context: TypeAlias = Any  # autograd's ctx
 STATES, HEADS, HALO = "states of a layer", "heads of a layer with a state", "tokens before a convolution"
 COUNTED = "state_heads"  # the name under which elements of exchanged heads are counted
 RATIO = 2  # segments whose lengths differ by at most this factor are rows of one batch
+PIECE = 2**24  # elements of outputs to which states are added at once, in fp32
 
 
 class Rows(NamedTuple):
@@ -51,15 +52,18 @@ class Rows(NamedTuple):
     Attributes:
         out: (N, L, H, V).
         state: (N, H, K, V), behind the last token, in fp32 (fp64 for fp64).
-        readout: (N, L, H, K): out changes by readout @ S where the state before the first token is S.
-        transition: (N, H, K, K) or (N, H, 1, 1), the M of M S + state. It and `readout` are asked for where a segment
-            continues a document.
+        readout: (N, L, groups, K), each for as many heads: out changes by decay * (readout @ S) where the state before
+            the first token is S.
+        transition: (N, H, K, K) or (N, H, 1, 1), the M of M S + state. It, `readout` and `decay` are asked for where a
+            segment continues a document.
+        decay: (N, L, H) in the state's dtype; None: 1.
     """
 
     out: Tensor
     state: Tensor
     readout: Tensor | None = None
     transition: Tensor | None = None
+    decay: Tensor | None = None
 
 
 class Cell(NamedTuple):
@@ -469,6 +473,7 @@ def _recurrence(
     continues = [segment.enters is not None for segment in mine] or [False]
     outs: dict[int, Tensor] = {}
     readouts: dict[int, Tensor] = {}
+    decays: dict[int, Tensor] = {}
     states: dict[int, Tensor] = {}
     maps: dict[int, Tensor] = {}
     for group in _groups(lengths, continues):
@@ -479,6 +484,8 @@ def _recurrence(
         if continues[group[0]] and rows.readout is not None and rows.transition is not None:
             readouts.update(zip(group, _unbatched(rows.readout, batch, wanted), strict=True))
             maps.update(zip(group, rows.transition.unflatten(0, (batch, -1)).unbind(1), strict=True))
+            if rows.decay is not None:
+                decays.update(zip(group, _unbatched(rows.decay, batch, wanted), strict=True))
     if not segments.continues:
         return _joined(outs, len(mine))
     dtype, leaving = sum_dtype(tokens[0].dtype), [n for n, segment in enumerate(mine) if segment.leaves is not None]
@@ -488,10 +495,55 @@ def _recurrence(
     entering = Entering.apply(of_runs, of_maps, peers, segments, segments.reach(), STATES)
     for run, number in enumerate(_first_of_runs(mine)):
         if number in readouts:
-            with _all_digits(entering):
-                change = torch.einsum("blhk,bhkv->blhv", readouts[number].to(dtype), entering[:, run])
-            outs[number] = outs[number] + change.to(outs[number].dtype)
+            outs[number] = _Continued.apply(outs[number], readouts[number], decays.get(number), entering[:, run])
     return Tied.apply(_joined(outs, len(mine)), entering)
+
+
+class _Continued(torch.autograd.Function):
+    """out (B, L, H, V) of a segment from a state of zero, with decay * (readout @ state) added.
+
+    It is computed in pieces of tokens, in backward again: readouts of all heads in fp32 would be larger than all else
+    that a layer keeps for backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, out: Tensor, readout: Tensor, decay: Tensor | None, state: Tensor) -> Tensor:
+        ctx.save_for_backward(readout, decay, state)
+        continued = torch.empty_like(out)
+        with _all_digits(state):
+            for piece in _Continued.pieces(out):
+                read = _Continued.read(readout[:, piece], state)
+                continued[:, piece] = out[:, piece] + (read if decay is None else read * decay[:, piece, :, None])
+        return continued
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple:
+        readout, decay, state = ctx.saved_tensors
+        d_readout, d_state = torch.empty_like(readout), torch.zeros_like(state)
+        d_decay = None if decay is None else torch.empty_like(decay)
+        groups = readout.shape[2]
+        with _all_digits(state):
+            for piece in _Continued.pieces(grad):
+                rows, part = readout[:, piece].to(state.dtype), grad[:, piece].to(state.dtype)
+                if decay is not None and d_decay is not None:
+                    d_decay[:, piece] = (_Continued.read(rows, state) * part).sum(-1)
+                    part = part * decay[:, piece, :, None]
+                of_groups = part.unflatten(2, (groups, -1))
+                d_readout[:, piece] = torch.einsum("blgrv,bgrkv->blgk", of_groups, state.unflatten(1, (groups, -1)))
+                d_state += torch.einsum("blgk,blgrv->bgrkv", rows, of_groups).flatten(1, 2)
+        return grad, d_readout, d_decay, d_state
+
+    @staticmethod
+    def read(readout: Tensor, state: Tensor) -> Tensor:
+        """Return (B, L, H, V) of readouts (B, L, groups, K) and a state (B, H, K, V)."""
+        states = state.unflatten(1, (readout.shape[2], -1))
+        return torch.einsum("blgk,bgrkv->blgrv", readout.to(state.dtype), states).flatten(2, 3)
+
+    @staticmethod
+    def pieces(out: Tensor) -> Iterator[slice]:
+        tokens = max(1, PIECE // (out.shape[0] * out.shape[2:].numel()))
+        return (slice(start, start + tokens) for start in range(0, out.shape[1], tokens))
 
 
 def _first_of_runs(segments: Sequence[Segment]) -> list[int]:
