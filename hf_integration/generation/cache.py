@@ -28,7 +28,7 @@ from ds_seqpar.errors import ConfigError, InputError
 
 from ..look.facts import text_config
 
-BLOCK = 256  # tokens by which a rank's buffers grow
+BLOCK = 256  # a rank's buffers have room for a multiple of so many tokens
 SERVES = "a forward with a cache"
 
 
@@ -84,7 +84,8 @@ class KeptTokens:
         count: The number of rows.
         rows: One `Row` for all rows, or, once a row had padding, one for each.
         columns: Tokens of a row, padding included.
-        real: (rows, columns) bool, on the CPU: which are no padding; None: all.
+        real: (rows, columns) bool, on the CPU: which are no padding; of further columns none are. None: none are.
+        inner: For each row the padding between its tokens, once it has been counted.
         turn: Decoded tokens so far; their keys and values go to ranks in turn.
         order: A number of how rows were reordered and selected so far.
         running: Whether a forward has begun that has not ended.
@@ -97,6 +98,7 @@ class KeptTokens:
     def reset(self) -> None:
         self.count, self.columns, self.turn, self.order, self.running = 0, 0, 0, 0, False
         self.real: Tensor | None = None
+        self.inner: list[int] = []
         self.rows: tuple[Row, ...] = (Row(0, ((),) * self.sp.size),)
 
     def __deepcopy__(self, memo: dict) -> KeptTokens:
@@ -112,7 +114,7 @@ class KeptTokens:
     def select(self, indices: Tensor) -> None:
         chosen = indices.tolist()
         self.count, self.order = len(chosen), hash((self.order, *chosen)) & 0xFFFF_FFFF
-        self.real = None if self.real is None else self.real[chosen]
+        self.real, self.inner = None if self.real is None else self.real[chosen], []
         if len(self.rows) > 1:
             self.rows = tuple(self.rows[i] for i in chosen)
 
@@ -143,8 +145,10 @@ class Held:
             old = old * len(new)
         first = min(row.kept_before(rank, position) for row, position in zip(after, lowest, strict=True))
         first = max(self.first, first)
-        capacity = -(-(max(new) - first) // BLOCK) * BLOCK
-        fits = self.keys.dim() == 4 and max(new) - self.first <= self.keys.shape[2]
+        capacity, known = max(new) - first, self.keys.dim() == 4
+        # by a quarter: the allocator cannot reuse a buffer for the next layer's if that is larger by a few tokens
+        capacity = -(-(capacity + capacity // 4 * known) // BLOCK) * BLOCK
+        fits = known and max(new) - self.first <= self.keys.shape[2]
         frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # only that mode may write there
         if not fits or frozen or first - self.first >= BLOCK:
             self.keys, self.values = (

@@ -22,6 +22,8 @@ from ds_seqpar.compiler.sharding.layout import Run, Runs
 from ds_seqpar.compiler.sharding.masks import FULL, Mask
 from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, runs_of_sp_rank
 from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.data.on_devices import to_device
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.input_checks import AttentionOptions, describe
 from ds_seqpar.runtime.kernels.accumulate import merge_
@@ -43,7 +45,8 @@ class CachedForward:
         columns: Tokens of a row.
         positions: (rows, `tokens`) int64, the whole position_ids.
         new: For each of `rows`, how many of these are real.
-        real: (rows, columns so far) bool, on the CPU: which are no padding; None: all.
+        real: (rows, columns) bool, on the CPU: which of the columns so far, or of the first of them, are no padding;
+            the others are none. None: all.
         places: (rows, columns) int64: the number of each token among a row's real ones, -1 for padding. None: there is
             no padding.
         rows: What the ranks keep after it, from `begin` on.
@@ -126,6 +129,8 @@ class CachedForward:
         kept = self.kept
         kept.rows, kept.columns, kept.count, kept.running = self.rows, kept.columns + self.columns, self.count, False
         kept.turn, kept.real = kept.turn + self.is_decode, self.real
+        if not self.is_decode:
+            kept.inner = []
 
     # ---- attention
 
@@ -243,15 +248,19 @@ def _first_seen(window: int | None, chunk: int | None, position: int) -> int:
 
 
 def cached_forward(
-    sp: SequenceParallel, config: Any, facts: Facts, inputs: Mapping[str, Any]
+    sp: SequenceParallel, config: Any, facts: Facts, inputs: Mapping[str, Any], checks: ValueChecks
 ) -> tuple[CachedForward, dict[str, Any]]:
     """Read what a forward with a cache is. It does not communicate.
+
+    In a decode step whose mask is on a device the host does not wait for it: the new tokens are taken for none of
+    padding, which is checked later.
 
     Args:
         sp: The SequenceParallel of the model.
         config: The model's.
         facts: The model's.
         inputs: The forward's arguments by name.
+        checks: Of the call's values.
 
     Returns:
         (the forward; its arguments without cache and mask, with padding left out and with position_ids).
@@ -273,10 +282,11 @@ def cached_forward(
     kept = sharded(cache, config, sp)
     if kept.count not in (0, rows):
         raise InputError(f"{SERVES} needs as many rows as that has; got {rows} and one {kept}, begin a new one")
-    all_real = _real_tokens(kept, inputs.pop("attention_mask", None), rows, columns)
+    all_real = _real_tokens(kept, inputs.pop("attention_mask", None), rows, columns, checks)
     new, places = (columns,) * len(kept.rows), None
     if all_real is not None:
-        _check_inner_padding(all_real, config, facts)
+        _check_inner_padding(kept, all_real, columns, config, facts)
+    if all_real is not None and all_real.shape[1] > kept.columns:
         real = all_real[:, kept.columns :]
         new = tuple(real.sum(1).tolist())
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
@@ -291,7 +301,7 @@ def cached_forward(
     if positions is None:
         positions = torch.arange(kept.columns, kept.columns + columns, device=tokens.device)[None]
         if not facts.counts_padding:
-            before = torch.tensor([row.tokens for row in kept.rows], device=tokens.device)[:, None]
+            before = to_device(torch.tensor([[row.tokens] for row in kept.rows], device="cpu"), tokens.device)
             counted = positions - kept.columns if places is None else places.clamp(min=0).to(tokens.device)
             positions = before + counted
         positions = positions + facts.first_position
@@ -326,8 +336,8 @@ def _compacted(x: Any, order: Tensor, shape: tuple[int, int]) -> Any:
     return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
-def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int) -> Tensor | None:
-    """Return which of all tokens so far are none of padding, bool (rows, all columns) on the CPU; None: all of them.
+def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:
+    """Return which tokens so far are none of padding, as `CachedForward.real`; None: all of them.
 
     Raises:
         InputError: The mask is of another shape, or differs from those of the forwards before.
@@ -339,9 +349,14 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int) -> Tensor
         raise InputError(
             f"{SERVES} needs the attention_mask of all tokens, {wanted}, where some are padding; got {describe(mask)}"
         )
+    if columns == 1 and kept.columns and not checks.reads(mask):
+        before = [kept.columns - row.tokens for row in kept.rows]
+        expected = before[0] if len(before) == 1 else to_device(torch.tensor(before, device="cpu"), mask.device)
+        checks.require((mask == 0).sum(1) - expected, _padding_error)
+        return kept.real
     real = mask.cpu() != 0
     before = real[:, : kept.columns]
-    if not (before.all() if kept.real is None else before.equal(kept.real)):
+    if not before.equal(_to_columns(kept.real, before)):
         raise InputError(
             f"{SERVES} needs an attention_mask that begins as before; got one with other padding in its first "
             f"{kept.columns} columns, begin a new cache"
@@ -349,16 +364,43 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int) -> Tensor
     return None if kept.real is None and bool(real.all()) else real
 
 
-def _check_inner_padding(real: Tensor, config: Any, facts: Facts) -> None:
+def _to_columns(real: Tensor | None, like: Tensor) -> Tensor:
+    """Return `CachedForward.real` for as many columns as another has."""
+    if real is None:
+        return torch.ones_like(like)
+    return functional.pad(real, (0, like.shape[1] - real.shape[1]), value=True)
+
+
+def _padding_error(wrong: list[int]) -> InputError | None:
+    if not any(wrong):
+        return None
+    return InputError(
+        f"{SERVES} needs, in a decode step, an attention_mask that begins as before and has no padding in its new "
+        f"column; got another one in row {[*map(bool, wrong)].index(True)} of an earlier step, begin a new cache, and "
+        "pass masks on the CPU where new tokens are padding"
+    )
+
+
+def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: Any, facts: Facts) -> None:
     """Refuse padding between tokens of a row where windows or chunks are shorter: models count it in their lengths."""
-    lengths = [getattr(text_config(config), name, None) or real.shape[1] for _, _, name in facts.masks]
-    if not lengths or min(lengths) >= real.shape[1]:
+    whole = kept.columns + columns
+    shortest = min((getattr(text_config(config), name, None) or whole for _, _, name in facts.masks), default=whole)
+    if shortest >= whole:
         return
-    places = torch.arange(real.shape[1], device="cpu").expand_as(real)
-    first, last = places.masked_fill(~real, real.shape[1]).amin(1), places.masked_fill(~real, -1).amax(1)
-    spans = last - first + 1
-    if bool(((spans > real.sum(1)) & (spans > min(lengths))).any()):
+    if real.shape[1] == whole:
+        inner, tokens = _inner_padding(real), real.sum(1).tolist()
+    else:  # a decode step
+        kept.inner = kept.inner or _inner_padding(functional.pad(real, (0, 1), value=True))
+        inner, tokens = kept.inner, [row.tokens + columns for row in kept.rows]
+    if any(between and between + count > shortest for between, count in zip(inner, tokens, strict=True)):
         raise InputError(
-            f"{SERVES} of a model with windows or chunks of {min(lengths)} tokens needs rows without padding between "
+            f"{SERVES} of a model with windows or chunks of {shortest} tokens needs rows without padding between "
             "their tokens; got an attention_mask with some, put all padding of a row before it"
         )
+
+
+def _inner_padding(real: Tensor) -> list[int]:
+    """Return how many columns of padding are between the tokens of each row."""
+    places = torch.arange(real.shape[1], device="cpu").expand_as(real)
+    first, last = places.masked_fill(~real, real.shape[1]).amin(1), places.masked_fill(~real, -1).amax(1)
+    return (last + 1 - first - real.sum(1)).clamp(min=0).tolist()

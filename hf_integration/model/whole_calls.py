@@ -121,7 +121,7 @@ def with_cache(
     try:
         checks = _compared(inputs)
         model: Any = unwrapped(context.module)  # type: ignore[arg-type]
-        cached, _ = cached_forward(agreement.sp, model.config, facts, inputs)
+        cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks)
         cached.begin()
     except Exception as reason:
         agreement.compare_batch(None, as_seqpar_error("reading a cache failed", reason))
@@ -138,7 +138,7 @@ def _sharded(
     sp, labelled = agreement.sp, inputs.get("labels") is not None
     checks, cached = _compared(inputs), None
     if takes_cache(context.module, inputs):
-        cached, inputs = cached_forward(sp, model.config, facts, inputs)
+        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks)
         checks.fields["cache"] = str(cached.kept)
         inputs[POSITIONS] = inputs.pop("position_ids")
     if wrong := _misuse(inputs):

@@ -20,11 +20,13 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime import waits
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from hf_integration.generation import generate
 from tests.dist.ranks import WRONG, differ, everywhere, lacking, make, only_one, refusal
+from tests.hf.generation import build
 from tests.hf.llama import MODES, small
 from tests.launch import on_each_of, on_ranks
 from tests.words import missing
@@ -241,3 +243,45 @@ def test_long_prompts_are_computed_in_chunks():
         torch.manual_seed(1)
         assert torch.equal(found, plain.generate(IDS, max_new_tokens=1, **given)), name
         assert lengths == expected, name
+
+
+@on_each_of(2, keep=None)
+def test_a_mask_that_is_read_later_is_refused_in_the_next_step():
+    ValueChecks.reads = lambda checks, x: False  # as on a device
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :3] = 0
+    moved, hidden = mask.clone(), torch.cat([mask, torch.tensor([[1], [0]])], 1)
+    moved[0, 0] = 0
+    with make() as sp, torch.no_grad():
+        model = patch_attention(small(pad_token_id=0).eval(), sp)
+
+        def steps(second):
+            cache, lengths = DynamicCache(config=model.config), (12, 1, 1)
+            given = mask, second, torch.cat([second, second.new_ones(2, 1)], 1)
+            for count, seen in zip(lengths, given, strict=True):
+                model(input_ids=torch.full((2, count), 5), attention_mask=seen, past_key_values=cache, use_cache=True)
+
+        for second, row in ((hidden, 1), (torch.cat([moved, torch.ones_like(mask[:, :1])], 1), 0)):
+            assert lacking(refusal(steps, second), "InputError", "begins as before", f"row {row}") == []
+        assert refusal(steps, torch.cat([mask, torch.ones_like(mask[:, :1])], 1)) == (None, None)
+
+
+@on_each_of(2, keep=None)
+def test_padding_between_tokens_is_refused_once_it_leaves_the_window():
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 0, 1, 1]])
+    with make() as sp, torch.no_grad():
+        model = patch_attention(build("mistral", window=8), sp)
+        for read in (ValueChecks.reads, lambda checks, x: False):  # at once, and later, as on a device
+            ValueChecks.reads, seen, cache = read, mask, None
+            for count in (3, 3, 1, 1, 1):
+                seen = (
+                    torch.cat([seen, seen.new_ones(2, count)], 1)
+                    if cache and count == 1
+                    else mask[:, : 3 + 3 * bool(cache)]
+                )
+                given = {"input_ids": torch.full((2, count), 5), "attention_mask": seen, "past_key_values": cache}
+                if seen.shape[1] > 8:
+                    words = "windows or chunks of 8 tokens", "put all padding"
+                    assert lacking(refusal(model, **given, use_cache=True), "InputError", *words) == []
+                else:
+                    cache = model(**given, use_cache=True).past_key_values

@@ -157,6 +157,31 @@ def too_much(waits):
     }
 
 
+PROMPT = 24
+
+
+def decode(padded):
+    """What a rank waits for in decode steps, after two of them: as training, the first ones may wait."""
+    sp = SequenceParallel(SequenceParallelConfig(size=2), heads=(HEADS, 2))
+    with Host().watching() as host, torch.no_grad():
+        model = on_device(sp, lambda: llama(sp, None, 2)).eval()
+        mask = torch.ones(2, PROMPT, dtype=torch.int64)
+        mask[1, : 5 * padded] = 0
+        mask, ids, cache = mask.to(sp.device), torch.full((2, PROMPT), 3).to(sp.device), None
+        for host.step in range(6):
+            host.call += 1
+            output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    waits = [wait for wait in host.waits if wait.step > 2]
+    sp.close()
+    return waits
+
+
+def decoding():
+    return {padded: decode(padded) for padded in (False, True)}
+
+
 MAIN, CHECKPOINTS = list(PROGRAMS)[:3], {"use_reentrant": False}
 GRID = grids.cover(
     lambda case: case["program"] != "a loss of whole logits" or not TILES.keys() & STEPS[case["of"]][0].keys(),
@@ -183,6 +208,13 @@ def grid():
 def test_a_step_waits_once(programs):
     for found in on_stand_in((2, 2, programs))[0]:
         assert {name: wrong for name, waits in found.items() if (wrong := too_much(waits))} == {}
+
+
+def test_a_decode_step_waits_for_no_device():
+    for found in on_stand_in((2, 2, decoding))[0]:
+        assert {padded: Counter(wait.where for wait in x if wait.kind == "device") for padded, x in found.items()} == {
+            padded: {} for padded in found
+        }
 
 
 # ---- so that the tests above can fail
