@@ -1,6 +1,6 @@
 # make demo   train a small LLaMA, one sequence split over all ranks: on up to 4 GPUs, or on 4 CPU ranks
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
-# make gpu    a first hour on the GPUs of one node: tests and measurements, and one file of both in runs/gpu
+# make gpu    a first hour on the GPUs of one node: tests and measurements, and one file of both in runs/gpu; or MINUTES=15
 # make test-gpu   the tests for GPUs alone
 # make test-all   the tests, with every case grid whole (of many ranks a cover), the Trainer's with the oldest transformers too, Liger's and QLoRA's
 # make test-next   the tests with the newest releases that pip finds, which setup.cfg may not allow yet
@@ -12,6 +12,7 @@ PYTHON ?= python3
 RANKS ?=
 CONFIG ?=
 OUT ?= runs/demo
+MINUTES ?=
 VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
 OLDEST := transformers==5.18.0
@@ -46,7 +47,7 @@ test: $(VENV)/.ready
 	if $(HAS_GPU); then $(ON_GPU); fi
 
 gpu: $(VENV)/.ready
-	python -m benchmarks.gpu.first_hour
+	python -m benchmarks.gpu.first_hour $(if $(MINUTES),--minutes $(MINUTES))
 
 test-gpu: $(VENV)/.ready
 	$(ON_GPU)
@@ -77,6 +78,8 @@ format: $(VENV)/.ready
 	ruff format . && ruff check --fix .
 
 $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('ds_seqpar needs Python 3.11 or later; got ' + \
+		sys.version.split()[0] + ', say make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	$(BYTECODE)

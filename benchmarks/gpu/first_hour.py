@@ -1,11 +1,13 @@
 """A first hour on GPUs: tests, kernels, the node and the longest sequences, in one file to send in.
 
-    python -m benchmarks.gpu.first_hour               # what `make gpu` does: 1 to 8 GPUs of one node, at most an hour
-    python -m benchmarks.gpu.first_hour --stand-in    # small sizes on the CPU: shows that it runs to its end
+    python -m benchmarks.gpu.first_hour                 # what `make gpu` does: 1 to 8 GPUs of one node, at most an hour
+    python -m benchmarks.gpu.first_hour --minutes 15    # what `make gpu MINUTES=15` does
+    python -m benchmarks.gpu.first_hour --stand-in      # small sizes on the CPU: shows that it runs to its end
 
-Each part is a process with a share of --seconds, and is ended when that is over; later parts have what it leaves. A
-part that fails is named, and the next one runs. The file is written before and after every part. Beside it a folder has
-each part's output and figures. Exit status: 0 if every part ran to its end, else 1.
+Each part is a process with a share of --minutes, and is ended when that is over; later parts have what it leaves. What
+could be wrong without a word comes first, then the node's ratios. A part that fails is named, and the next one runs.
+The file is written before and after every part. Beside it a folder has each part's output and figures. Exit status: 0
+if every part ran to its end, else 1.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +38,7 @@ from examples.demo import HIDDEN
 STATE = "index,name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm,pcie.link.gen.max,compute_mode"
 PROBE = 10.0  # seconds between two looks at the memory of devices
 PATIENCE = 15.0  # seconds in which a part that was asked to end may write what it found
+EXACT = ("kernels", "attention", "recurrent")  # tests of what could be wrong without a word
 TAIL = 6000  # characters of the output of a part that failed
 
 
@@ -59,26 +64,50 @@ def parts(stand_in: bool, memory: int) -> list[Part]:
     more = " --stand-in" * stand_in
     one = f"python -m benchmarks.gpu{more} --out {{folder}} --seconds {{seconds}}"
     # of a stand-in the bodies that CPUs can run too; a test that hangs leaves time for the others
-    tests = "python -m pytest -v -rs --timeout 300 --junitxml {folder}/tests.xml tests/gpu -m"
+    tests = f"python -m pytest -v -rs --timeout 300 --junitxml {{folder}}/tests.xml -m '{'not ' * stand_in}gpu'"
+    first = [f"tests/gpu/test_{name}_gpu.py" for name in EXACT]
     return [
-        Part("tests", 0.25, f"{tests} '{'not ' * stand_in}gpu'"),
+        Part("exact", 0.2, f"{tests} {' '.join(first)}"),
+        Part("tests", 0.15, f"{tests} tests/gpu {' '.join(f'--ignore {file}' for file in first)}"),
+        Part("node", 0.25, f"python -m benchmarks.gpu.node{more} --out {{folder}} --ranks {{gpus}}", gpus=2),
         Part("kernels", 0.15, f"{one} --sections kernels"),
-        Part("node", 0.3, f"python -m benchmarks.gpu.node{more} --out {{folder}} --ranks {{gpus}}", gpus=2),
-        Part("longest", 0.15, f"{one} --sections longest --room {memory >> 20}"),
-        Part("layers", 0.15, f"{one} --sections ranks checkpoints host"),
+        Part("layers", 0.12, f"{one} --sections ranks checkpoints host"),
+        Part("longest", 0.13, f"{one} --sections longest --room {memory >> 20}"),
     ]
+
+
+def unmet() -> str | None:
+    """Return what this machine lacks for GPUs, and the line to run; None where it lacks nothing."""
+    include = Path(sysconfig.get_paths()["include"], "Python.h")
+    python, torch_version = f"{sys.version_info.major}.{sys.version_info.minor}", torch.__version__.partition("+")[0]
+    drivers = ", ".join(dict.fromkeys(smi("driver_version")))
+    install = f'pip install "torch=={torch_version}" --index-url ... with the index of pytorch.org/get-started/locally'
+    if not torch.cuda.is_available():
+        if not drivers:
+            return "a GPU and its driver; nvidia-smi lists none, see that it does (--stand-in tries the CPU)"
+        if torch.version.cuda is None:
+            return f"a torch for CUDA; got {torch.__version__} beside driver {drivers}, run .venv/bin/{install}"
+        return (
+            f"a driver for CUDA {torch.version.cuda}, which torch {torch.__version__} was built for; got {drivers}, "
+            f"update it, or run .venv/bin/{install} for an older CUDA (CUDA 13 needs driver 580, CUDA 12.6 driver 560)"
+        )
+    if not include.exists():  # Triton compiles what launches its kernels
+        return f"Python's headers for Triton; got no {include}, run: sudo apt install python{python}-dev"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
+        return "a C compiler for Triton and DeepSpeed; got none, run: sudo apt install build-essential"
+    return None
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = tables.parser(__doc__, stand_in=False)
-    parser.add_argument("--seconds", type=float, default=None, help="for all parts; default: 3600, of a stand-in 600")
+    parser.add_argument("--minutes", type=float, default=None, help="for all parts; default: 60, of a stand-in 10")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the file")
     args = parser.parse_args(given)
-    if not args.stand_in and not torch.cuda.is_available():
-        parser.error("the hour needs a GPU that torch can use; got none, --stand-in tries it on the CPU")
-    args.seconds = args.seconds if args.seconds is not None else 600.0 if args.stand_in else 3600.0
-    if not 0 < args.seconds < 86400:
-        parser.error(f"--seconds must be above 0 and below a day; got {args.seconds:g}")
+    if not args.stand_in and (need := unmet()):
+        parser.error(f"the hour needs {need}")
+    args.minutes = args.minutes if args.minutes is not None else 10.0 if args.stand_in else 60.0
+    if not 0 < args.minutes < 1440:
+        parser.error(f"--minutes must be above 0 and below a day; got {args.minutes:g}")
     return args
 
 
@@ -193,7 +222,7 @@ def main() -> None:
             signal.signal(word, lambda *_: sys.exit("ended by a signal; the file has what was found before"))
     about = about_apart(args.stand_in, 2 if args.stand_in else min(8, torch.cuda.device_count()))
     about["devices"] = {"fields": STATE, "lines": [] if args.stand_in else smi(STATE)}
-    sys.exit(not hour(parts(args.stand_in, about.get("memory", 2**24)), about, args.seconds, args.out))
+    sys.exit(not hour(parts(args.stand_in, about.get("memory", 2**24)), about, 60 * args.minutes, args.out))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The benchmarks of GPUs, to their end on stand-ins: what they write, the tables of it, and what they refuse."""
 
+import itertools
 import json
 import shlex
+import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.contenders import parse
 from benchmarks.gpu import first_hour, node, tables
@@ -94,12 +97,44 @@ def test_files_that_are_no_figures(text, tmp_path):
     (arguments, ["--seconds", "0"], "above 0"), (arguments, ["--sections", "kernel"], "invalid choice"),
     (node.arguments, ["--stand-in", "--ranks", "1"], "2 to 8"), (node.arguments, ["rings"], "a contender must be"),
     (node.arguments, ["--stand-in", "--ranks", "9"], "got 9"), (arguments, ["--room", "0"], "at least 1 MiB"),
-    (first_hour.arguments, ["--stand-in", "--seconds", "0"], "above 0"),
+    (first_hour.arguments, ["--stand-in", "--minutes", "0"], "above 0"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(read, words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         read(words)
     assert said in capsys.readouterr().err
+
+
+LACKS = {  # what a machine has -> what is said
+    "no driver": ({}, "nvidia-smi lists none"),
+    "a torch for CPUs": ({"driver": "570.86"}, "beside driver 570.86"),
+    "an old driver": ({"driver": "560.35", "cuda": "13.0"}, "for CUDA 13.0"),
+    "no headers": ({"driver": "580.1", "cuda": "13.0", "gpu": True, "include": "/nowhere"}, "-dev"),
+    "no compiler": ({"driver": "580.1", "cuda": "13.0", "gpu": True}, "build-essential"),
+    "nothing": ({"driver": "580.1", "cuda": "13.0", "gpu": True, "compiler": "cc"}, None),
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_a_machine_lacks_is_said_with_the_line_to_run(name, tmp_path, monkeypatch):
+    has, said = LACKS[name]
+    for file, text in {
+        "nvidia-smi": has.get("driver"),
+        "cc": has.get("compiler"),
+        "include/Python.h": "headers",
+    }.items():
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        if text is not None:
+            path.write_text(f"#!/bin/sh\necho {text}\n")
+            path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", has.get("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has.get("gpu", False))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": has.get("include", str(tmp_path / "include"))})
+    found = first_hour.unmet()
+    assert found is said is None or said in found
 
 
 def test_the_node_refuses_a_launcher(monkeypatch, capsys):
@@ -188,7 +223,7 @@ def test_an_hour_goes_on_after_parts_that_fail(file, tmp_path, monkeypatch, caps
 
 
 def test_commands_of_an_hour_are_understood():
-    """Together they measure every section, and run what `make test-gpu` does."""
+    """Together they measure every section, and run all tests of `make test-gpu`, each once."""
     sections, makefile = [], (Path(tables.PAGE).parents[1] / "Makefile").read_text()
     for part in first_hour.parts(True, 2**24):
         words = [word.format(seconds=9, folder="figures", gpus=2) for word in shlex.split(part.command)]
@@ -202,5 +237,12 @@ def test_commands_of_an_hour_are_understood():
     assert sorted(sections) == sorted(SECTIONS)
     on_gpus = {part.name: shlex.split(part.command) for part in first_hour.parts(False, 2**24)}
     (as_made,) = (line for line in makefile.splitlines() if line.startswith("ON_GPU := "))
-    assert set(shlex.split(as_made)[4:]) <= set(on_gpus["tests"])
+    assert shlex.split(as_made)[-3:] == ["-m", "gpu", "tests/gpu"]
+    files = {str(file) for file in Path("tests/gpu").glob("test_*.py")}
+    first, others = (on_gpus[name] for name in ("exact", "tests"))
+    ignored = {word for before, word in itertools.pairwise(others) if before == "--ignore"}
+    assert ignored == {*first} & files
+    assert len(ignored) == len(first_hour.EXACT)
+    assert "tests/gpu" in others
+    assert all(command[command.index("-m", 3) :][:2] == ["-m", "gpu"] for command in (first, others))
     assert not any("--stand-in" in command for command in on_gpus.values())
