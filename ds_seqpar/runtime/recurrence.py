@@ -14,7 +14,6 @@ The callers' ranks have agreed on the inputs already, as a patched model's do.
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from . import checkpoints
 from .buffers import Tensors, sum_dtype
 from .call_io import Call
 from .kernels.accumulate import Accumulator
+from .precision import all_digits
 from .runtime import Runtime
 from .walk import Walk
 from .work import Work
@@ -251,7 +251,7 @@ class Entering(torch.autograd.Function):
         ctx.peers.calls.enter(overlap=True)
         after, d_maps = _fold(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
         if ctx.needs_input_grad[1]:
-            with _all_digits(after):
+            with all_digits(after.device.type):
                 d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
         return after, d_maps, None, None, None, None
 
@@ -278,23 +278,11 @@ def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: 
     shards = (segments.blocks if ordered else segments.shards)[reverse]
     bound = bound_states(peers.rank, shards, reach, dataclasses.replace(shape, transition=0) if ordered else shape)
     work = (_InOrder if ordered else _AtOnce)(bound, local[0], local[1], reach)
-    with _all_digits(states):
+    with all_digits(states.device.type):
         Walk(bound, _StatesCall(work), peers.comm).run()
         peers.journal.before_waiting()
         entering = work.entering()
     return entering.flip(1) if reverse else entering
-
-
-@contextlib.contextmanager
-def _all_digits(x: Tensor) -> Iterator[None]:
-    """Context manager in which products keep all digits of x's dtype: transitions are multiplied many times."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(x.device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
@@ -510,7 +498,7 @@ class _Continued(torch.autograd.Function):
     def forward(ctx: Context, out: Tensor, readout: Tensor, decay: Tensor | None, state: Tensor) -> Tensor:
         ctx.save_for_backward(readout, decay, state)
         continued = torch.empty_like(out)
-        with _all_digits(state):
+        with all_digits(state.device.type):
             for piece in _Continued.pieces(out):
                 read = _Continued.read(readout[:, piece], state)
                 continued[:, piece] = out[:, piece] + (read if decay is None else read * decay[:, piece, :, None])
@@ -523,7 +511,7 @@ class _Continued(torch.autograd.Function):
         d_readout, d_state = torch.empty_like(readout), torch.zeros_like(state)
         d_decay = None if decay is None else torch.empty_like(decay)
         groups = readout.shape[2]
-        with _all_digits(state):
+        with all_digits(state.device.type):
             for piece in _Continued.pieces(grad):
                 rows, part = readout[:, piece].to(state.dtype), grad[:, piece].to(state.dtype)
                 if decay is not None and d_decay is not None:

@@ -20,6 +20,7 @@ from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
+from ds_seqpar.runtime.precision import all_digits
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
@@ -285,15 +286,13 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
 @contextlib.contextmanager
 def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which devices compute gradients, in fp32 and not in TF32, with a kernel for any device."""
-    precision, runtime, config = torch.get_float32_matmul_precision(), sp.runtime, sp.runtime.config
-    torch.set_float32_matmul_precision("highest")
+    runtime, config = sp.runtime, sp.runtime.config
     latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as a long sequence would
     runtime.config = dataclasses.replace(config, kernel="chunked", latent_attention=latent)
     runtime.last_bound.clear()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):
+        with torch.inference_mode(False), torch.enable_grad(), all_digits(sp.device.type):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         runtime.config = config
         runtime.last_bound.clear()
