@@ -70,7 +70,7 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
     return [*runtime.ulysses, *tokens, int(tokens[0] == tokens[1])]
 
 
-@torch.library.custom_op("ds_seqpar::attention", mutates_args=())
+@torch.library.custom_op("ds_seqpar::attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
     softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
@@ -131,7 +131,7 @@ def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
 attention_op.register_autograd(_gradients, setup_context=_save)
 
 
-@torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
+@torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_backward_op(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
     handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int,

@@ -135,7 +135,7 @@ def shards_of(handle: int) -> UnevenShards | None:
     return None if handle == CONFIGURED else object_of(handle)
 
 
-@torch.library.custom_op("ds_seqpar::agree", mutates_args=())
+@torch.library.custom_op("ds_seqpar::agree", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def agreement_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
     backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None, latent: bool,

@@ -301,7 +301,7 @@ def wrong_inputs(inputs: Mapping[str, Any]) -> str:
     return ""
 
 
-@torch.library.custom_op("ds_seqpar::agree_on_shard", mutates_args=())
+@torch.library.custom_op("ds_seqpar::agree_on_shard", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _agree_on_shard(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong: str, backward: bool
 ) -> Tensor:

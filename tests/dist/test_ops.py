@@ -2,11 +2,15 @@
 
 import copy
 import gc
+import importlib
 import weakref
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.runtime.input_checks import CONFIGURED
@@ -44,6 +48,25 @@ def test_ops_are_what_they_declare(heads, dtype):
         calls += [(ops.attention.default, forward), (ops.attention_backward.default, backward)]
     for call in calls:
         assert set(torch.library.opcheck(*call).values()) == {"SUCCESS"}
+
+
+@on_each_of(2, keep=None)
+def test_no_cuda_graph_records_an_op():
+    """Each talks to other ranks from Python, which a replay would not run. Inductor leaves out what says so."""
+    importlib.import_module("hf_integration.model.agreement")  # has an op too
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_seqpar::")]
+    packets = [getattr(torch.ops.ds_seqpar, name.partition("::")[2]) for name in names]
+    assert len(packets) >= 4
+    assert all(torch.Tag.cudagraph_unsafe in packet.default.tags for packet in packets)
+    sp, found = make(ulysses=2), []
+
+    def compiled(graph, _):
+        found.append([x.target.name() for x in graph.graph.nodes if is_cudagraph_unsafe_fx_node(x)])
+        return make_boxed_func(graph.forward)
+
+    function = torch.compile(lambda *x: sp.attention(*x), backend=aot_autograd(fw_compiler=compiled), fullgraph=True)
+    attend(sp, *oracle.tensors(1, 24, (4, 4)), way=function)
+    assert found == [["ds_seqpar::agree", "ds_seqpar::attention"], ["ds_seqpar::attention_backward"]]
 
 
 # what inductor makes of an op follows from what that declares, which is tested above
