@@ -30,7 +30,7 @@ from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import explaining_failure
-from .runtime.devices import set_device
+from .runtime.devices import local_rank, set_device
 from .runtime.process_exit import printed_once, wait_at_exit
 from .saving import EngineCheckpoints
 
@@ -303,8 +303,8 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.is_initialized() and dist.get_world_size() == 1:
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it there
+    if dist.is_initialized() and (number := 0 if dist.get_world_size() == 1 else local_rank()) is not None:
+        os.environ.setdefault("LOCAL_RANK", str(number))  # DeepSpeed reads it there
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}
         try:
@@ -318,7 +318,7 @@ def launcher_error() -> ConfigError | None:
     """Return the error for ranks that lack what launchers set and DeepSpeed reads, or None."""
     missing = [name for name in NEEDED if name not in os.environ]
     if dist.is_initialized():  # an engine reads one of these
-        missing = ["LOCAL_RANK"] * (not {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys())
+        missing = ["LOCAL_RANK"] * (local_rank() is None)
     if not missing:
         return None
     return ConfigError(

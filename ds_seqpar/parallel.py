@@ -58,8 +58,8 @@ class SequenceParallel(Sharding):
         size (int): Ranks that share a sequence.
         data_rank (int): The number of this rank's group: which sequence of a batch it works on.
         data_size (int): How many groups there are.
-        device (torch.device): Where this rank's tensors belong: the device that the process has set, or number
-            LOCAL_RANK.
+        device (torch.device): Where this rank's tensors belong: the device that the process has set, or the one
+            of its number on the machine, as the launcher says.
         topology (Topology): All ranks of the job as named axes.
         accumulation_steps (int | None): Micro-batches of an optimizer step, where known (`initialize` sets it); None
             takes as many as `shard_batches` is given.

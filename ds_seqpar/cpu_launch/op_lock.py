@@ -72,7 +72,7 @@ def prepare_start() -> None:
     comes next compiles the op.
     """
     wait_for_compiler()
-    if (lock := lock_file()) is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+    if (lock := lock_file()) is not None and _is_first_of_machine():
         shared_memory.remove_left_behind(_say)
         if not lock.with_name(f"{OP}.so").exists():
             _say(
@@ -126,6 +126,12 @@ def _remove_orphan(lock: Path) -> bool:
     return False
 
 
+def _is_first_of_machine() -> bool:
+    from ..runtime.devices import local_rank
+
+    return not local_rank()
+
+
 def _say(message: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if _is_first_of_machine():
         logging.getLogger("ds_seqpar").warning(f"ds_seqpar: {message}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,25 +20,53 @@ from ..errors import ConfigError
 HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # they have no communicator on a device, whatever tensors they take
 
 
+# what launchers set: torchrun, Open MPI, Intel MPI and MPICH, srun. The last may be that of a script in which mpirun is
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE",
+)  # fmt: skip
+
+
+def local_rank() -> int | None:
+    """Return this rank's number on its machine, as its launcher has set it; None where none has."""
+    return _first_set(LOCAL_RANKS)
+
+
+def _first_set(names: Sequence[str]) -> int | None:
+    """Return the number that the first of these variables begins with which is set, as 8 of srun's "8(x2)"."""
+    found = (re.match(r"\d+", os.environ.get(name, "")) for name in names)
+    return next((int(number[0]) for number in found if number), None)
+
+
 def this_device() -> torch.device | None:
-    """Return the accelerator of this rank: the one that the process has set, or else number LOCAL_RANK.
+    """Return the accelerator of this rank: the one that the process has set, or else the one of its `local_rank`.
 
     Returns None on a machine without accelerators. Raises ConfigError where the machine has fewer accelerators than
-    ranks.
+    ranks, or nothing says which of them is this rank's.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None
     count, chosen = torch.accelerator.device_count(), torch.accelerator.current_device_index()
-    return torch.device(accelerator.type, _index(count, chosen, int(os.environ.get("LOCAL_RANK", "0"))))
+    return torch.device(accelerator.type, _index(count, chosen, local_rank()))
 
 
-def _index(count: int, chosen: int, local_rank: int) -> int:
+def _index(count: int, chosen: int, local_rank: int | None) -> int:
     """Return which of the `count` devices that the process sees is this rank's. chosen: the current, else 0."""
     # a launcher may let a process see its own device only; DeepSpeed's lists several, even if the machine has one
     is_only_device = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if chosen or is_only_device:
         return chosen
+    if local_rank is None:
+        is_up = dist.is_initialized()
+        world = dist.get_world_size() if is_up else int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1 or (is_up and dist.get_rank() == 0):  # a script that has set device 0 looks as one that set none
+            return chosen
+        raise ConfigError(
+            f"every rank of a machine needs a device of its own; got {count} devices, and none of "
+            f"{', '.join(LOCAL_RANKS)} says which is this rank's, set LOCAL_RANK or call torch.cuda.set_device on "
+            "every rank"
+        )
     if local_rank >= count:
         raise ConfigError(
             f"every rank of a machine needs a device of its own; got LOCAL_RANK {local_rank} and {count} devices, "
@@ -67,11 +96,8 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def ranks_per_node(world: int) -> int:
-    """Return how many ranks a node has, as the launcher sets it; `world` where none does.
-
-    torchrun and accelerate set LOCAL_WORLD_SIZE, DeepSpeed LOCAL_SIZE.
-    """
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+    """Return how many ranks a node has, as the launcher sets it; `world` where none does."""
+    return _first_set(LOCAL_SIZES) or world
 
 
 class Host(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
 from torch import nn
 
+from ds_seqpar.runtime.devices import ranks_per_node
 from ds_seqpar.runtime.log import log_once
 
 from ..compat import ZERO_ID, has_zero_hooks, is_fetching, is_missing, whole_numel, without_zero_hooks
@@ -32,7 +32,7 @@ def fits(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
 def _free(device: torch.device) -> int:
     """Return the free memory of this rank in bytes."""
     if device.type == "cpu":
-        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return psutil.virtual_memory().available // ranks_per_node(1)
     memory = torch.get_device_module(device)
     return memory.mem_get_info(device)[0] + memory.memory_reserved(device) - memory.memory_allocated(device)
 

@@ -132,10 +132,14 @@ def test_a_torch_with_another_private_function_is_refused_by_its_version(helper)
         (1, 0, 0, "0,1,2,3", 0),
         (1, 0, 1, "0,1,2,3", None),  # `deepspeed --num_gpus 4` where there is one
         (2, 0, 2, "0,1,2,3", None),
+        (4, 2, None, None, 2),
+        (1, 0, None, "3", 0),
+        (4, 0, None, None, None),  # srun without a variable: all ranks would take the first
     ],
 )
 def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, visible, expected, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if expected is None:
@@ -143,6 +147,41 @@ def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, vi
             devices._index(count, chosen, local_rank)
     else:
         assert devices._index(count, chosen, local_rank) == expected
+
+
+# launcher -> what it sets, this rank's number on its machine, and how many ranks that has
+LAUNCHERS = {
+    "torchrun": ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}, 3, 8),
+    "deepspeed": ({"LOCAL_RANK": "3", "LOCAL_SIZE": "8"}, 3, 8),
+    "srun": ({"SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 3, 8),
+    "srun, nodes of several sizes": ({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "8,4"}, 0, 8),
+    "Open MPI in a script of slurm's": (
+        {"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 3, 8,
+    ),
+    "Intel MPI": ({"MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "8"}, 3, 8),
+    "torchrun under srun": ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_LOCALID": "0"}, 3, 8),
+    "none": ({"LOCAL_WORLD_SIZE": ""}, None, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_a_launcher_says_of_a_machine(launcher, monkeypatch):
+    given, number, count = LAUNCHERS[launcher]
+    for name in (*devices.LOCAL_RANKS, *devices.LOCAL_SIZES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert devices.local_rank() == number
+    assert devices.ranks_per_node(16) == count
+
+
+@on_each_of(2, keep=None)
+def test_a_script_that_has_set_the_first_device_is_not_refused():
+    """Its first rank looks as if it had set none; another rank there would share that one."""
+    if dist.get_rank() == 0:
+        assert devices._index(4, 0, None) == 0
+    else:
+        assert lacking(refusal(devices._index, 4, 0, None), "ConfigError", "set LOCAL_RANK", "4 devices") == []
 
 
 @on_each_of(1)

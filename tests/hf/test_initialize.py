@@ -320,7 +320,7 @@ LAUNCHERS = {
 
 def of_launchers():
     """What is said under launchers that leave out what DeepSpeed reads; then with torch.distributed up, of ranks
-    without LOCAL_RANK, of one without, and the loss of a step of ranks that have Open MPI's."""
+    without LOCAL_RANK, of one without, and the loss of a step of ranks that have srun's."""
     given, found = {name: os.environ.pop(name) for name in LAUNCHER}, {}
     sys.modules["mpi4py"] = None  # which some environments have
     for name, (variables, _) in LAUNCHERS.items():
@@ -336,7 +336,7 @@ def of_launchers():
         os.environ["LOCAL_RANK"] = given["LOCAL_RANK"]
     found["one"] = refusal(ds_seqpar.initialize, model=small(), config=good(sequence_parallel={"size": 2}))
     os.environ.pop("LOCAL_RANK", None)
-    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(rank)
+    os.environ["SLURM_LOCALID"] = str(rank)
     engine, *_ = ds_seqpar.initialize(model=small(), config=good(sequence_parallel={"size": 2}))
     return found, one_step(engine)["loss"]
 
