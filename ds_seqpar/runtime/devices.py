@@ -103,23 +103,28 @@ def ranks_per_node(world: int) -> int:
 class Host(NamedTuple):
     """The host that a rank runs on."""
 
-    name: str  # differs from that of any other host, and of a container with a network of its own
+    name: str  # from `host_name`
     device: str  # the accelerator's name, "" for none
     cores: tuple[int, ...]  # those that this rank may run on
     memory: int  # of the whole host, in bytes
     device_memory: int = 0  # of the accelerator, in bytes; 0 for none
 
 
-def this_host() -> Host:
+def host_name() -> str:
+    """Return a name that differs from that of any other host, and of a container with a network of its own."""
     names = [socket.gethostname()]
     with contextlib.suppress(OSError):  # without /proc only the name
         names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(names)
+
+
+def this_host() -> Host:
     device, device_memory = "", 0
     if torch.cuda.is_available():
         device, device_memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
-    return Host(" ".join(names), device, tuple(sorted(cores)), host_memory(), device_memory)
+    return Host(host_name(), device, tuple(sorted(cores)), host_memory(), device_memory)
 
 
 def host_memory() -> int:

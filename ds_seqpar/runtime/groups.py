@@ -28,6 +28,7 @@ from .. import compat
 from ..compiler.sharding.layout import Topology
 from ..errors import ConfigError
 from .devices import backends, bind_device, communicator_device
+from .interfaces import gloo_meets_hosts
 from .process_exit import IDLE_TIMEOUT, wait_at_exit
 
 Group = dist.ProcessGroup
@@ -37,7 +38,10 @@ def control_world() -> Group:
     """Return a group of all ranks that carries CPU tensors, for agreement. Call it before anything communicates."""
     wait_at_exit()
     world = all_ranks()
-    return world if "cpu" in backends(world) else dist.new_group(backend="gloo", timeout=timeout())
+    if "cpu" in backends(world):
+        return world
+    with gloo_meets_hosts():
+        return dist.new_group(backend="gloo", timeout=timeout())
 
 
 def all_ranks() -> Group:
@@ -219,7 +223,10 @@ class _Maker:
     def for_cpu(self, ranks: Iterable[int]) -> Group:
         """Return a group of more than one rank that carries CPU tensors."""
         ranks = tuple(sorted(ranks))
-        return self.world if len(ranks) == dist.get_world_size() else self._make("control", ranks, "gloo", None)
+        if len(ranks) == dist.get_world_size():
+            return self.world
+        with gloo_meets_hosts():
+            return self._make("control", ranks, "gloo", None)
 
     def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:
         group = compat.new_group(

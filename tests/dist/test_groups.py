@@ -1,13 +1,15 @@
 """Which groups a rank makes, which it shares, and that Ulysses ranks of one find each other whatever else they are
 in."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime import devices
+from ds_seqpar.errors import CommunicationError, ConfigError
+from ds_seqpar.runtime import devices, interfaces
 from tests.dist.ranks import WRONG, attention_error, lacking, make, refusal
 from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
@@ -182,6 +184,40 @@ def test_a_script_that_has_set_the_first_device_is_not_refused():
         assert devices._index(4, 0, None) == 0
     else:
         assert lacking(refusal(devices._index, 4, 0, None), "ConfigError", "set LOCAL_RANK", "4 devices") == []
+
+
+# what is set -> the interface that gloo takes, of a job on several hosts
+INTERFACES = {
+    "nothing": ({}, "lo"),  # by which the first rank's host is reached here
+    "NCCL's": ({"NCCL_SOCKET_IFNAME": "=lo", "MASTER_ADDR": "no-such-host.invalid"}, "lo"),
+    "several of NCCL's": ({"NCCL_SOCKET_IFNAME": "^docker0"}, "lo"),
+    "no way to the first rank": ({"MASTER_ADDR": "no-such-host.invalid"}, None),
+    "gloo's own": ({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "no-such-host.invalid"}, "lo"),
+}
+
+
+def of_interfaces(name, hosts):
+    """(the interface in which gloo's group is made, the one after it, what is said where none joins the hosts)."""
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **INTERFACES[name][0]})
+    interfaces.host_name = lambda: f"host {dist.get_rank() % hosts}"
+    with interfaces.gloo_meets_hosts():
+        inside = os.environ.get(interfaces.GLOO)
+        dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+    after = os.environ.pop(interfaces.GLOO, None)
+    interfaces._found[dist.group.WORLD] = "none0"
+    with pytest.raises(CommunicationError) as raised, interfaces.gloo_meets_hosts():
+        dist.new_group(backend="gloo")
+    return inside, after, str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("nothing", 1), *((name, 2) for name in INTERFACES)])
+def test_gloo_takes_an_interface_that_joins_the_hosts(name, hosts):
+    """It takes the address of the host's name by itself, which many hosts resolve to 127.0.1.1."""
+    given, expected = INTERFACES[name]
+    for inside, after, told in on_ranks(3, of_interfaces, name, hosts, keep=None):
+        assert inside == (expected if hosts > 1 else None)
+        assert after == given.get(interfaces.GLOO)
+        assert lacking(("CommunicationError", told), "CommunicationError", "none0", interfaces.GLOO) == []
 
 
 @on_each_of(1)
