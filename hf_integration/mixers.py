@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,6 +34,7 @@ from .rebinding import globals_read, rebound
 
 SHARED = "sequence_parallel_mixer"  # an attribute of the mixers of a patched model
 PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
+ALIGNED = 8  # elements, of which causal-conv1d wants multiples as strides of tokens and rows
 CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
 
 
@@ -55,6 +57,8 @@ def _conv(
     activation: str | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     def function(rows: Tensor) -> Tensor:
+        if any(stride % ALIGNED for stride in rows.stride()[:-1]):  # as in a view of a projection
+            rows = rows.clone(memory_format=torch.contiguous_format)
         return original(rows.mT, weight, bias, activation=activation).mT
 
     return engine.conv(function, x.mT, weight.shape[-1]).mT

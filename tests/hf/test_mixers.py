@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import ds_seqpar
-from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration import mixers, patch_attention, unpatch_attention, whole_sequences
 from hf_integration.look.facts import Facts
 from hf_integration.look.look import look
 from tests.dist.ranks import make, refusal
@@ -155,6 +155,42 @@ def test_a_layer_that_took_a_patched_ones_place_is_refused():
         unpatch_attention(shared)
         patch_attention(shared, sp)
         assert shared(ids, labels=ids).loss.item() == loss
+
+
+class ChannelLast(torch.autograd.Function):
+    """What causal-conv1d asks of strides, by causal_conv1d_fwd and _bwd of its csrc/causal_conv1d.cpp."""
+
+    @staticmethod
+    def check(x):
+        assert x.stride(1) == 1
+        assert x.stride(2) > 1
+        assert x.shape[1] % 8 == x.stride(2) % 8 == x.stride(0) % 8 == 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ChannelLast.check(x)
+        ctx.weight = weight
+        return torch.empty_like(x).copy_(x * weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ChannelLast.check(grad if grad.stride(1) == 1 else grad.mT.contiguous().mT)
+        return grad * ctx.weight, None
+
+
+@pytest.mark.parametrize("heads", [3, 8])
+@on_each_of(2)
+def test_a_convolution_has_strides_that_causal_conv1d_takes(heads):
+    """Mamba-2 gives it a view of its projection, in which a token's row ends with a number of each head."""
+    sp = make()
+    engine, weight = mixers._Shared(sp.runtime, None), torch.full((16, 1), 2.0)
+    for tokens in (1, 5):
+        projected = torch.randn(1, tokens, 32 + heads, requires_grad=True)
+        x = projected[..., 16:32].mT
+        out = mixers._conv(engine, lambda x, weight, bias, activation: ChannelLast.apply(x, weight), x, weight)
+        out.mT.split([8, 8], -1)[0].sum().backward()
+        assert torch.equal(out, 2 * x)
+        assert projected.grad.sum() == 2 * 8 * tokens
 
 
 @pytest.mark.whole

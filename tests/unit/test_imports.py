@@ -54,6 +54,7 @@ LATER = {
     "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
     "compiler.tiles.varlen": "kernels with windows, which are those for GPUs",
+    "runtime.devices": "the command that compiles DeepSpeed's op, which loads no torch of its own",
     "runtime.out_of_memory": "a rank out of memory, and what is said of it then",
     "runtime.offload": "offload_checkpoints true",
 }
