@@ -199,6 +199,20 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         return dist.default_pg_timeout
 
 
+def nccl_options(max_ctas: int | str) -> Any:
+    """Return options of an NCCL group whose transfers begin while products run. At the products' own priority NCCL's
+    blocks wait until all blocks of a product have begun, which is nearly its end.
+
+    Args:
+        max_ctas: The most thread blocks of an operation; "auto": NCCL's own number.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout_of(default_group())  # as that of the group, which torch compares
+    if max_ctas != "auto":
+        options.config.max_ctas = max_ctas
+    return options
+
+
 def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) -> dist.ProcessGroup:
     """Make a group by the function that `new_group` calls, on its ranks alone.
 
@@ -206,7 +220,7 @@ def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) 
         ranks: The global ranks in the group.
         rank: This rank's global number.
         backend: The name of a backend.
-        **settings: group_name, timeout, device_id and group_desc.
+        **settings: group_name, timeout, device_id, group_desc and backend_options.
     """
     name = "torch.distributed.distributed_c10d:_new_process_group_helper"
     local_rank = ranks.index(rank)

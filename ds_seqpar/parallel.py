@@ -99,7 +99,7 @@ class SequenceParallel(Sharding):
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.cp_axes)
         with explaining_failure("making process groups", world):
-            created = groups.create(self.topology, rank, world)
+            created = groups.create(self.topology, rank, world, self.config.max_ctas)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         groups.bind_thread()
         self.comm = TorchComm(created)

@@ -4,6 +4,10 @@ NCCL's rules are these. There are no tags: between two ranks of a communicator t
 the second the second. Messages that are posted together run as one operation, which ends when all of its messages have
 ended. The operations of a communicator run in the order in which a rank started them, each after the last has ended.
 
+Two ranks connect when they first send one another anything. Where they are half of a communicator apart, what they send
+and what they receive has one peer among those at that distance, and both ways are connected at once if the first batch
+has both. So it must have both on each of the two ranks, or on neither.
+
 Here all communicators of a rank share one stream, so that the same holds for all of its operations together. With a
 stream for each communicator an operation begins no later, so programs that complete here complete there.
 """
@@ -18,6 +22,7 @@ from ..compiler.program import instructions as op
 from ..compiler.program.instructions import Program, Transfer, label_of
 from ..errors import MOST_SHOWN, PlanError, ranks_in_words
 
+MESSAGES = "cp_rank"  # the communicators of messages between two ranks
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
 
@@ -57,6 +62,7 @@ def check(calls: Sequence[Sequence[Program]], ulysses_size: int = 1) -> None:
                 queue.append(_collective(BETWEEN, "world", rank, range(count), (BETWEEN, number)))
             queue.extend(_operations(program, rank, ulysses_size))
     _run(queues, _partners(queues))
+    _check_connections(queues, ulysses_size)
 
 
 def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Operation]:
@@ -72,8 +78,8 @@ def _operations(program: Program, rank: int, ulysses_size: int) -> Iterable[Oper
                 with_ranks = sorted({peer for peer, _ in sends + receives})
                 yield Operation(
                     f"step {instruction.step}: messages with ranks {with_ranks}",
-                    tuple((Channel(("cp_rank", ulysses_rank), rank, peer), content) for peer, content in sends),
-                    tuple((Channel(("cp_rank", ulysses_rank), peer, rank), content) for peer, content in receives),
+                    tuple((Channel((MESSAGES, ulysses_rank), rank, peer), content) for peer, content in sends),
+                    tuple((Channel((MESSAGES, ulysses_rank), peer, rank), content) for peer, content in receives),
                 )
             case op.GatherStart() | op.ScatterStart():
                 ranks = [peers[peer] for peer in instruction.ranks]
@@ -157,3 +163,24 @@ def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]
     if stuck:
         texts = [f"rank {r} waits in {queues[r][at[r]].words} for {ranks_in_words(sorted(awaited(r)))}" for r in stuck]
         raise PlanError(f"NCCL would wait for ever: {', '.join(texts[:MOST_SHOWN])}")
+
+
+def _check_connections(queues: list[list[Operation]], ulysses_size: int) -> None:
+    """Raise PlanError where of two ranks half a communicator apart one connects both ways at once, and one does not."""
+    first: dict[tuple[int, int, bool], int] = {}  # (rank, peer, whether it sends) -> the number of the operation
+    for rank, queue in enumerate(queues):
+        for index, operation in enumerate(queue):
+            for channel, _ in (*operation.sends, *operation.receives):
+                if channel.communicator[0] == MESSAGES:
+                    sends = channel.source == rank
+                    first.setdefault((rank, channel.target if sends else channel.source, sends), index)
+    half, rest = divmod(len(queues) // ulysses_size, 2)
+    for a in range(0 if rest else half * ulysses_size):
+        b = a + half * ulysses_size
+        at_once = [first.get((x, y, True), -1) == first.get((x, y, False), -2) for x, y in ((a, b), (b, a))]
+        if at_once[0] != at_once[1]:
+            x, y = (a, b) if at_once[0] else (b, a)
+            raise PlanError(
+                f"NCCL would connect ranks wrongly: rank {x} first sends to rank {y} and receives from it in one batch "
+                f"and rank {y} has two for rank {x}; both must have one, or both two"
+            )

@@ -170,6 +170,9 @@ class SequenceParallelConfig:
     doctor: bool = False
     """Whether `initialize` and the Trainer examine the job for some seconds before the first step: ranks, links,
     kernels, attention, and a small copy of the model with its loss, gradients and an optimizer step."""
+    max_ctas: Count = "auto"
+    """On NVIDIA GPUs, the most thread blocks, of an SM each, that an operation between ranks takes from the products
+    which run beside it. `"auto"`: NCCL's own number, up to 32."""
     watchdog: Literal["end", "report"] = "end"
     """What happens once ranks have waited for others for `watchdog_s`, and one report has said who waits for whom:
     `"end"` ends the job, `"report"` waits on."""

@@ -23,7 +23,7 @@ from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
 from ..runtime import input_checks
 from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.backward import Calls
-from ..runtime.comm import TorchComm, explaining_failure
+from ..runtime.comm import ALL_GATHER, TorchComm, explaining_failure
 from ..runtime.groups import Groups, check_thread
 from ..runtime.journal import Journal
 from .batch_layout import BatchLayout, positions_held
@@ -337,8 +337,8 @@ def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None,
     if group is not None:
         shards = local.new_empty(order.ranks, *local.shape)
         with explaining_failure(call, group):
-            received = list(shards.flatten(1).view(torch.uint8).unbind())
-            dist.all_gather(received, local.contiguous().flatten().view(torch.uint8), group=group)
+            sent = local.contiguous().flatten().view(torch.uint8)
+            ALL_GATHER(shards.flatten().view(torch.uint8), sent, group=group)
     return _viewed(shards.flatten(0, 1).index_select(0, order.places), dtype)
 
 

@@ -488,6 +488,7 @@ class OneRing(TorchComm):
     def __init__(self, comm: TorchComm) -> None:
         self.comm, self.journal, self.received = comm, comm.journal, comm.received
         self.early = 0
+        assert self.groups  # all ranks are here, and make what they need
 
     @property
     def groups(self) -> Groups:  # type: ignore[override]

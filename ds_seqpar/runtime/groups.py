@@ -32,6 +32,8 @@ from .interfaces import gloo_meets_hosts
 from .process_exit import IDLE_TIMEOUT, wait_at_exit
 
 Group = dist.ProcessGroup
+NCCL = "nccl"  # in the names of backends that take NCCL's options
+PAIRS = 16  # members of a group of which every pair is connected when it is made; buffers of a pair take memory
 
 
 def control_world() -> Group:
@@ -110,22 +112,34 @@ class Groups:
     control: Group | None  # the ranks of `sp`, for CPU tensors
     collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedules' collectives, by their CP ranks
     number: int  # of this set of groups, the same on all ranks
+    max_ctas: int | str = "auto"  # see `compat.nccl_options`
 
     @functools.cached_property
     def one_ring(self) -> Groups:
-        """These groups as a schedule sees them that runs on all ranks of the sequence, without Ulysses."""
+        """These groups as a schedule sees them that runs on all ranks of the sequence, without Ulysses.
+
+        The first look is collective over these ranks: NCCL runs a group's operations one after the other, so messages
+        of layers do not go through that of the whole job, behind what ZeRO gathers ahead.
+        """
         assert self.sp is not None
         size = dist.get_world_size(self.sp)
         # a group of attention's own if one has all ranks: `sp` may be that of the whole job
         group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and dist.get_world_size(x) == size)
+        made: list[Group] = []
+        if group is all_ranks() and communicator_device(group):
+            maker = _Maker(dist.get_rank(), self.world, self.max_ctas)
+            group, made = maker.own("one ring", range(size)) or group, maker.made
+            _warm_up({group}, {group}, made)
         return dataclasses.replace(
-            self, made=(), inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
+            self, made=tuple(made), inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
             cp_order=tuple(map(self.sp_order.index, range(size))), ulysses=None,
             collectives={tuple(range(size)): CollectiveGroup(group, self.sp_order)},
         )  # fmt: skip
 
     def close(self) -> None:
         """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
+        if one_ring := vars(self).pop("one_ring", None):
+            one_ring.close()
         groups = list(vars(self).get("made", ()))
         vars(self).clear()
         free(groups)
@@ -159,9 +173,9 @@ def free(groups: list[Group]) -> None:
     thread.join(IDLE_TIMEOUT)
 
 
-def create(topology: Topology, rank: int, world: Group) -> Groups:
+def create(topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto") -> Groups:
     """Return this rank's groups. Collective over all ranks. world: from `control_world`."""
-    maker = _Maker(rank, world)
+    maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
     sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
     # attention has groups of its own: in the group of all ranks its messages could be mistaken for others
@@ -175,7 +189,7 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
     sp = maker.own_or_all("sp", sp_ranks)
     control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
     group_ranks = {r: group_rank for group_rank, r in enumerate(sorted(cp_ranks))}
-    _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
+    _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, {inner}, maker.made)
     return Groups(
         world=world,
         made=tuple(group for group in (*maker.made, world) if group is not all_ranks()),
@@ -188,6 +202,7 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
         control=control,
         collectives=collectives,
         number=maker.number,
+        max_ctas=max_ctas,
     )
 
 
@@ -200,10 +215,10 @@ class _Maker:
     A device's communicators are split off that of the world, which all ranks must do together.
     """
 
-    def __init__(self, rank: int, world: Group) -> None:
+    def __init__(self, rank: int, world: Group, max_ctas: int | str) -> None:
         number = torch.tensor([next(_numbers)], device="cpu")
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
-        self.rank, self.world, self.number = rank, world, int(number)
+        self.rank, self.world, self.number, self.max_ctas = rank, world, int(number), max_ctas
         self.device = bind_device(all_ranks())
         self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.made: list[Group] = []
@@ -237,13 +252,39 @@ class _Maker:
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",
+            backend_options=compat.nccl_options(self.max_ctas) if NCCL in backend else None,
         )
         self.made.append(group)
         return group
 
 
-def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
-    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be."""
+def _warm_up(used: set[Group | None], in_pairs: set[Group | None], new_groups: list[Group]) -> None:
+    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be.
+
+    In a group of `in_pairs`, members then send one another a byte, both ways in one batch. NCCL connects two members
+    when they first do so, and the host waits. Members that are half the group apart connect both ways at once, in one
+    batch that must hold both ways on both ranks or on neither.
+    """
     for group in [group for group in (*new_groups, all_ranks()) if group in used]:
         if device := communicator_device(group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if group in in_pairs:
+                _connect(group, device)
+
+
+def peers_of(rank: int, size: int) -> list[int]:
+    """Return the members of a group that one is connected to at once: all, or its neighbours and those opposite."""
+    distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
+    return sorted({(rank + distance) % size for distance in distances})
+
+
+def _connect(group: Group, device: torch.device) -> None:
+    peers = peers_of(dist.get_rank(group), dist.get_world_size(group))
+    sent, received = (torch.zeros(len(peers), dtype=torch.uint8, device=device).split(1) for _ in range(2))
+    batch = [
+        dist.P2POp(op, x, group=group, group_peer=peer)
+        for op, buffers in ((dist.irecv, received), (dist.isend, sent))
+        for peer, x in zip(peers, buffers, strict=True)
+    ]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.whole import whole_of
@@ -143,6 +144,24 @@ def test_every_dtype_is_moved_and_summed_or_refused():
     assert not hard & added
     conjugate = torch.randn(8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()
     assert torch.equal(sp.gather(sp.shard(conjugate, 0), 0), conjugate)
+
+
+@on_each_of(2)
+def test_a_gather_copies_no_shards():
+    """Into a list of tensors NCCL gathers through a copy of all of them."""
+
+    class Sent(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names += (function.name(),) * (function.namespace == "c10d")
+            return function(*args, **(kwargs or {}))
+
+    sp = make(size=2)
+    with Sent() as sent:
+        whole = sp.gather(torch.full((3, 2), sp.rank, dtype=torch.complex128), 0)
+    assert whole[:, 0].real.unique().tolist() == [0, 1]
+    assert [name for name in sent.names if "gather" in name] == ["c10d::_allgather_base_"]
 
 
 @on_each_of(2)

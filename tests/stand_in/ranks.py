@@ -6,11 +6,14 @@ import os
 import pickle
 import sys
 import traceback
+import types
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ds_seqpar.runtime import agreement, custom_ops, devices, groups
@@ -32,8 +35,20 @@ def use(device: ctypes.CDLL, count: int):
     FakeTensorMode.avoid_device_init = True  # there is nothing to initialise
 
 
+class Options(FakeProcessGroup.Options):
+    """ProcessGroupNCCL.Options, which torch's builds for CPUs lack. made: all of this process."""
+
+    made: ClassVar = []
+
+    def __init__(self, is_high_priority_stream=False):
+        super().__init__()
+        self.is_high_priority_stream, self.config = is_high_priority_stream, types.SimpleNamespace(max_ctas=None)
+        self.made.append(self)
+
+
 def use_groups():
     """Has torch's fake backend stand for NCCL, and ranks agree inside of a fake mode too."""
+    dist.ProcessGroupNCCL, groups.NCCL = types.SimpleNamespace(Options=Options), "fake"
     devices.HOST_BACKENDS = tuple(name for name in devices.HOST_BACKENDS if name != "fake")
     agreement.all_reduce_max = really(agreement.all_reduce_max)
     warm_up = groups._warm_up

@@ -29,7 +29,7 @@ KEYS = (
     "comm_dtype", "kernel", "head_chunks", "recompute_attention", "save_qkv_after_all_to_all", "offload_checkpoints",
     "mlp_tiles", "loss_tiles", "seq_len",
     "machine", "memory", "agreement", "recurrent_layers", "latent_attention", "shared_prompts", "prove",
-    "doctor", "watchdog", "watchdog_s", "check_finite",
+    "doctor", "max_ctas", "watchdog", "watchdog_s", "check_finite",
     "rows", "cols", "ring_size", "mesh", "strips", "team",
 )  # fmt: skip
 
@@ -46,7 +46,10 @@ def test_a_config_is_frozen_and_its_error_a_value_error():
     assert issubclass(SeqParError, ValueError)
 
 
-SIZES = ("size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len", "ring_size", "rows", "cols", "team")
+SIZES = (
+    "size", "ulysses", "head_chunks", "mlp_tiles", "loss_tiles", "seq_len", "max_ctas", "ring_size", "rows", "cols",
+    "team",
+)  # fmt: skip
 LAYOUTS = ("auto", "balanced", "contiguous", "striped", "zigzag")
 # field -> values that are wrong for it, and what the sentence has beside both
 WRONG = {

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
@@ -142,6 +143,29 @@ def told_of_another_gpu():
     return told
 
 
+def options(ulysses, **settings):
+    """What a SequenceParallel's groups are made with, that of layers with a state too: (high priority, most thread
+    blocks) of each; whether the last is the job's own; which torch still knows after the end; and batches
+    of messages."""
+    from ds_seqpar import compat
+    from tests.stand_in.ranks import Options
+
+    Options.made.clear()
+    batches, of_torch = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: batches.append([(x.op.__name__, x.group_peer) for x in ops]) or of_torch(ops)
+    sp = SequenceParallel(SequenceParallelConfig(size=4, ulysses=ulysses, schedule="ring", **settings), heads=(8, 4))
+    ring = sp.runtime.one_ring.comm.groups.inner
+    found = [(given.is_high_priority_stream, given.config.max_ctas) for given in Options.made]
+    is_jobs = ring is dist.group.WORLD
+    sp.close()
+    dist.batch_isend_irecv = of_torch
+    return found, is_jobs, compat.is_known(ring), batches
+
+
+def of_nccl():
+    return options(1), options(2, max_ctas=4)
+
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -190,9 +214,9 @@ def zero3():
 
 def test_on_devices_that_are_not_there():
     """In one process, as importing everything is what takes long."""
-    on_four, on_two, on_one, of_engines, measurements, sentences, *devices = on_stand_in(
+    on_four, on_two, on_one, of_engines, measurements, sentences, groups, *devices = on_stand_in(
         (4, 4, all_at_once), (2, 2, by_kind), (1, 1, alone), (2, 2, zero3), (2, 2, measured),
-        (2, 2, told_of_another_gpu),
+        (2, 2, told_of_another_gpu), (4, 4, of_nccl),
         (0, 2, chosen), (1, 1, chosen), (8, 8, chosen), (1, 2, chosen_where_each_sees_its_own), (2, 3, chosen),
     )  # fmt: skip
     check_steps(on_four, on_two, on_one, of_engines)
@@ -203,7 +227,16 @@ def test_on_devices_that_are_not_there():
     assert missing(line, "NVIDIA Other", "NVIDIA Stand-in") == []
     assert none == []
     assert others == [[], []]
+    # messages begin while products run, and those of layers with a state are not behind ZeRO's
+    for rank, (ring, both) in enumerate(groups):
+        assert ring == ([(True, None)], False, False, [met(rank, 4)])
+        assert both == ([(True, 4)] * 3, False, False, [met(rank // 2, 2), met(rank, 4)])
     check_devices(*devices)
+
+
+def met(rank, size):
+    """The batch in which a member of a group meets all others, both ways."""
+    return [(way, peer) for way in ("irecv", "isend") for peer in range(size) if peer != rank]
 
 
 def check_steps(on_four, on_two, on_one, of_engines):

@@ -167,6 +167,18 @@ def test_rows_and_columns_that_wait_for_one_another_are_named():
         nccl.check([programs])
 
 
+def test_ranks_half_a_group_apart_connect_both_ways_at_once_or_neither_does():
+    """Of two ranks one receives in a batch of its own, before it sends; its wait is for the first of both."""
+    forward, _ = _ring(inner=2)
+    nccl.check([forward])
+    code = []
+    for one in forward[1].code:
+        both = isinstance(one, Post) and one.receives and one.sends
+        code += [one._replace(sends=()), one._replace(receives=())] if both else [one]
+    with pytest.raises(PlanError, match=r"rank 0 first sends to rank 1 and receives from it in one batch and rank 1"):
+        nccl.check([_with(forward, 1, code)])
+
+
 # ---- changed programs over a transport with these rules
 
 
