@@ -28,7 +28,8 @@ from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
 from .finite import Finite, FiniteWalk
 from .journal import Journal
-from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
+from .kernels import BlockSpec, Kernel, Scores, fused, is_deterministic, select
+from .log import log_once
 from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
 
@@ -247,6 +248,8 @@ class Runtime:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
+        if q.device.type == "cuda" and (why := fused.missing()):
+            log_once(f"partial results are merged in several operations each, which takes longer than in one: {why}")
         mask, shards, scores, head_chunks, saves, lse, latent = settings
         options, width = (head_chunks, SavedForBackward.QKV_AND_OUT, lse), k.shape[3] if latent else 0
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)

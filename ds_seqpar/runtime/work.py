@@ -12,11 +12,11 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import Shards, UnevenShards
 from ..compiler.tiles.tiles import Tile
 from .buffers import Tensors, sum_dtype
-from .kernels import Kernel
+from .kernels import Kernel, fused
 from .kernels.accumulate import Accumulator, Softmax, Sum, backward, forward
 
 ALL = slice(None)  # rows
-PIECE = 1024  # tokens of a head that are computed at once
+PIECE = 1024  # tokens of a head that a CPU computes at once
 FEW = 256  # for fewer tokens several heads are computed at once: a call for each would cost more than its computation
 
 
@@ -146,12 +146,15 @@ def _take_rows(tensors: Tensors, rows: slice) -> Tensors:
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return delta (B, n, H), the sum of do * out over head_dim, in `dtype`. It is computed piece by piece, so that no
-    whole tensor is copied to that dtype."""
-    if do[0].numel() <= PIECE * do.shape[3]:
+    """Return delta (B, n, H), the sum of do * out over head_dim, in `dtype`. Torch computes it piece by piece, so that
+    no whole tensor is copied to that dtype."""
+    if ops := fused.ops(do):
+        return ops.rowsum(do, out)
+    pieces = _pieces(do)
+    if pieces is None:
         return (do.to(dtype) * out).sum(-1)
     delta = do.new_empty(do.shape[:3], dtype=dtype)
-    for piece in _pieces(do):
+    for piece in pieces:
         delta[piece] = (do[piece].to(dtype) * out[piece]).sum(-1)
     return delta
 
@@ -169,20 +172,34 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     Returns:
         (B, n, H, D) in do's dtype.
     """
-    if do[0].numel() <= PIECE * do.shape[3]:
+    if ops := fused.ops(do):
+        return ops.out_with_rowsum(do, delta)
+    pieces = _pieces(do)
+    if pieces is None:
         return _out_with_rowsum(do, delta).to(do.dtype)
     out = torch.empty_like(do)
-    for piece in _pieces(do):
+    for piece in pieces:
         out[piece] = _out_with_rowsum(do[piece], delta[piece])
     return out
 
 
-def _pieces(x: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield indices that cut x (B, n, H, ...) into tokens of one head, or of several heads where tokens are few."""
-    heads = max(1, FEW // max(1, x.shape[1]))
-    for start in range(0, x.shape[1], PIECE):
-        for head in range(0, x.shape[2], heads):
-            yield slice(None), slice(start, start + PIECE), slice(head, head + heads)
+def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
+    """Return indices that cut x (B, n, H, D) into what is computed at once, None where that is all of it: tokens of one
+    head on a CPU, or of several heads where tokens are few, and tokens of all heads on a device."""
+    batch, tokens, heads, width = x.shape
+    if x.device.type != "cpu":
+        if x.numel() <= fused.AT_ONCE:
+            return None
+        size, at_once = max(1, fused.AT_ONCE // (batch * heads * width)), heads
+    else:
+        if tokens * heads <= PIECE:
+            return None
+        size, at_once = PIECE, max(1, FEW // max(1, tokens))
+    return (
+        (slice(None), slice(start, start + size), slice(head, head + at_once))
+        for start in range(0, tokens, size)
+        for head in range(0, heads, at_once)
+    )
 
 
 def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ LATER = {
     "runtime.devices": "the command that compiles DeepSpeed's op, which loads no torch of its own",
     "runtime.out_of_memory": "a rank out of memory, and what is said of it then",
     "runtime.offload": "offload_checkpoints true",
+    "runtime.kernels.triton_ops": "calls on GPUs, where there is Triton",
 }
 # what knows nothing of schedules
 TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}

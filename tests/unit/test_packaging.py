@@ -21,7 +21,9 @@ OPTIONAL = {
     "matplotlib": "plot",
     "pyarrow": "trainer",
 }
-BY_HAND = {"flash_attn"}  # which pip cannot build in an environment of its own, so no extra has it
+# flash_attn: pip cannot build it in an environment of its own, so no extra has it. triton: torch's wheels for GPUs
+# bring the release that they need
+BY_HAND = {"flash_attn", "triton"}
 
 
 def declared():

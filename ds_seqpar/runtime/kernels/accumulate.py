@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
+from . import fused
 from .reference import Kernel
 
 Tensors = tuple[Tensor, ...]
@@ -189,7 +190,10 @@ class Sum(Accumulator):
 
     def _combine(self, targets: Tensors, new: Tensors) -> None:
         for target, x in zip(targets, new, strict=True):
-            in_pieces(torch.Tensor.add_, target, x)
+            if x.device.type == "cpu":
+                in_pieces(torch.Tensor.add_, target, x)
+            else:
+                target.add_(x)
 
 
 def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
@@ -309,13 +313,16 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         new_out: Of out's shape, in any dtype.
         new_lse: Of lse's shape.
     """
-    in_pieces(_merge_, out, new_out, lse, new_lse)
+    if ops := fused.ops(out):
+        ops.merge_(out, lse, new_out, new_lse)
+    else:
+        in_pieces(_merge_, out, new_out, lse, new_lse)
 
 
 def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
     difference = _difference(lse, new_lse)
     out.mul_(torch.sigmoid(difference).unsqueeze(-1))
-    out.addcmul_(new_out.to(out.dtype), torch.sigmoid(difference.neg_()).unsqueeze(-1))
+    out.addcmul_(new_out, torch.sigmoid(difference.neg_()).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
@@ -327,12 +334,12 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
     """Apply an elementwise in-place function to pieces of the tensors, of which the first is the largest.
 
-    So the function's temporaries, and torch's own where dtypes differ, take at most a 16th of the first tensor's size.
-    There are never more than 32 pieces, since on a device a call may cost more than its elements. The last dimension is
-    not cut.
+    So the function's temporaries, and torch's own where dtypes differ, take at most a 16th of the first tensor's size
+    on CPUs, and stay in their caches. On devices, where a call may cost more than its elements, a piece has
+    `fused.AT_ONCE` elements. The last dimension is not cut.
     """
     x = tensors[0]
-    limit = limit or max(MERGED_AT_ONCE, x.numel() // 16)
+    limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.device.type == "cpu" else fused.AT_ONCE)
     dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
     if x.numel() <= limit or x.shape[dim] == 1:
         function(*tensors)

@@ -1,0 +1,38 @@
+"""Where the Triton kernels of `triton_ops` are used. Without them a GPU computes the same in several of torch's
+operations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 26  # elements that torch's operations take at once on a device: their temporaries are of 256 MiB in fp32
+
+
+def ops(x: Tensor) -> Any:
+    """Return the namespace of the ops where they take x, else None. They compute in fp32, on CUDA's devices."""
+    return torch.ops.ds_seqpar if x.device.type == "cuda" and x.dtype != torch.float64 and not missing() else None
+
+
+@functools.cache
+def missing() -> str:
+    """Return why this process has no Triton kernels, "" where it has them.
+
+    Triton compiles a part of itself for Python before it launches anything, with the machine's C compiler. There may be
+    none.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "they need a GPU of compute capability 8.0 (Ampere) or later"
+    try:
+        from triton.runtime import driver
+
+        from . import triton_ops  # noqa: F401, which defines the ops
+
+        if torch.cuda.is_available():
+            driver.active.get_current_target()
+    except Exception as error:
+        return f"Triton cannot be used, {type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,128 @@
+"""What test_triton_ops.py runs in Triton's interpreter: TRITON_INTERPRET=1 python -m tests.triton_runs
+
+The kernels beside the functions whose place they take, on tensors of drawn shapes, strides and values; and whole calls
+with them. It prints JSON: by kernel the greatest error and how many cases there were, and the errors of the calls.
+"""
+
+import json
+import random
+import warnings
+from collections import defaultdict
+
+import torch
+
+from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.compiler.tiles.tiles import Rows
+from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.runtime import work
+from ds_seqpar.runtime.kernels import accumulate, fused, triton_ops
+from ds_seqpar.testing import attention
+from tests.oracle import dense, errors, tensors
+
+INF, DTYPES = float("inf"), (torch.float32, torch.bfloat16, torch.float16)
+CASES = 24
+
+
+def strided(draw, shape, dtype=torch.float32):
+    """A tensor of random numbers, whose dimensions lie in memory in any order, with gaps between elements or not."""
+    order = draw.sample(range(len(shape)), len(shape))
+    if draw.random() < 0.5:
+        order = list(range(len(shape)))
+    steps = [draw.choice((1, 1, 2)) for _ in shape]
+    steps[-1] = draw.choice((1, 1, 1, 1, 3))
+    whole = torch.randn([shape[dim] * steps[dim] for dim in order]).to(dtype)
+    x = whole.permute([order.index(dim) for dim in range(len(shape))])
+    return x[tuple(slice(None, None, step) for step in steps)]
+
+
+def shape_of(draw):
+    return tuple(map(draw.choice, ((0, 1, 1, 2), (0, 1, 5, 37), (1, 3, 8), (1, 16, 20, 64, 80))))
+
+
+def as_grouped(draw, x, others):
+    """x (B, n, ...) and the others as views of groups of rows, (B, groups, size, ...), as launches give them."""
+    size, groups = draw.choice((1, 2)), draw.choice((1, 2))
+    if x.shape[1] < 5:
+        return [x, *others]
+    rows = Rows(draw.choice((0, 1)), size, groups, size if groups == 1 else 2)
+    return [rows.of(y) for y in (x, *others)]
+
+
+def error(found, wanted):
+    """The greatest difference, of elements beyond 1 in proportion; equal infinities and NaN are none."""
+    found, wanted = found.double(), wanted.double()
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    difference = ((found - wanted).abs() / wanted.abs().clamp_min(1.0)).masked_fill(same, 0.0).nan_to_num(nan=INF)
+    return difference.max().item() if difference.numel() else 0.0
+
+
+def merges(draw):
+    dtype, shape = draw.choice(DTYPES), shape_of(draw)
+    out, new_out = strided(draw, shape), strided(draw, shape, dtype)
+    lses = [strided(draw, shape[:3]) for _ in range(2)]
+    for lse, x in zip(lses, (out, new_out), strict=True):
+        lse.mul_(draw.choice((1.0, 1.0, 50.0, 1e4)))
+        for value in (-INF, -INF, INF):
+            hit = torch.rand(lse.shape) < draw.choice((0.0, 0.3))
+            lse[hit], x[hit] = value, 0.0
+    out, lse, new_out, new_lse = as_grouped(draw, out, (lses[0], new_out, lses[1]))
+    wanted = out.clone(), lse.clone()
+    accumulate._merge_(wanted[0], new_out, wanted[1], new_lse)
+    triton_ops.merge_(out, lse, new_out, new_lse)
+    empty = lse.isneginf()
+    assert out[empty].eq(0).all()
+    yield "merge_", max(map(error, (out, lse), wanted))
+
+
+def deltas(draw):
+    dtype, shape = draw.choice(DTYPES), shape_of(draw)
+    do, out = (strided(draw, shape, dtype) for _ in range(2))
+    scale = torch.tensor([1.0, 1e-4, 0.0])[torch.randint(3, shape[:3])].to(dtype)
+    do.mul_(scale[..., None])
+    delta = (do.double() * out.double()).sum(-1)
+    found = triton_ops.rowsum(do, out)
+    assert found.dtype == torch.float32
+    yield "rowsum", error(found, delta)
+    delta = strided(draw, shape[:3]) * scale.float()
+    found, wanted = triton_ops.out_with_rowsum(do, delta), work._out_with_rowsum(do, delta)
+    assert found.dtype == dtype
+    rounds = dtype != torch.float32  # both may lie on two sides of where rounding changes
+    yield f"out_with_rowsum{', rounded' if rounds else ''}", error(found, wanted.to(dtype))
+
+
+CALLS = {
+    "a ring, queries travel": ({"size": 4, "rotate_forward": "q", "rotate_backward": "q"}, Mask(window=23)),
+    "attention2d": ({"size": 4, "schedule": "attention2d", "rows": 2}, CAUSAL),
+    "striped": ({"size": 2, "layout": "striped"}, Mask(documents=(0, 9, 30))),
+}
+
+
+def calls():
+    """fp32 errors of out, dq, dk and dv of whole calls, and how often a kernel ran."""
+    counted, found = defaultdict(int), {}
+
+    class Ops:
+        def __getattr__(self, name):
+            counted[name] += 1
+            return getattr(triton_ops, name)
+
+    ops, fused.ops = fused.ops, lambda x: Ops()
+    for name, (settings, mask) in CALLS.items():
+        q, k, v, do = tensors(2, 48, (4, 2), 12, torch.float32)
+        result = attention(SequenceParallelConfig(ulysses=1, **settings), q, k, v, do, mask=mask)
+        found[name] = max(errors((result.out, result.dq, result.dk, result.dv), dense(q, k, v, do, mask=mask)))
+    fused.ops = ops
+    return found, counted
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # of numpy, for what a GPU computes without a word
+    torch.manual_seed(0)
+    worst, count = defaultdict(float), 0
+    for seed in range(CASES):
+        for kind in (merges, deltas):
+            triton_ops.ELEMENTS = (1 << 16, 1 << 12)[seed % 2]  # of one program, or of several
+            for name, wrong in kind(random.Random(seed)):
+                worst[name], count = max(worst[name], wrong), count + 1
+    triton_ops.ELEMENTS = 1 << 16
+    print(json.dumps({"worst": worst, "cases": count, "calls": calls()}))
