@@ -17,7 +17,7 @@ VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
 OLDEST := transformers==5.18.0
 # Liger's kernels, here in Triton's interpreter; weights of four bits
-LIGER := liger-kernel==0.8.5 triton==3.9.0 bitsandbytes==0.50.2
+LIGER := liger-kernel==0.8.5 bitsandbytes==0.50.2
 # whose newest releases `test-next` takes
 NEXT := torch transformers deepspeed accelerate peft trl
 # as many as cores here: each imports everything, and starts a server that ranks are forked from

@@ -157,14 +157,18 @@ def noise_of(sp: SequenceParallel, seed: int, tokens: Tensor, layout: BatchLayou
         return None
     rows, local_tokens = tokens.shape[:2]
     length = local_tokens * sp.size if layout is None else layout.tokens // (layout.rows or 1)
-    positions = torch.arange(local_tokens, device="cpu") if local else sp.held(length, layout, sp.rank)
-    if layout is None or layout.rows is None:
-        row = torch.arange(rows, device="cpu")[:, None]
-    else:
-        rows, row, positions = layout.rows, (positions // length)[None], positions % length
-    # rows of a step are dealt to groups in their order
-    counters = ((sp.data_rank * rows + row) * SAMPLE + positions).to(tokens.device, non_blocking=True)
-    return Noise(seed=seed, tokens=counters, length=length)
+
+    def counters() -> Tensor:
+        positions = torch.arange(local_tokens, device="cpu") if local else sp.held(length, layout, sp.rank)
+        if layout is None or layout.rows is None:
+            count, row = rows, torch.arange(rows, device="cpu")[:, None]
+        else:
+            count, row, positions = layout.rows, (positions // length)[None], positions % length
+        # rows of a step are dealt to groups in their order
+        return (sp.data_rank * count + row) * SAMPLE + positions
+
+    key = "counters", rows, local_tokens, layout, local
+    return Noise(seed=seed, tokens=sp.layout_tensors.get(key, tokens.device, counters), length=length)
 
 
 def restore_modules(model: nn.Module) -> None:

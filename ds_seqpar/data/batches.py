@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
+from ..on_devices import to_device
 from ..runtime import mismatch_hints
 from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, digest_of, rank_values
 from ..runtime.log import log_once
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import READ, Lengths, documents_of, without_documents
-from .on_devices import to_device
 from .sharding import Sharding
 from .shared_prompts import SharedPrompts
 from .value_checks import ValueChecks, describe, fingerprint_of

@@ -20,6 +20,7 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards
 from ..config.settings import SequenceParallelConfig
 from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
+from ..on_devices import DeviceCache
 from ..runtime import input_checks
 from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.backward import Calls
@@ -28,7 +29,6 @@ from ..runtime.groups import Groups, check_thread
 from ..runtime.journal import Journal
 from .batch_layout import BatchLayout, positions_held
 from .first_use import FirstUse
-from .on_devices import DeviceCache
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 

@@ -248,7 +248,7 @@ class Runtime:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
-        if q.device.type == "cuda" and (why := fused.missing()):
+        if q.is_cuda and (why := fused.missing()):
             log_once(f"partial results are merged in several operations each, which takes longer than in one: {why}")
         mask, shards, scores, head_chunks, saves, lse, latent = settings
         options, width = (head_chunks, SavedForBackward.QKV_AND_OUT, lse), k.shape[3] if latent else 0

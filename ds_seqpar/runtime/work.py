@@ -187,7 +187,7 @@ def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
     """Return indices that cut x (B, n, H, D) into what is computed at once, None where that is all of it: tokens of one
     head on a CPU, or of several heads where tokens are few, and tokens of all heads on a device."""
     batch, tokens, heads, width = x.shape
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         if x.numel() <= fused.AT_ONCE:
             return None
         size, at_once = max(1, fused.AT_ONCE // (batch * heads * width)), heads

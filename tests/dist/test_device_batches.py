@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_seqpar.compat import tree_map
 from ds_seqpar.data import batches
 from ds_seqpar.data.batches import shard_call
-from ds_seqpar.data.on_devices import DeviceCache
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import DisagreementError, InputError
+from ds_seqpar.on_devices import DeviceCache
 from ds_seqpar.runtime.journal import Journal
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec

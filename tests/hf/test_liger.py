@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("compiled"),
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("liger_kernel", "triton"))),
-        reason="waits for liger-kernel and triton, which `make test-all` installs",
+        reason="waits for liger-kernel, which `make test-all` installs, and triton, which is there on Linux",
     ),
 ]
 

@@ -153,6 +153,23 @@ def test_dropout_keeps_as_much_as_it_should_and_nothing_hangs_together():
                 assert_near_zero(found[a] * found[b], deviation**2)
 
 
+def counters():
+    """The counters of two forwards of a layout, whether they are one tensor, and those of fewer rows."""
+    sp, tokens = make(size=1), torch.empty(2, SEQ)
+    first, second, fewer = (
+        dropout.noise_of(sp, seed, x, None, False) for seed, x in ((5, tokens), (6, tokens), (5, tokens[:1]))
+    )
+    return first.tokens.tolist(), first.tokens is second.tokens, fewer.tokens.tolist()
+
+
+def test_a_layouts_counters_are_made_once():
+    """So a forward copies none to its device."""
+    for rank, (found, alike, fewer) in enumerate(on_warm_ranks(2, counters)):
+        assert found == [[(2 * rank + row) * dropout.SAMPLE + at for at in range(SEQ)] for row in range(2)]
+        assert fewer == [[rank * dropout.SAMPLE + at for at in range(SEQ)]]
+        assert alike
+
+
 def test_numbers_are_split_mix_and_uniform():
     """Against the first numbers that its reference implementation gives for this seed."""
     found = dropout.split_mix(torch.arange(1, 4), 1234567)

@@ -15,6 +15,7 @@ OWN_ROOM = {
     "ds_seqpar.compat": "errors",
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
+    "ds_seqpar.on_devices": "errors",
     "ds_seqpar.__main__": "cli",
     "hf_integration": "hf.names",
 }

@@ -190,7 +190,7 @@ class Sum(Accumulator):
 
     def _combine(self, targets: Tensors, new: Tensors) -> None:
         for target, x in zip(targets, new, strict=True):
-            if x.device.type == "cpu":
+            if x.is_cpu:
                 in_pieces(torch.Tensor.add_, target, x)
             else:
                 target.add_(x)
@@ -339,7 +339,7 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
     `fused.AT_ONCE` elements. The last dimension is not cut.
     """
     x = tensors[0]
-    limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.device.type == "cpu" else fused.AT_ONCE)
+    limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else fused.AT_ONCE)
     dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
     if x.numel() <= limit or x.shape[dim] == 1:
         function(*tensors)

@@ -24,6 +24,7 @@ from torch import Tensor
 from ... import compat
 from ...compiler.tiles.launches import KernelSupport
 from ...compiler.tiles.tiles import Segments
+from ...on_devices import DeviceCache
 from .reference import BlockSpec, Reference, is_deterministic
 
 
@@ -72,6 +73,7 @@ def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
 
 NOWHERE = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
 HALF = {torch.bfloat16: 8, torch.float16: 8}
+_LENGTHS = DeviceCache()  # what `_first_of_each` returns: layers and directions of a layout have the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +96,9 @@ class OperatorCall:
         window = scale, segments.left, segments.right
         if len(segments.rows) == 1:
             return cls(*window, q.shape[1], k.shape[1])
-        sizes = segments.rows * q.shape[0], segments.columns * q.shape[0]
-        firsts = torch.tensor([[*itertools.accumulate(x, initial=0)] for x in sizes], dtype=torch.int32)
-        first_rows, first_columns = firsts.to(q.device, non_blocking=True)  # no wait for the device
+        # one fake mode's tensors are nothing for another one
+        key = segments.rows, segments.columns, q.shape[0], getattr(q, "fake_mode", None)
+        first_rows, first_columns = _LENGTHS.get(key, q.device, lambda: _first_of_each(segments, q.shape[0]))
         # flash-attn takes a largest block of one row to mean that every block has one row
         longest = max(2, *segments.rows), max(segments.columns)
         return cls(*window, *longest, first_rows, first_columns, q.shape[0])
@@ -116,6 +118,12 @@ class OperatorCall:
     def split(self, x: Tensor) -> Tensor:
         """Reshape (B * n, ...) to (B, n, ...): the inverse of `join`."""
         return x if self.first_rows is None else x.unflatten(0, (self.sequences, -1))
+
+
+def _first_of_each(segments: Segments, sequences: int) -> Tensor:
+    """Return where the blocks of a launch begin: (2, blocks + 1), of rows and of columns."""
+    sizes = segments.rows * sequences, segments.columns * sequences
+    return torch.tensor([[*itertools.accumulate(x, initial=0)] for x in sizes], dtype=torch.int32, device="cpu")
 
 
 class CudaKernel:

@@ -14,7 +14,7 @@ AT_ONCE = 1 << 26  # elements that torch's operations take at once on a device: 
 
 def ops(x: Tensor) -> Any:
     """Return the namespace of the ops where they take x, else None. They compute in fp32, on CUDA's devices."""
-    return torch.ops.ds_seqpar if x.device.type == "cuda" and x.dtype != torch.float64 and not missing() else None
+    return torch.ops.ds_seqpar if x.is_cuda and x.dtype != torch.float64 and not missing() else None
 
 
 @functools.cache

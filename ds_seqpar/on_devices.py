@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..compat import tree_leaves, tree_map
+from .compat import tree_leaves, tree_map
 
 T = TypeVar("T")
 
