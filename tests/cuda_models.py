@@ -1,8 +1,9 @@
 """Models of CUDA's attention operators, computed densely, on CPUs and in any dtype.
 
-Each has the signature, the alignment of masks, the layout and padding of the log-sum-exp, and the demands on its
-operands of the operator that it stands for, so that the wrappers of `ds_seqpar.runtime.kernels` run as they are. On
-fake tensors they check what can be seen there, and give results without values.
+Each has the signature, the layout and padding of the log-sum-exp, and the demands on its operands of the operator that
+it stands for, so that the wrappers of `ds_seqpar.runtime.kernels` run as they are. What a row sees is computed as in
+the operator's C++, forward and backward apart (`tests/cuda_masks.py`); cuDNN's source is not public. On fake tensors
+they check what can be seen there, and give results without values.
 """
 
 import contextlib
@@ -14,10 +15,16 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_seqpar.compiler.tiles.tiles import Segments
 from ds_seqpar.runtime.kernels import register, remove, select
 from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn
-from tests.kernel_suite import seen
+from tests.cuda_masks import (
+    BOTTOM_RIGHT,
+    TOP_LEFT,
+    efficient_backward,
+    efficient_forward,
+    flash_backward,
+    flash_forward,
+)
 
 launches = Counter()  # of each operator, by the tests that look; and backward calls that were asked to repeat exactly
 STAND_INS = Path(__file__).with_name("stand_in") / "packages"
@@ -121,22 +128,24 @@ def _backward(do, q, k, v, out, lse, sees, scale, softcap):
 # ---- flash attention: PyTorch's and the package's
 
 
-def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0):
-    """(out, lse); lse (B, H, m), or (H, T) of several blocks."""
+def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0, mask=flash_forward):
+    """(out, lse); lse (B, H, m), or (H, T) of several blocks. mask: of `cuda_masks`."""
     launches["forward"] += 1
     _check(q, (q, k, v), multiple=8)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = _lse(q, (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]))
     for at, rows, columns in _spans(q, k, cu_q, cu_k, max_q, max_k):
         i, j = (rows, columns) if at is None else (at, at)
-        sees = _flash_seen(rows.stop - rows.start, columns.stop - columns.start, max_k, causal, left, right)
+        sees = mask(rows.stop - rows.start, columns.stop - columns.start, max_q, max_k, causal, left, right)
         found = _forward(q[i], k[j], v[j], sees, scale, softcap)
         out[i].copy_(found[0])
         (lse[:, rows] if at is None else lse[at]).copy_(found[1])
     return out, lse
 
 
-def flash_gradients(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0):
+def flash_gradients(
+    do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0, mask=flash_backward
+):
     launches["backward"] += 1
     _check(q, (do, q, k, v, out), multiple=8)
     assert do.shape == out.shape == q.shape
@@ -146,23 +155,12 @@ def flash_gradients(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, lef
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for at, rows, columns in _spans(q, k, cu_q, cu_k, max_q, max_k):
         i, j = (rows, columns) if at is None else (at, at)
-        sees = _flash_seen(rows.stop - rows.start, columns.stop - columns.start, max_k, causal, left, right)
+        sees = mask(rows.stop - rows.start, columns.stop - columns.start, max_q, max_k, causal, left, right)
         own = lse[:, rows] if at is None else lse[at]
         found = _backward(do[i], q[i], k[j], v[j], out[i], own, sees, scale, softcap)
         for x, side, part in zip(grads, (i, j, j), found, strict=True):
             x[side].copy_(part)
     return grads
-
-
-def _flash_seen(rows, columns, max_k, causal, left, right):
-    """As the kernel reads a window: one of all columns is none, and one edge without the other is as far away."""
-    right = 0 if causal else right
-    left, right = (-1 if side >= max_k else side for side in (left, right))
-    if left < 0 <= right:
-        left = max_k
-    if right < 0 <= left:
-        right = max_k
-    return seen(Segments((rows,), (columns,), left, right))
 
 
 def _spans(q, k, cu_q, cu_k, max_q, max_k):
@@ -231,9 +229,11 @@ def _efficient(
     launches["forward"] += 1
     assert compute_log_sumexp
     assert (bias, cu_seqlens_q, cu_seqlens_k, dropout_p) == (None, None, None, 0.0)
-    sees = _efficient_seen(query, key, custom_mask_type, window_size)
+    sees = _efficient_seen(efficient_forward, query, key, custom_mask_type, window_size)
     _check_efficient(query, (query, key, value))
-    rows = query.shape[1]
+    rows, limit = query.shape[1], 2**31
+    # kernel_forward.h: 721 and 765, iter_key_start * p.k_strideM
+    assert all((x.shape[1] - 1) * x.stride(1) < limit for x in (key, value))
     out, lse = torch.empty_like(query), _lse(query, (query.shape[0], query.shape[2], -(-rows // 32) * 32))
     lse.fill_(torch.inf)
     for at in _sequences(query):
@@ -251,8 +251,10 @@ def _efficient_backward(
     launches["backward"] += 1
     assert (bias, cu_seqlens_q, cu_seqlens_k, dropout_p) == (None, None, None, 0.0)
     assert (max_seqlen_q, max_seqlen_k) == (query.shape[1], key.shape[1])
-    sees = _efficient_seen(query, key, custom_mask_type, window_size)
+    found = _efficient_seen(efficient_backward, query, key, custom_mask_type, window_size)
+    sees, written = found if found is not None else (None, None)
     _check_efficient(query, (grad_out_, query, key, value, out))
+    out = _as_read(out, query.dtype)
     rows = query.shape[1]
     assert logsumexp.shape == (query.shape[0], query.shape[2], -(-rows // 32) * 32)
     assert logsumexp.is_contiguous()
@@ -263,20 +265,31 @@ def _efficient_backward(
         found = _backward(*inputs, logsumexp[at, :, :rows], sees, scale, 0.0)
         for x, part in zip(grads, found, strict=True):
             x[at] = part
+        grads[0][at, ~written] = torch.nan
     return *grads, torch.empty(())
+
+
+def _as_read(out, dtype):
+    """kernel_backward.h: 272 and 684: where the kernel computes delta, in half precision, it takes rows to follow one
+    another; in fp32 attention_backward.cu does, and reads strides."""
+    if dtype.itemsize > 2 or out.is_contiguous():
+        return out
+    assert not isinstance(out, FakeTensor)  # which has no values that would be wrong
+    return out.as_strided(out.shape, (out.stride(0), out.shape[2] * out.shape[3], *out.stride()[2:]))
 
 
 def _sequences(x):
     return range(0 if isinstance(x, FakeTensor) else x.shape[0])
 
 
-def _efficient_seen(query, key, kind, window):
-    """Types: 0 no mask, 1 causal from the upper left corner, 2 from the lower right one. A row sees `window` keys."""
+def _efficient_seen(mask, query, key, kind, window):
+    """A row sees `window` keys."""
     rows, columns = query.shape[1], key.shape[1]
-    assert kind in (0, 2) or (kind == 1 and rows == columns)
+    assert kind in range(BOTTOM_RIGHT + 1)
+    assert kind != TOP_LEFT or rows == columns
     assert kind == 0 or rows <= columns  # the kernel compares a difference of both without a sign
     assert window is None or (kind and window > 0)
-    return seen(Segments((rows,), (columns,), window - 1 if window else -1, 0 if kind else -1))
+    return None if isinstance(query, FakeTensor) else mask(rows, columns, kind, window or 0)
 
 
 def _check_efficient(query, tensors):

@@ -28,6 +28,7 @@ SEGMENTS = [
     Segments((1, 0, 1), (1, 2, 1), -1, -1),
     # more than the blocks that a GPU's kernel works in: rows of a block begin in others, and some see none of one
     Segments((300,), (300,), 20, 0),
+    Segments((600,), (699,), 99, 0),
     Segments((200,), (450,), 70, 0),
     Segments((300,), (420,), 30, 40),
     Segments((150, 140, 0, 300), (150, 0, 260, 300), 40, 0),
@@ -170,6 +171,15 @@ class KernelSuite:
         grads = kernel.backward(half[1], half[0], k, v, *wide, True, SCALE)
         wanted = dense(*(x.cpu() for x in (half[0], k, v, half[1])), True, SCALE)
         self.close(kernel, dtype, (out, *grads), wanted)
+
+    def test_an_out_of_some_heads_of_a_longer_one(self, kernel, dtype):
+        """As the walker gives it where a rank computes its heads a few at a time."""
+        for kernel_heads in ((4, 4), (4, 2)):
+            q, k, v, do = self.inputs(kernel, dtype, 40, 40, kernel_heads)
+            out, lse = kernel.forward(q, k, v, True, SCALE)
+            parts = [torch.cat([x.flip(2), x], dim=2)[:, :, x.shape[2] :] for x in (do, q, k, v, out, lse)]
+            grads = kernel.backward(*parts, True, SCALE)
+            self.close(kernel, dtype, (out, *grads), dense(*(x.cpu() for x in (q, k, v, do)), True, SCALE))
 
     # diffusers#14265: forward right, gradients wrong
     @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])

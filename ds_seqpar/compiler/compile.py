@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from .program.instructions import HeadExchange, Program
+from .program.instructions import HeadExchange, Product, Program
 from .program.lower import lower
 from .program.shape import Field, FieldLocation, Shape, buffer_bytes, locations_of
 from .program.ulysses import ExchangeSizes, Heads, SavedForBackward, UlyssesGroup, call_program, exchange_sizes
@@ -161,6 +161,12 @@ class BoundProgram:
     def launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """Return the visible part of a product as launches that the kernel supports."""
         return launches(self.tiles(q, kv), self.support)
+
+    @_kept
+    def most_keys(self) -> int:
+        """Return how many keys the launch with most of them has."""
+        products = {(x.q, x.kv) for x in self.program.code if isinstance(x, Product)}
+        return max((tile.k1 - tile.k0 for product in products for tile in self.launches(*product)), default=0)
 
     def tokens(self, kind: str, key: Key) -> int:
         """Return the number of tokens of a unit."""

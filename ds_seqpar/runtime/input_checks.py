@@ -467,8 +467,9 @@ def check_programs(
     latent: bool = False,
 ) -> None:  # fmt: skip
     """Raise ConfigError or KernelError where this rank has no program or no kernel for its local q and k."""
+    chunks = 1 if latent or runtime.config.head_chunks == "auto" else runtime.config.head_chunks
     for direction in ("forward", "backward"):
-        runtime.bound(direction, q, k.shape[2], mask, shards, softcap, latent=k.shape[3] if latent else 0)
+        runtime.bound(direction, q, k.shape[2], mask, shards, softcap, chunks, latent=k.shape[3] if latent else 0)
 
 
 def check_documents(mask: Mask, seq: int) -> None:

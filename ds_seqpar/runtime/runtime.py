@@ -150,6 +150,8 @@ class Runtime:
             spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, kv_heads, local.head_dim, softcap)
             kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
             program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
+            if check_keys := getattr(kernel, "check_keys", None):  # before anything is sent
+                check_keys(program.shape.q_heads, spec.head_dim, program.most_keys())
             last = self.last_bound[direction] = key, (program, kernel)
         return last[1]
 

@@ -1,18 +1,34 @@
 """The wrappers of CUDA's attention operators, exact through a model of each: every mask, schedule, dtype and shape."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
+from ds_seqpar.compiler.tiles.tiles import Segments
+from ds_seqpar.errors import KernelError
 from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, flash
 from ds_seqpar.testing import attention
 from tests import cuda_models, oracle
+from tests.cuda_masks import (
+    BOTTOM_RIGHT,
+    NONE,
+    TOP_LEFT,
+    EfficientBackward,
+    efficient_backward,
+    efficient_forward,
+    flash_3_backward,
+    flash_3_forward,
+    flash_backward,
+    flash_forward,
+)
 from tests.cuda_models import MODELS, launches, models
 from tests.grids import grouped
-from tests.kernel_suite import KernelSuite, cases
+from tests.kernel_suite import KernelSuite, cases, seen
 from tests.oracle import dense, errors, tensors
+from tests.words import missing
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,6 +115,92 @@ def test_flash_attn_caps_scores_under_windows_and_documents(name):
         wanted = oracle.attention(*leaves, mask=mask, softcap=1.5)
         wanted = wanted.detach(), *torch.autograd.grad(wanted, leaves, do)
         assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) < 1e-10
+
+
+@pytest.mark.parametrize("mask", ["causal", "long window"])
+def test_an_out_of_a_few_heads_is_read_by_its_strides(mask):
+    """cuda_efficient's operator would read it as if it were contiguous, in half precision."""
+    q, k, v, do = tensors(1, 72, (4, 4), 8, torch.bfloat16)
+    config = SequenceParallelConfig(size=2, ulysses=1, head_chunks=2, kernel="cuda_efficient_model")
+    found = attention(config, q, k, v, do, mask=MASKS[mask])
+    wanted = dense(q, k, v, do, mask=MASKS[mask])
+    assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("limit", ["MAX_INT", "MAX_SHORT"])
+def test_more_keys_than_an_operator_can_count_are_refused_before_anything_is_computed(limit, monkeypatch):
+    q, k, v, do = tensors(1, 72, (4, 2), 8)
+    config = SequenceParallelConfig(size=2, ulysses=1, kernel="cuda_efficient_model")
+    monkeypatch.setattr(flash, limit, 0)
+    launches.clear()
+    with pytest.raises(KernelError) as caught:
+        attention(config, q, k, v, do)
+    assert missing(str(caught.value), "cuda_efficient_model", "keys", "4 heads of 8", "more ranks") == []
+    assert launches.total() == 0
+
+
+def test_the_most_keys_are_those_that_32_bits_reach():
+    kernel = KERNELS["cuda_efficient"]
+    kernel.check_keys(32, 128, 2**19)
+    with pytest.raises(KernelError, match=str(2**19 + 1)):
+        kernel.check_keys(32, 128, 2**19 + 1)
+    kernel.check_keys(1, 8, 64 * (2**15 - 1))
+    with pytest.raises(KernelError):
+        kernel.check_keys(1, 8, 64 * 2**15)
+
+
+def test_keys_of_far_rows_are_copied_where_32_bits_would_not_reach_the_last(monkeypatch):
+    """As those of a projection to q, k and v; without a copy there may be fewer keys than are not refused."""
+    kernel, (q, k, v, _) = KERNELS["cuda_efficient_model"], tensors(1, 24, (2, 2), 8)
+    far = torch.stack([v, k], dim=2)[:, :, 1]
+    assert not far.is_contiguous()
+    monkeypatch.setattr(flash, "MAX_INT", 23 * 2 * 8)
+    given = []
+    results = q, q[..., 0].mT
+    monkeypatch.setattr(flash.compat, "efficient_forward", lambda q, *kv, **_: given.append(kv[:2]) or results)
+    kernel.forward(q, far, v, False, 0.3)
+    assert all(x.is_contiguous() for x in given[0])
+    with pytest.raises(KernelError):
+        kernel.forward(q, torch.cat([k, k], 1), torch.cat([v, v], 1), False, 0.3)
+
+
+def test_backward_of_too_many_keys_would_leave_gradients_out():
+    """So the limit of `check_keys` is the header's: blocks of keys are counted in 16 bits."""
+    most = 64 * flash.MAX_SHORT
+    assert EfficientBackward(64, most, NONE, 0).writers(0) > 0
+    assert EfficientBackward(64, most + 1, NONE, 0).writers(0) < 0
+
+
+DICE = random.Random(0)
+DRAWN = [(DICE.randint(1, 420), DICE.randint(1, 420), DICE.choice((-1, DICE.randint(0, 300))),
+          DICE.choice((-1, 0, DICE.randint(0, 300)))) for _ in range(60)]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [flash_forward, flash_backward, flash_3_forward, flash_3_backward])
+def test_a_window_hides_in_flash_attention_what_it_should(mask):
+    for rows, columns, left, right in DRAWN:
+        wanted = seen(Segments((rows,), (columns,), left, right))
+        same = torch.equal(mask(rows, columns, max(2, rows), columns, False, left, right), wanted)
+        assert same or (rows > columns and "3" not in mask.__name__), (rows, columns, left, right)
+
+
+def test_a_window_hides_in_memory_efficient_attention_what_it_should_but_for_backward_of_a_block_that_is_not_square():
+    wrong = 0
+    for rows, more, left, _ in DRAWN[:20]:
+        for columns, kind in ((rows, TOP_LEFT), (rows, BOTTOM_RIGHT), (rows + more, BOTTOM_RIGHT), (rows + more, NONE)):
+            window = left + 1 if kind else 0
+            wanted = seen(Segments((rows,), (columns,), left if kind else -1, 0 if kind else -1))
+            given = rows, columns, kind, window
+            assert torch.equal(efficient_forward(*given), wanted), given
+            assert torch.equal(efficient_forward(*given, blocks=(32, 128)), wanted), given
+            for options in ({}, {"splits": 1}, {"blocks": (128, 64)}):
+                sees, written = efficient_backward(*given, **options)
+                assert written.all()
+                if window and rows < columns:
+                    wrong += not torch.equal(sees, wanted)
+                else:
+                    assert torch.equal(sees, wanted), given
+    assert wrong  # else its wrapper need not make squares
 
 
 @pytest.mark.parametrize("trailing", [False, True])

@@ -24,6 +24,7 @@ from torch import Tensor
 from ... import compat
 from ...compiler.tiles.launches import KernelSupport
 from ...compiler.tiles.tiles import Segments
+from ...errors import KernelError
 from ...on_devices import DeviceCache
 from .reference import BlockSpec, Reference, is_deterministic
 
@@ -72,6 +73,7 @@ def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
 
 
 NOWHERE = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
+MAX_INT, MAX_SHORT = 2**31 - 1, 2**15 - 1
 HALF = {torch.bfloat16: 8, torch.float16: 8}
 _LENGTHS = DeviceCache()  # what `_first_of_each` returns: layers and directions of a layout have the same
 
@@ -153,13 +155,13 @@ class CudaKernel:
             reasons.append(f"takes {names}, not {spec.dtype_name}")
         if spec.head_dim > self.max_head_dim:
             reasons.append(f"takes head_dim up to {self.max_head_dim}, not {spec.head_dim}")
-        old = spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-        if old and self.needs_ampere(spec.dtype):
-            reasons.append("needs a GPU of compute capability 8.0 (Ampere) or later")
+        least = self.least_capability(spec.dtype)
+        if spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < least:
+            reasons.append("needs a GPU of compute capability {}.{} or later".format(*least))
         return reasons
 
-    def needs_ampere(self, dtype: torch.dtype) -> bool:
-        return True
+    def least_capability(self, dtype: torch.dtype) -> tuple[int, int]:
+        return 8, 0  # Ampere
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, segments: Segments | None = None
@@ -233,7 +235,10 @@ class CudaFlash(CudaKernel):
 
 class CudaEfficient(CudaKernel):
     """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere. The operator takes as many
-    key/value heads as query heads, and a window with a causal edge."""
+    key/value heads as query heads, and a window with a causal edge.
+
+    Its forward aligns a window to the lower right corner, its backward to the upper left one.
+    """
 
     name = "cuda_efficient"
     support = KernelSupport(square=True, windows=1)
@@ -241,11 +246,25 @@ class CudaEfficient(CudaKernel):
     multiples = HALF | {torch.float32: 4}
     max_head_dim = 1024
 
-    def needs_ampere(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16
+    def least_capability(self, dtype: torch.dtype) -> tuple[int, int]:
+        # before Volta dq in fp32 is added to memory that nobody cleared, unless its rows see key 0
+        return {torch.bfloat16: (8, 0), torch.float32: (7, 0)}.get(dtype, (0, 0))
+
+    def check_keys(self, heads: int, head_dim: int, keys: int) -> None:
+        """Raise KernelError for more keys than a launch may have.
+
+        Forward counts the numbers before a key in 32 bits, and backward blocks of 64 keys in 16 bits: beyond either
+        they would read other keys, or leave gradients out, without an error.
+        """
+        most = min(1 + MAX_INT // (heads * head_dim), 64 * MAX_SHORT)
+        if keys > most:
+            raise KernelError(
+                f"{self.name} takes at most {most} keys of {heads} heads of {head_dim} in a launch; got {keys}, share "
+                "the sequence between more ranks, or name another kernel"
+            )
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (_repeat_heads(x, q) for x in (k, v))
+        k, v = (self.in_reach(_repeat_heads(x, q)) for x in (k, v))
         out, lse, *_ = compat.efficient_forward(
             q, k, v, None, None, None, None, None, 0.0, self.mask(call), True, **self.keywords(call)
         )
@@ -254,15 +273,26 @@ class CudaEfficient(CudaKernel):
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, (k, v) = k.shape[2], (_repeat_heads(x, q) for x in (k, v))
-        lse = torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=torch.inf)
+        heads, (k, v) = k.shape[2], (self.in_reach(_repeat_heads(x, q)) for x in (k, v))
+        above = call.columns - call.rows if call.left >= 0 else 0
+        if above:  # a square, where both corners are one; rows of lse inf see nothing
+            do, q, out = (torch.nn.functional.pad(x, (0, 0, 0, 0, above, 0)) for x in (do, q, out))
+            call = dataclasses.replace(call, rows=call.columns)
+        lse = torch.nn.functional.pad(lse, (above, -q.shape[1] % 32), value=torch.inf)
+        # in half precision the operator reads out as if it were contiguous
         dq, dk, dv, _ = compat.efficient_backward(
-            do, q, k, v, None, out, None, None, call.rows, call.columns, lse, 0.0, _random_state(q), _random_state(q),
-            self.mask(call), False, **self.keywords(call),
+            do, q, k, v, None, out.contiguous(), None, None, call.rows, call.columns, lse, 0.0, _random_state(q),
+            _random_state(q), self.mask(call), False, **self.keywords(call),
         )  # fmt: skip
+        dq = dq[:, above:]
         if heads == q.shape[2]:
             return dq, dk, dv
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
+
+    def in_reach(self, x: Tensor) -> Tensor:
+        """Return k or v, copied where rows are so far apart that 32 bits would not reach the last (`check_keys`)."""
+        self.check_keys(*x.shape[2:], x.shape[1])
+        return x.contiguous() if (x.shape[1] - 1) * x.stride(1) > MAX_INT else x
 
     def mask(self, call: OperatorCall) -> int:
         """Return the operator's mask: 0 none, 1 causal from the upper left corner, as torch calls it, 2 from the lower
