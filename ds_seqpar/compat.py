@@ -35,6 +35,7 @@ SEEN = {
     "trl": "1.16.0",
     "datasets": "5.2.0",
     "flash_attn": "2.7 (read, not run)",
+    "flash_attn_interface": "3.0.0 of November 2025 (read, not run)",
 }
 
 
@@ -169,6 +170,11 @@ def flash_attn_function(direction: str, several: bool) -> Callable[..., Any]:
     """Return flash-attn's function for one direction, "forward" or "backward", for one block or for several."""
     name = f"_flash_attn_{'varlen_' if several else ''}{direction}"
     return private(f"flash_attn.flash_attn_interface:{name}", '"kernel": "flash_attn"')
+
+
+def flash_attn_3_function(direction: str) -> Callable[..., Any]:
+    """Return FlashAttention 3's function for one direction, "forward" or "backward"."""
+    return private(f"flash_attn_interface:_flash_attn_{direction}", '"kernel": "flash_attn_3"')
 
 
 # ---- torch: process groups

@@ -16,12 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_seqpar.runtime.kernels import register, remove, select
-from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn
+from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3, import_reason
 from tests.cuda_masks import (
     BOTTOM_RIGHT,
     TOP_LEFT,
     efficient_backward,
     efficient_forward,
+    flash_3_backward,
+    flash_3_forward,
     flash_backward,
     flash_forward,
 )
@@ -62,7 +64,13 @@ class FlashAttnModel(OnCpu, FlashAttn):
     multiples = dict.fromkeys(tolerance, 8)
 
 
-MODELS = (FlashModel, EfficientModel, CudnnModel, FlashAttnModel)
+class FlashAttn3Model(OnCpu, FlashAttn3):
+    name = "flash_attn_3_model"
+    tolerance = FlashAttn3.tolerance | WIDE
+    multiples = dict.fromkeys(tolerance, 8)
+
+
+MODELS = (FlashModel, EfficientModel, CudnnModel, FlashAttnModel, FlashAttn3Model)
 
 
 @contextlib.contextmanager
@@ -82,13 +90,25 @@ def models():
 
 @contextlib.contextmanager
 def flash_attn():
-    """The model of the package is found as an installed one is."""
-    sys.path.insert(0, str(STAND_INS))
-    select.cache_clear()
+    """The models of flash-attention's packages are found as installed ones are."""
+    with packages(STAND_INS):
+        yield
+
+
+@contextlib.contextmanager
+def packages(folder):
+    """flash-attention's packages are those in a folder."""
+    sys.path.insert(0, str(folder))
+    _forget_packages()
     yield
-    sys.path.remove(str(STAND_INS))
+    sys.path.remove(str(folder))
+    _forget_packages()
+
+
+def _forget_packages():
     select.cache_clear()
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+    import_reason.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         del sys.modules[name]
 
 
@@ -131,8 +151,8 @@ def _backward(do, q, k, v, out, lse, sees, scale, softcap):
 def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0, mask=flash_forward):
     """(out, lse); lse (B, H, m), or (H, T) of several blocks. mask: of `cuda_masks`."""
     launches["forward"] += 1
-    _check(q, (q, k, v), multiple=8)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _check_flash(q, k, v, (), mask is flash_3_forward)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = _lse(q, (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]))
     for at, rows, columns in _spans(q, k, cu_q, cu_k, max_q, max_k):
         i, j = (rows, columns) if at is None else (at, at)
@@ -147,8 +167,8 @@ def flash_gradients(
     do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0, mask=flash_backward
 ):
     launches["backward"] += 1
-    _check(q, (do, q, k, v, out), multiple=8)
-    assert do.shape == out.shape == q.shape
+    _check_flash(q, k, v, (out, do), mask is flash_3_backward)
+    assert do.shape == out.shape == (*q.shape[:-1], v.shape[-1])
     like = _lse(q, (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]))
     assert (lse.shape, lse.dtype, lse.device) == (like.shape, like.dtype, like.device)
     assert lse.is_contiguous()
@@ -183,6 +203,16 @@ def _spans(q, k, cu_q, cu_k, max_q, max_k):
         assert all(0 <= span.stop - span.start <= most for span in spans)
     assert max_q > 1  # flash-attn#1537: blocks of one row, and of none
     return [(None, *pair) for pair in zip(rows, columns, strict=True)]
+
+
+def _check_flash(q, k, v, of_v_width, may_differ):
+    """hopper/flash_api.cpp: 782 to 787 for the widths of v."""
+    if not may_differ or q.shape[-1] == v.shape[-1]:
+        _check(q, (q, *of_v_width, k, v), multiple=8)
+        return
+    assert (128 < q.shape[-1] <= 192 and 96 < v.shape[-1] <= 128) or (q.shape[-1] <= 64 and v.shape[-1] <= 512)
+    _check(q, (q, k), multiple=8)
+    _check((*of_v_width, v)[0], (*of_v_width, v), multiple=8)
 
 
 def _lse(q, shape):

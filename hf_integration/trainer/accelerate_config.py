@@ -18,7 +18,13 @@ from ds_seqpar.errors import SECTION, ConfigError
 
 LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # set by accelerate's launcher, beside the fields
 # an sp_attn_implementation -> our kernel; any other is refused
-KERNELS = {None: None, "None": None, "sdpa": None, "flash_attention_2": "flash_attn"}
+KERNELS = {
+    None: None,
+    "None": None,
+    "sdpa": None,
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_3",
+}
 
 
 @contextlib.contextmanager
@@ -75,8 +81,8 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
 def _kernel(name: str | None) -> dict[str, str]:
     if name not in KERNELS:
         raise ConfigError(
-            f'sp_attn_implementation of a ParallelismConfig must be sdpa or flash_attention_2; got "{name}", leave it '
-            f'out, and choose a "kernel" in the "{SECTION}" section'
+            f'sp_attn_implementation of a ParallelismConfig must be sdpa, flash_attention_2 or _3; got "{name}", leave '
+            f'it out, and choose a "kernel" in the "{SECTION}" section'
         )
     kernel = KERNELS[name]
     return {} if kernel is None else {"kernel": kernel}

@@ -149,7 +149,7 @@ REFUSED = {
     "a kernel of the hub": (
         {},
         {"sp_size": 2, "kernel": "kernels-community/flash-attn2"},
-        ["sdpa or flash_attention_2", "flash-attn2", "sequence_parallel"],
+        ["sdpa, flash_attention_2", "flash-attn2", "sequence_parallel"],
     ),
 }
 
@@ -158,7 +158,8 @@ def test_fields_are_mapped_or_refused_by_name():
     assert joined({"ulysses": 2, "size": "auto"}, config(sp_size=4, dp_shard_size=2), 8) == {"ulysses": 2, "size": 4}
     assert joined({"size": 2}, config(dp_shard_size=8), 8) == {"size": 2}
     assert joined({"size": 2}, None, 8) == {"size": 2}
-    assert joined({}, config(sp_size=2, kernel="flash_attention_2"), 8) == {"size": 2, "kernel": "flash_attn"}
+    for name, kernel in (("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_3")):
+        assert joined({}, config(sp_size=2, kernel=name), 8) == {"size": 2, "kernel": kernel}
     for name, (section, fields, words) in REFUSED.items():
         with pytest.raises(ConfigError) as refused:
             joined(section, config(**fields), 8)

@@ -105,11 +105,16 @@ def test_out_and_gradients_are_those_of_dense_attention(ulysses_size):
         assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) < BOUNDS[case["dtype"]], case
 
 
-@pytest.mark.parametrize("name", ["ring", "striped", "ulysses"])
-def test_flash_attn_caps_scores_under_windows_and_documents(name):
+@pytest.mark.parametrize(("name", "kernel"), [
+    ("ring", "flash_attn_model"),
+    ("striped", "flash_attn_model"),
+    ("ulysses", "flash_attn_model"),
+    ("striped", "flash_attn_3_model"),
+])  # fmt: skip
+def test_flash_attn_caps_scores_under_windows_and_documents(name, kernel):
     q, k, v, do = tensors(2, 72, (4, 2), 8)
     for mask in (MASKS["causal"], MASKS["windowed documents"]):
-        config = SequenceParallelConfig(**{"size": 4, "ulysses": 1, **SCHEDULES[name]}, kernel="flash_attn_model")
+        config = SequenceParallelConfig(**{"size": 4, "ulysses": 1, **SCHEDULES[name]}, kernel=kernel)
         found = attention(config, q, k, v, do, mask=mask, softcap=1.5)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         wanted = oracle.attention(*leaves, mask=mask, softcap=1.5)
@@ -234,14 +239,26 @@ def test_cudnn_is_not_for_runs_that_must_repeat_exactly():
     assert "deterministic" in reason
 
 
+@pytest.mark.parametrize(("q_width", "v_width"), [(192, 128), (24, 40)])
+def test_flash_attention_3_takes_values_of_another_width(q_width, v_width):
+    """And without a copy to q's width."""
+    q, k, _, _ = tensors(1, 40, (4, 2), q_width)
+    v, do = tensors(1, 40, (4, 2), v_width)[2:]
+    kernel = KERNELS["flash_attn_3_model"]
+    out, lse = kernel.forward(q, k, v, True, 0.3)
+    wanted = dense(q, k, v, do, scale=0.3)
+    assert max(errors((out, *kernel.backward(do, q, k, v, out, lse, True, 0.3)), wanted)) < 1e-12
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_model", "flash_attn_3_model"])
 @pytest.mark.parametrize("asked", [False, True])
-def test_flash_attn_repeats_exactly_where_torch_is_asked_to(asked):
+def test_flash_attn_repeats_exactly_where_torch_is_asked_to(asked, kernel):
     q, k, v, do = tensors(1, 72, (4, 2), 8)
     torch.use_deterministic_algorithms(asked)
     try:
         for mask in (MASKS["causal"], MASKS["documents"]):
             launches.clear()
-            attention(SequenceParallelConfig(size=1, kernel="flash_attn_model"), q, k, v, do, mask=mask)
+            attention(SequenceParallelConfig(size=1, kernel=kernel), q, k, v, do, mask=mask)
             assert launches["deterministic"] == asked * launches["backward"]
             assert launches["backward"]
     finally:

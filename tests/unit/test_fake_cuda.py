@@ -24,7 +24,7 @@ from tests.unit.plans import SHAPES
 
 SEQ, DIM = 64, 64
 DTYPES = {"cuda_flash": torch.bfloat16, "flash_attn": torch.bfloat16, "cuda_efficient": torch.float32,
-          "cudnn": torch.bfloat16}  # fmt: skip
+          "cudnn": torch.bfloat16, "flash_attn_3": torch.bfloat16}  # fmt: skip
 CUDA_KERNELS = tuple(DTYPES)
 UNEVEN = UnevenShards([[Run(0, 1, 30)], [Run(30, 1, 4)], [], [Run(34, 1, 30)]])
 
@@ -55,7 +55,7 @@ ALIKE = ("double_ring", "wallfacer", "attention2d")  # of the same instructions 
 def _with_one_kernel(names, rest=()):
     """pytest parameters (name, kernel): each name with one kernel in turn, and marked `whole` with the others, and
     those of the rest with all."""
-    few = [(name, CUDA_KERNELS[n % 4]) for n, name in enumerate(name for name in names if name not in rest)]
+    few = [(name, CUDA_KERNELS[n % 5]) for n, name in enumerate(name for name in names if name not in rest)]
     pairs = [(name, kernel) for name in names for kernel in CUDA_KERNELS]
     return [*few, *(pytest.param(*pair, marks=pytest.mark.whole) for pair in pairs if pair not in few)]
 
@@ -88,7 +88,7 @@ def test_so_do_masks_uneven_shards_ulysses_and_overlap(name, kernel):
 PACK = Mask(documents=Mask.documents_of([1 + 37 * n % 61 for n in range(63)] + [4096 - 1953]))
 
 
-@pytest.mark.parametrize("kernel", CUDA_KERNELS[:3])
+@pytest.mark.parametrize("kernel", [x for x in CUDA_KERNELS if x != "cudnn"])
 def test_windows_packs_and_striped_blocks_are_one_launch_each(kernel):
     """cuDNN takes none of them. Memory-efficient attention has a log-sum-exp for each document in rows of its own, so
     it takes one at a time."""

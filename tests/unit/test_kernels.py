@@ -1,15 +1,23 @@
 """Block kernels on this machine's CPU, and which of them is chosen."""
 
+import dataclasses
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from ds_seqpar.errors import KernelError
+from ds_seqpar.runtime import kernels
 from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select
+from tests.cuda_models import flash_attn, packages
 from tests.kernel_suite import KernelSuite, LowerRight, cases
 from tests.words import missing
 
 CPU = BlockSpec("cpu", torch.float32, 8, 2, 64)
 CUDA = BlockSpec("cuda", torch.bfloat16, 8, 2, 64)
+WIDE = dataclasses.replace(CUDA, dtype=torch.float32)
+CAPPED = dataclasses.replace(CUDA, softcap=30.0)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), cases([*KERNELS.values(), LowerRight()]))
@@ -46,9 +54,89 @@ def test_auto_takes_the_first_that_can(fresh, monkeypatch):
 def test_a_folder_that_only_has_the_name_of_a_package_is_no_kernel(fresh, monkeypatch, tmp_path):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert select("auto", CPU).name == "cpu_flash"
-    assert any("no-build-isolation" in reason for reason in KERNELS["flash_attn"].reasons(CUDA))
+    with packages(tmp_path):
+        assert select("auto", CPU).name == "cpu_flash"
+        assert any("no-build-isolation" in reason for reason in KERNELS["flash_attn"].reasons(CUDA))
+
+
+def install(folder, distribution, version, module, text):
+    """A package in a folder."""
+    info = folder / f"{distribution}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    path = folder / Path(*module.split(".")).with_suffix(".py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+COUNTED = """
+import sys
+sys.imports_of_it = getattr(sys, "imports_of_it", 0) + 1
+raise ImportError("{}.so: undefined symbol: _ZN3c104cuda9SetDeviceEa")
+"""
+
+
+@pytest.mark.parametrize(("name", "module", "version"), [
+    ("flash_attn", "flash_attn.flash_attn_interface", "2.8.3"),
+    ("flash_attn_3", "flash_attn_interface", "3.0.0"),
+])  # fmt: skip
+def test_a_package_that_was_built_for_another_torch_is_passed_over(name, module, version, fresh, monkeypatch, tmp_path):
+    """It is there, and its import raises: as after an upgrade of torch."""
+    install(tmp_path, name, version, module, COUNTED.format(name))
+    monkeypatch.setattr(sys, "imports_of_it", 0, raising=False)
+    with packages(tmp_path):
+        assert select("auto", CUDA).name == "cuda_flash"
+        for _ in range(2):
+            (reason,) = KERNELS[name].reasons(CUDA)
+            assert missing(reason, KERNELS[name].package[1], version, "ImportError") == []
+            assert "undefined symbol" in reason
+        with pytest.raises(KernelError, match="undefined symbol"):
+            select(name, CUDA)
+    assert sys.imports_of_it == 1
+
+
+def test_an_old_package_is_passed_over(fresh, tmp_path):
+    install(tmp_path, "flash_attn", "2.6.3", "flash_attn.flash_attn_interface", "")
+    with packages(tmp_path):
+        (reason,) = KERNELS["flash_attn"].reasons(CUDA)
+        assert missing(reason, "2.7", "2.6.3") == []
+
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [(HOPPER, "flash_attn_3"), (AMPERE, "flash_attn"), (BLACKWELL, "flash_attn")]
+)
+def test_flash_attention_3_is_first_on_hopper_alone(capability, name, fresh, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with flash_attn():
+        assert select("auto", CUDA).name == name
+        assert select("auto", dataclasses.replace(CUDA, softcap=50.0)).softcap == 50.0
+        wide = dataclasses.replace(CUDA, head_dim=256)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert select("auto", wide, (), is_deterministic()).name == "flash_attn"
+
+
+@pytest.mark.parametrize(("spec", "capability", "measured", "words"), [
+    (CUDA, HOPPER, (), ("cuda_flash", "hopper", "calibrate")),
+    (CUDA, HOPPER, ("cuda_flash",), None),
+    (CUDA, AMPERE, (), None),
+    (CAPPED, AMPERE, (), ("chunked", "flash-attn", "softcap")),
+    (dataclasses.replace(CAPPED, device="cpu"), AMPERE, (), None),
+])  # fmt: skip
+def test_auto_says_once_what_it_misses(spec, capability, measured, words, fresh, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    said = []
+    monkeypatch.setattr(kernels, "log_once", said.append)
+    for _ in range(2):
+        select("auto", spec, measured)
+    assert len(said) == (words is not None)
+    assert words is None or missing(said[0], *words) == []
+    select(select("auto", spec, measured).name, spec)
+    assert len(said) == (words is not None)  # nothing of a kernel that is named
 
 
 def test_a_named_kernel_is_taken_where_it_can_and_no_other(fresh):
@@ -101,9 +189,13 @@ def test_a_gpu_takes_what_is_fastest_for_dtype_and_head(fresh, dtype, head_dim, 
 
 
 def test_a_gpu_without_flash_attention_takes_another_kernel(fresh, monkeypatch):
-    """Before Ampere: PyTorch's operator would raise in the middle of a step."""
+    """Before Ampere: PyTorch's operator would raise in the middle of a step. Before Volta its memory-efficient one
+    would add gradients in fp32 to memory that is not cleared."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert ["7.0" in reason for reason in KERNELS["cuda_efficient"].reasons(WIDE)] == [True]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert KERNELS["cuda_efficient"].reasons(WIDE) == []
     assert [("8.0" in reason) for reason in KERNELS["cuda_flash"].reasons(CUDA)] == [True]
     assert select("auto", BlockSpec("cuda", torch.float16, 8, 2, 64)).name == "cuda_efficient"
 

@@ -21,9 +21,9 @@ OPTIONAL = {
     "matplotlib": "plot",
     "pyarrow": "trainer",
 }
-# flash_attn: pip cannot build it in an environment of its own, so no extra has it. triton: torch's wheels for GPUs
-# bring the release that they need
-BY_HAND = {"flash_attn", "triton"}
+# flash_attn and its interface of Hopper: pip cannot build them in an environment of its own, so no extra has them.
+# triton: torch's wheels for GPUs bring the release that they need
+BY_HAND = {"flash_attn", "flash_attn_interface", "triton"}
 
 
 def declared():

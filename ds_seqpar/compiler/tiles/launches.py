@@ -12,7 +12,10 @@ from typing import NamedTuple
 from .tiles import Segments, Tile
 
 # names that a configuration can have; `runtime.kernels.register` adds to it
-KERNELS = ["auto", "cpu_flash", "cuda_flash", "cudnn", "cuda_efficient", "flash_attn", "chunked", "reference"]
+KERNELS = [
+    *("auto", "cpu_flash", "cuda_flash", "cudnn", "cuda_efficient", "flash_attn", "flash_attn_3"),
+    *("chunked", "reference"),
+]
 # least rows of a block of a band, however narrow the band is: smaller blocks cost more than they save
 MIN_BLOCK_ROWS = 64
 

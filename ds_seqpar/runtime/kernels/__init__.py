@@ -9,12 +9,16 @@ import torch
 from ...compiler.tiles import launches
 from ...compiler.tiles.launches import KernelSupport
 from ...errors import ConfigError, KernelError, check_choice
-from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
+from ..log import log_once
+from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, is_deterministic
 
 # the order in which "auto" tries them: the fast ones for GPUs, where memory-efficient attention takes what flash does
 # not, then those for CPUs
-ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
+ORDER: tuple[Kernel, ...] = (
+    *(FlashAttn3(), FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient()),
+    *(CpuFlash(), Chunked(), Reference()),
+)
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 
 
@@ -64,6 +68,8 @@ def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), determini
     for candidate, objections in reasons.items():
         if not objections:
             kernel = KERNELS[candidate]
+            if name == "auto" and (missed := "" if candidate in measured else _missed(candidate, spec)):
+                log_once(missed)
             return kernel.capped(spec.softcap) if spec.softcap and can_cap(kernel) else kernel
     sentence = "; ".join(f"{candidate} {' and '.join(objections)}" for candidate, objections in reasons.items())
     slow = "chunked" not in reasons and not _reasons(KERNELS["chunked"], spec)
@@ -84,6 +90,24 @@ def candidates(spec: BlockSpec) -> list[str]:
     kernels support."""
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
+
+
+def _missed(name: str, spec: BlockSpec) -> str:
+    """Return what a faster kernel than the one that "auto" chose needs; "" for none."""
+    if spec.device != "cuda":
+        return ""
+    if name == "chunked":
+        return (
+            f'attention of {spec} runs by "kernel": "chunked", which is slow: no other that is installed caps scores, '
+            f"install flash-attn ({FlashAttn.install})"
+        )
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not hopper or name not in ("flash_attn", "cuda_flash"):
+        return ""
+    return (
+        f'attention runs by FlashAttention 2 ("kernel": "{name}"), which leaves up to half of a Hopper GPU (compute '
+        f"capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let calibrate measure the kernels"
+    )
 
 
 def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:

@@ -11,8 +11,9 @@ a model of each operator, and with the models the kernels are exact.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import importlib.metadata
-import importlib.util
 import itertools
 import os
 from typing import Any
@@ -171,7 +172,7 @@ class CudaKernel:
         lse = lse.transpose(-1, -2)
         if segments and 0 in segments.columns:  # operators return inf, not -inf, for rows without a key
             lse = lse.masked_fill(lse.isposinf(), -torch.inf)
-        return call.split(out)[..., : q.shape[3]], call.split(lse)
+        return call.split(out)[..., : v.shape[3]], call.split(lse)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
@@ -180,7 +181,7 @@ class CudaKernel:
         call = OperatorCall.of(q, k, causal, scale, segments)
         joined_lse = call.join(lse).transpose(-1, -2).contiguous()
         grads = self.gradients(call, joined_lse, *(call.join(self.padded(x)) for x in (do, q, k, v, out)))
-        dq, dk, dv = (call.split(x)[..., : q.shape[3]] for x in grads)
+        dq, dk, dv = (call.split(grad)[..., : x.shape[3]] for grad, x in zip(grads, (q, k, v), strict=True))
         return dq, dk, dv
 
     def padded(self, x: Tensor) -> Tensor:
@@ -291,7 +292,7 @@ class CudaEfficient(CudaKernel):
 
     def in_reach(self, x: Tensor) -> Tensor:
         """Return k or v, copied where rows are so far apart that 32 bits would not reach the last (`check_keys`)."""
-        self.check_keys(*x.shape[2:], x.shape[1])
+        self.check_keys(x.shape[2], x.shape[3], x.shape[1])
         return x.contiguous() if (x.shape[1] - 1) * x.stride(1) > MAX_INT else x
 
     def mask(self, call: OperatorCall) -> int:
@@ -361,9 +362,16 @@ class Cudnn(CudaKernel):
 
 
 class FlashAttn(CudaKernel):
-    """The kernel of the flash-attn package, version 2.7 or later."""
+    """The kernel of the flash-attn package, version 2.7 or later.
+
+    Attributes:
+        package: (its module, its distribution, the oldest version).
+        install: How to install it.
+    """
 
     name = "flash_attn"
+    package: tuple[str, str, str] = ("flash_attn.flash_attn_interface", "flash-attn", "2.7")
+    install = "pip install flash-attn --no-build-isolation, after torch"
 
     def __init__(self, softcap: float = 0.0) -> None:
         self.softcap = softcap
@@ -373,11 +381,8 @@ class FlashAttn(CudaKernel):
 
     def reasons(self, spec: BlockSpec) -> list[str]:
         reasons = super().reasons(spec)
-        version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
-        if version is None:  # also None for a folder of that name that is no package
-            reasons.append("needs the flash-attn package (pip install flash-attn --no-build-isolation, after torch)")
-        elif version < Version("2.7"):
-            reasons.append("needs flash-attn 2.7 or later")
+        if not reasons and (missing := import_reason(*self.package)):  # imports only what could be used
+            reasons.append(f"{missing} ({self.install})")
         return reasons
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -411,6 +416,67 @@ class FlashAttn(CudaKernel):
         }
 
 
+class FlashAttn3(FlashAttn):
+    """FlashAttention 3, for compute capability 9.x: the package of flash-attention's folder hopper. v may have another
+    width than q and k, of 97 to 128 beside 129 to 192, or any beside at most 64."""
+
+    name = "flash_attn_3"
+    package = "flash_attn_interface", "flash_attn_3", "3.0"
+    install = "python setup.py install in the folder hopper of flash-attention, of November 2025 or later"
+
+    def reasons(self, spec: BlockSpec) -> list[str]:
+        reasons = super().reasons(spec)
+        if is_deterministic() and spec.head_dim > 192:
+            reasons.append(f"has a deterministic backward for head_dim up to 192, not {spec.head_dim}")
+        if spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+            reasons.append("needs a GPU of compute capability 9.x (Hopper)")
+        return reasons
+
+    def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        function = compat.flash_attn_3_function("forward")
+        out, lse, *_ = function(q, k, v, causal=call.causal, **self.keywords(call))
+        return out, lse
+
+    def gradients(
+        self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        function = compat.flash_attn_3_function("backward")
+        given = dict(zip(("dq", "dk", "dv"), grads, strict=True)) | self.keywords(call)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        function(do, q, k, v, out, lse, is_causal=call.causal, deterministic=deterministic, **given)
+        return grads
+
+    def keywords(self, call: OperatorCall) -> dict[str, Any]:
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        return (dict(zip(names, call.lengths, strict=True)) if call.first_rows is not None else {}) | {
+            "softmax_scale": call.scale,
+            "window_size_left": call.left,
+            "window_size_right": call.right,
+            "softcap": self.softcap,
+        }
+
+
+@functools.cache
+def import_reason(module: str, distribution: str, oldest: str) -> str | None:
+    """Return why a package cannot be used, or None where it can. It is imported once: one that was built for another
+    torch is there, and does not import."""
+    try:
+        version = Version(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:  # also for a folder of that name that is no package
+        return f"needs the package {distribution}"
+    if version < Version(oldest):
+        return f"needs {distribution} {oldest} or later, not {version}"
+    try:
+        importlib.import_module(module)
+    except (
+        Exception
+    ) as error:  # such as ImportError or OSError for a library, RuntimeError for a GPU that it is not for
+        said = " ".join(str(error).split())
+        return f"needs a {distribution} that imports; {version} raises {type(error).__name__}: {said}"
+    return None
+
+
 def _random_state(q: Tensor) -> Tensor:
     """Return a random state for operators, which read it only where dropout > 0."""
     return torch.empty(0, dtype=torch.int64, device=q.device)
@@ -419,10 +485,3 @@ def _random_state(q: Tensor) -> Tensor:
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Return k or v with each head repeated for all of its query heads."""
     return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
-
-
-def _version(package: str) -> Version | None:
-    try:
-        return Version(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return None
