@@ -109,7 +109,7 @@ def in_step(sp):
         "grad": (True,) * 3, "grads_differ": False, "mode": "plain", "values": "normal", "place": (0,) * 5,
         "form": "good", "seed": 5, "checkpoint": None,
     }  # fmt: skip
-    if sp.config.kernel in ("cuda_flash", "flash_attn"):
+    if sp.config.kernel in ("cuda_flash", "flash_attn", "flash_attn_3"):
         sp = _all()
     return not attend(sp, call)
 
