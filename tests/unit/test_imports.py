@@ -16,6 +16,7 @@ OWN_ROOM = {
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
     "ds_seqpar.on_devices": "errors",
+    "ds_seqpar.runtime.log": "errors",
     "ds_seqpar.__main__": "cli",
     "hf_integration": "hf.names",
 }
