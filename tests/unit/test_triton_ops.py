@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import launches
+from ds_seqpar.runtime import log
 from ds_seqpar.runtime.kernels import fused
+from tests.fake_cuda import no_device
+from tests.words import missing
 
 ROOT = Path(__file__).parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -119,10 +123,22 @@ def test_none_spills_in_other_sizes(dtype, width, tmp_path):
 
 
 def test_they_run_on_gpus_alone():
-    from tests.fake_cuda import no_device
-
     assert fused.ops(torch.zeros(1)) is None
     assert fused.ops(torch.zeros(1, device="meta")) is None
     with no_device():
         assert fused.ops(torch.zeros(1, device="cuda")) is torch.ops.ds_seqpar
         assert fused.ops(torch.zeros(1, device="cuda", dtype=torch.float64)) is None
+
+
+def test_without_triton_a_line_says_why_and_torchs_operations_do_it(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    fused.missing.cache_clear()
+    try:
+        found = launches.counts("ring of 8", 4096)
+    finally:
+        fused.missing.cache_clear()
+    (line,) = caplog.messages
+    assert missing(line, "Triton", "triton.runtime") == []
+    kernels = launches.load()["counts"]["ring of 8"]["forward"]["now"]["kernels"]
+    assert found["forward"]["kernels"] > 2 * kernels

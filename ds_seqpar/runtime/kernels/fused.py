@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 26  # elements that torch's operations take at once on a device: their temporaries are of 256 MiB in fp32
+# elements that torch's operations take at once on a device. Each temporary of theirs has 256 MiB in fp32 then: a merge
+# needs none of that size, a delta two, and an output from delta three
+AT_ONCE = 1 << 26
 
 
 def ops(x: Tensor) -> Any:
