@@ -214,7 +214,7 @@ def nccl_options(max_ctas: int | str) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout_of(default_group())  # as that of the group, which torch compares
-    if max_ctas != "auto":
+    if isinstance(max_ctas, int):
         options.config.max_ctas = max_ctas
     return options
 

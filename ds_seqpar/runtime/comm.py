@@ -127,7 +127,12 @@ class Works:
             waited for in this order.
         tensors: those that are sent and received.
         before_waiting: is called first.
+
+    Attributes:
+        batch: the works of messages that run as one operation, which refer to no tensor once they were waited for.
     """
+
+    batch: list[Any] | None = None
 
     def __init__(
         self, what: str, group: Group, works: list[Started], tensors: list[Tensor], before_waiting: Callable[[], None]
@@ -402,6 +407,32 @@ def _all_to_all(
     return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, agreement, ahead)
 
 
+PAIRS = 16  # members of a group of which every pair is connected when it is made; buffers of a pair take memory
+
+
+def connected_to(rank: int, size: int) -> list[int]:
+    """Return the members of a group that one connects to at once: all, or its neighbours and those opposite."""
+    distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
+    return sorted({(rank + distance) % size for distance in distances})
+
+
+def connect(group: Group) -> None:
+    """Let members of a group that has communicators on devices send one another a byte, both ways in one batch.
+
+    NCCL connects two members when they first do so, and the host waits. Members that are half the group apart connect
+    both ways at once, by a batch that must hold both ways on both of them.
+    """
+    if group is None or (device := communicator_device(group)) is None:
+        return
+    size = dist.get_world_size(group)
+    sends, receives = (
+        [Message(peer, "", 0, torch.zeros(1, dtype=torch.uint8, device=device), 0) for peer in peers]
+        for peers in [connected_to(dist.get_rank(group), size)] * 2
+    )
+    works = _batched(sends, receives, group, tuple(range(size)), 0)
+    Works("connecting ranks", group, works, [], Agreement().before_waiting).wait()
+
+
 class TorchComm:
     """The transport over process groups (gloo or NCCL)."""
 
@@ -413,6 +444,7 @@ class TorchComm:
         self.early = EARLY_OVER_GLOO if groups.inner is not None and communicator_device(groups.inner) is None else 0
         self.received: Counter = Counter()
         self.received_bytes = 0  # all bytes that arrived from other ranks
+        connect(groups.inner)
 
     def _count(self, kind: str, elements: int, received: int) -> None:
         if elements:
@@ -427,7 +459,10 @@ class TorchComm:
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with explaining_failure("a transfer", inner):
             works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt * TAGS ^ self.first_tag)
-        return self._works("a transfer", inner, works, buffers)
+        handle = self._works("a transfer", inner, works, buffers)
+        if start is _batched:
+            handle.batch = [work for work, _ in works]
+        return handle
 
     def _works(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> Works:
         return Works(what, group, works, tensors, self.journal.before_waiting)
@@ -488,7 +523,8 @@ class OneRing(TorchComm):
     def __init__(self, comm: TorchComm) -> None:
         self.comm, self.journal, self.received = comm, comm.journal, comm.received
         self.early = 0
-        assert self.groups  # all ranks are here, and make what they need
+        if self.groups.made:  # at the first look, for which all ranks are here
+            connect(self.groups.inner)
 
     @property
     def groups(self) -> Groups:  # type: ignore[override]

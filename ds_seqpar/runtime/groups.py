@@ -27,13 +27,13 @@ import torch.distributed as dist
 from .. import compat
 from ..compiler.sharding.layout import Topology
 from ..errors import ConfigError
+from . import waits
 from .devices import backends, bind_device, communicator_device
 from .interfaces import gloo_meets_hosts
 from .process_exit import IDLE_TIMEOUT, wait_at_exit
 
 Group = dist.ProcessGroup
 NCCL = "nccl"  # in the names of backends that take NCCL's options
-PAIRS = 16  # members of a group of which every pair is connected when it is made; buffers of a pair take memory
 
 
 def control_world() -> Group:
@@ -129,7 +129,7 @@ class Groups:
         if group is all_ranks() and communicator_device(group):
             maker = _Maker(dist.get_rank(), self.world, self.max_ctas)
             group, made = maker.own("one ring", range(size)) or group, maker.made
-            _warm_up({group}, {group}, made)
+            _warm_up({group}, made)
         return dataclasses.replace(
             self, made=tuple(made), inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
             cp_order=tuple(map(self.sp_order.index, range(size))), ulysses=None,
@@ -138,6 +138,8 @@ class Groups:
 
     def close(self) -> None:
         """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
+        if waits.launched:
+            waits.launched.clear()  # whose groups may be these
         if one_ring := vars(self).pop("one_ring", None):
             one_ring.close()
         groups = list(vars(self).get("made", ()))
@@ -189,7 +191,7 @@ def create(topology: Topology, rank: int, world: Group, max_ctas: int | str = "a
     sp = maker.own_or_all("sp", sp_ranks)
     control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
     group_ranks = {r: group_rank for group_rank, r in enumerate(sorted(cp_ranks))}
-    _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, {inner}, maker.made)
+    _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
     return Groups(
         world=world,
         made=tuple(group for group in (*maker.made, world) if group is not all_ranks()),
@@ -258,33 +260,8 @@ class _Maker:
         return group
 
 
-def _warm_up(used: set[Group | None], in_pairs: set[Group | None], new_groups: list[Group]) -> None:
-    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be.
-
-    In a group of `in_pairs`, members then send one another a byte, both ways in one batch. NCCL connects two members
-    when they first do so, and the host waits. Members that are half the group apart connect both ways at once, in one
-    batch that must hold both ways on both ranks or on neither.
-    """
+def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
+    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be."""
     for group in [group for group in (*new_groups, all_ranks()) if group in used]:
         if device := communicator_device(group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-            if group in in_pairs:
-                _connect(group, device)
-
-
-def peers_of(rank: int, size: int) -> list[int]:
-    """Return the members of a group that one is connected to at once: all, or its neighbours and those opposite."""
-    distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
-    return sorted({(rank + distance) % size for distance in distances})
-
-
-def _connect(group: Group, device: torch.device) -> None:
-    peers = peers_of(dist.get_rank(group), dist.get_world_size(group))
-    sent, received = (torch.zeros(len(peers), dtype=torch.uint8, device=device).split(1) for _ in range(2))
-    batch = [
-        dist.P2POp(op, x, group=group, group_peer=peer)
-        for op, buffers in ((dist.irecv, received), (dist.isend, sent))
-        for peer, x in zip(peers, buffers, strict=True)
-    ]
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()

@@ -18,7 +18,7 @@ class State(NamedTuple):
         words: What it does, without its subject. Of a rank that waits, the name of the awaited one is to follow.
         what: What it waits in; "" where it does not wait.
         awaited: The global ranks that it waits for.
-        message: The message that it waits for, in words that are the same on both ends, or "".
+        messages: The message that it waits for of each of these, in words that are the same on both ends, or none.
         posted: The messages that it has started in its current program.
         programs: How many it has run before that.
         stack: The user's frames.
@@ -28,15 +28,16 @@ class State(NamedTuple):
     words: str
     what: str = ""
     awaited: Sequence[int] = ()
-    message: str = ""
+    messages: Sequence[str] = ()
     posted: Sequence[str] = ()
     programs: int = 0
     stack: str = ""
 
-    def comes_to(self, other: State) -> bool:
-        """Return whether this rank, which another waits for, has come to where that one waits."""
-        if other.message:
-            is_posted = self.programs == other.programs and other.message in self.posted
+    def comes_to(self, other: State, rank: int) -> bool:
+        """Return whether this rank, for which another waits, has come to where that one waits."""
+        if other.messages:
+            asked = {x for x, peer in zip(other.messages, other.awaited, strict=True) if peer == rank}
+            is_posted = self.programs == other.programs and asked <= {*self.posted}
             return is_posted or self.programs > other.programs
         return self.what == other.what and len(other.awaited) > 1
 
@@ -50,7 +51,7 @@ def report(states: Mapping[int, State], first: int, seconds: float) -> tuple[str
         seconds: How long that is.
     """
     path, counts = [first], Counter(state.what for state in states.values())
-    while late := [rank for rank in states[path[-1]].awaited if not states[rank].comes_to(states[path[-1]])]:
+    while late := [rank for rank in states[path[-1]].awaited if not states[rank].comes_to(states[path[-1]], rank)]:
         # a rank that does not wait, or that is in another call than most, keeps the others from going on
         path.append(min(late, key=lambda rank: (states[rank].what != "", counts[states[rank].what], rank)))
         if path[-1] in path[:-1]:
@@ -67,8 +68,9 @@ def report(states: Mapping[int, State], first: int, seconds: float) -> tuple[str
     elif circle:
         clauses[-1] += ": none of these goes on"
     elif end.what:
-        link = f"the link between {ranks_in_words([last, *end.awaited])} is slow or down, or they send different things"
-        clauses.append(f"{end.words} {ranks_in_words(end.awaited)}, which has come to it too: {link}")
+        peers = [*dict.fromkeys(end.awaited)]
+        link = f"the link between {ranks_in_words([last, *peers])} is slow or down, or they send different things"
+        clauses.append(f"{end.words} {ranks_in_words(peers)}, which has come to it too: {link}")
     else:
         clauses.append(end.words)
     if len(clauses) > MOST_SHOWN:

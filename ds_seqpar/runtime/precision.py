@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 # fp32 may be rounded to TF32 on GPUs, and to TF32 or bf16 by oneDNN
-PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 INHERITED, EXACT = "none", "ieee"
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ class Walk:
     Attributes:
         at: The number of the next instruction, or of the one that failed.
         tickets: The transfers that were started and not yet waited for, by ticket.
+        batches: Of each wait on a device, the works of its messages, or None; None where nobody looks at them.
         results: The accumulator of each unit.
         entered: Whether a head chunk was entered and not yet left.
     """
@@ -44,6 +48,8 @@ class Walk:
         self.tickets: dict[int, Handle] = {}
         self.results: dict[Unit, Accumulator] = {}
         self.at, self.entered = 0, False
+        # of each wait, what `waits.Launched` has of it
+        self.batches: list[Any] | None = None if waits.launched is None or call.device.type == "cpu" else []
 
     def run(self) -> list[Tensor]:
         """Execute all instructions and return the call's results. For real ranks, whose waits block.
@@ -61,6 +67,8 @@ class Walk:
                     self.run_labelled()
                 while self.at < count:
                     self.advance()
+                if self.batches and waits.launched is not None:
+                    self.mark_end(waits.launched, self.batches)
                 waits.walks += 1
                 return self.call.results()
         except Exception as error:
@@ -73,6 +81,12 @@ class Walk:
             raise
         finally:
             waits.walk = waits.call = None
+
+    def mark_end(self, launched: deque[waits.Launched], batches: list[Any]) -> None:
+        """Let the watchdog see when the device has done this walk."""
+        event = torch.get_device_module(self.call.device).current_stream(self.call.device).record_event()
+        of_comm = weakref.ref(self.comm)
+        launched.append(waits.Launched(event, self.program, waits.call, waits.walks, batches, of_comm))
 
     def run_labelled(self) -> None:
         """Execute all instructions, with a label for each in the profiler's trace, inside one for the program."""
@@ -164,8 +178,11 @@ class Walk:
         return Message(peer, kind, elements, self.buffers.raw(slot, size), tag)
 
     def wait(self, instruction: op.Wait) -> None:
-        self.tickets[instruction.ticket].wait()
+        handle = self.tickets[instruction.ticket]
+        handle.wait()
         del self.tickets[instruction.ticket]
+        if self.batches is not None:
+            self.batches.append(getattr(handle, "batch", None))
 
     def gather_start(self, instruction: op.GatherStart) -> None:
         gather, kind = instruction.collective, instruction.collective.kind

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import itertools
 import json
 import linecache
 import os
@@ -25,6 +26,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -92,6 +94,7 @@ def watch(config: SequenceParallelConfig) -> Watched | None:
         _dog.ends = not goes_on
         _dog.users.add(watched)
         if is_new:
+            waits.launched = deque(maxlen=waits.MOST_LAUNCHED)
             threading.Thread(target=_dog.run, name="ds_seqpar watchdog", daemon=True).start()
             _stop_at_exit()
     return watched
@@ -109,6 +112,31 @@ def _stop_at_exit() -> None:
     atexit.register(stop)
 
 
+class _Clock:
+    """For how many seconds the same thing has been waited for.
+
+    Attributes:
+        mark: Identifies it; None where nothing is.
+        told: What a report has told of.
+    """
+
+    mark: Any = None
+    told: Any = None
+    seconds = 0.0
+
+    def look(self, mark: Any, passed: float) -> None:
+        self.seconds = self.seconds + passed if mark and mark == self.mark else 0.0
+        self.mark = mark
+
+    def is_at(self, seconds: float) -> bool:
+        """Return whether it has taken so long, and no report has told of it."""
+        return self.seconds >= seconds and self.mark != self.told
+
+    def is_long(self, seconds: float) -> Any:
+        """Return what has taken so long, None where nothing has."""
+        return self.mark if self.seconds >= seconds else None
+
+
 class _Watchdog:
     """The watchdog of one rank.
 
@@ -118,9 +146,8 @@ class _Watchdog:
         ends: Whether a report ends the job.
         users: Who wants to be watched.
         number: How many alarms the job had.
-        waited: For how many seconds the rank has been in its current wait.
-        mark: Identifies that wait; None where it does not wait.
-        told: The wait that a report has told of.
+        host: The wait of the thread that communicates.
+        device: The walk that the device has to end next, if the host has ended it.
     """
 
     seconds: float
@@ -133,9 +160,7 @@ class _Watchdog:
         self.store.set(f"where/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
         self.store.set(f"ended/{self.rank}", "")
         self.at_exit, self.ended, self.users = threading.Event(), threading.Event(), weakref.WeakSet[Watched]()
-        self.number, self.waited, self.at = 0, 0.0, time.monotonic()
-        self.mark: Any = None
-        self.told: Any = None
+        self.number, self.at, self.host, self.device = 0, time.monotonic(), _Clock(), _Clock()
 
     def is_of_this_job(self) -> bool:
         return groups.is_up(None) and self.group() is groups.all_ranks()
@@ -157,25 +182,29 @@ class _Watchdog:
         while not self.at_exit.wait(self.tick):
             with _lock:
                 if not self.users or not self.is_of_this_job():
+                    waits.launched = None
                     self.ended.set()  # before `watch` adds another user
                     return self.store.set(f"ended/{self.rank}", CLOSED)
             self.look()
         return self.store.set(f"ended/{self.rank}", "is at its end")
 
     def look(self) -> None:
-        now, mark = time.monotonic(), _mark()
-        # a process that was stopped itself has not waited meanwhile
-        self.waited = self.waited + min(now - self.at, 2 * self.tick) if mark and mark == self.mark else 0.0
-        self.at, self.mark = now, mark
-        if self.waited >= self.seconds and mark != self.told and self.waited >= self.limit():
+        now = time.monotonic()
+        passed = min(now - self.at, 2 * self.tick)  # a process that was stopped itself has not waited meanwhile
+        self.at = now
+        self.host.look(_mark(), passed)
+        self.device.look(waits.oldest_open(), passed)
+        if self.device.is_at(self.seconds) or (self.host.is_at(self.seconds) and self.host.is_at(self.limit())):
             self.store.compare_set(f"{self.number}/alarm", "", str(self.rank))
         if self.store.check([f"{self.number}/alarm"]):
-            self.told = mark
+            self.host.told, self.device.told = self.host.mark, self.device.mark
             self.answer(f"{self.number}/")
             self.number += 1
 
     def limit(self) -> float:
         """Return how long the current wait must take."""
+        if self.device.seconds >= self.seconds:
+            return self.seconds
         wait = waits.innermost()
         group = _group_of(_collectives(_frames())) if wait is None else wait.group
         return max(self.seconds, groups.timeout(group).total_seconds() / 2) if self.is_auto else self.seconds
@@ -183,7 +212,7 @@ class _Watchdog:
     def answer(self, key: str) -> None:
         """Write this rank's state, and read the report, which the rank of the alarm writes."""
         writer = int(self.store.get(key + "alarm"))
-        self.store.set(f"{key}state/{self.rank}", json.dumps(_state()))
+        self.store.set(f"{key}state/{self.rank}", json.dumps(_state(self.device.is_long(self.seconds / 2))))
         self.store.add(key + "answers", 1)
         if self.rank == writer:
             self.all_have(key + "answers", self.world, self.tick + ANSWER)
@@ -289,11 +318,11 @@ def _receiver(frame: FrameType, name: str | None) -> Any:
     return found
 
 
-def _state() -> State:
-    """Return what this rank does."""
+def _state(stuck: waits.Launched | None = None) -> State:
+    """Return what this rank does. stuck: a walk that its device does not come to the end of."""
     frames, wait, walk, call = _frames(), waits.innermost(), waits.walk, waits.call  # which go on meanwhile
     posted = [] if walk is None else [name for names in _started(walk.program, walk.at).values() for name in names]
-    what, awaited, message, words = "", [], "", _doing(frames)
+    what, awaited, messages, words = "", [], [], _doing(frames)
     place = "" if call is None else f", {call.place}"
     if walk is not None:
         step = walk.program.code[: walk.at + 1][-1].step  # after the last instruction the results are joined
@@ -301,14 +330,19 @@ def _state() -> State:
     if wait is not None:
         what, awaited = wait.what, wait.ranks()
         words, message = _in_wait(wait, walk, place)
+        messages = [message] * len(awaited) if message else []
     elif _makes_a_group(frames) or (_slept().startswith("S") and _is_collective(frames)):
         what, awaited = _in_collective(frames)
         words = f"waits in {what} for"
     else:
         words += place
+    programs = waits.walks
+    if stuck is not None:  # which came before whatever the host does
+        words, awaited, messages, posted = _on_device(stuck)
+        what, programs = "a walk on the device" if awaited else "", stuck.number
     stack = traceback.StackSummary.extract((x, x.f_lineno) for x in reversed(frames[:1] + _own(frames[1:])))
     where = f"process {os.getpid()} on {socket.gethostname()}"
-    return State(where, words, what, awaited, message, posted, waits.walks, "".join(stack.format()).rstrip())
+    return State(where, words, what, awaited, messages, posted, programs, "".join(stack.format()).rstrip())
 
 
 def _in_wait(wait: waits.Wait, walk: Any, place: str) -> tuple[str, str]:
@@ -324,6 +358,30 @@ def _in_wait(wait: waits.Wait, walk: Any, place: str) -> tuple[str, str]:
         return f"waits{place} for {name} from", name
     takes = int(message[3]) == walk.program.rank
     return f"waits{place} for {message[1]} {'from' if takes else 'to be taken by'}", name
+
+
+def _on_device(stuck: waits.Launched) -> tuple[str, list[int], list[str], list[str]]:
+    """Return (words, awaited ranks, the message of each, what was started) of a rank whose device is in a walk."""
+    code, of_call = stuck.program.code, "" if stuck.call is None else f", {stuck.call.place}"
+    at = [index for index, x in enumerate(code) if isinstance(x, op.Wait)]
+    ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]
+    comm, first, place = stuck.comm(), max(ended, default=0), f"{stuck.program.name} {stuck.program.direction}{of_call}"
+    if comm is None or first == len(at):  # it waits for nobody
+        return f"has a device that does not end {place}", [], [], []
+    wait, started = code[at[first]], _started(stuck.program, at[first])
+    begun = next(x for x in code if isinstance(x, op.Started) and x.ticket == wait.ticket)
+    names, peers = started[wait.ticket], _peers(comm.groups, begun)
+    words = f"has a device that waits at step {wait.step} of {place} for {' and '.join(names)} with"
+    return words, peers, names * (len(peers) // len(names)), list(itertools.chain(*started.values()))
+
+
+def _peers(of: groups.Groups, begun: op.Started) -> list[int]:
+    """Return the global ranks of what an instruction starts: of each receive and send, or all others of a group."""
+    if isinstance(begun, op.Post):
+        ranks = dist.get_process_group_ranks(of.inner)
+        return [ranks[of.cp_order[x.peer]] for x in (*begun.receives, *begun.sends)]
+    group = of.ulysses if isinstance(begun, op.ExchangeStart) else of.collectives[begun.ranks].group
+    return [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
 
 
 def _started(program: Program, at: int) -> dict[int, list[str]]:

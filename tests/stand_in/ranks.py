@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from ds_seqpar.runtime import agreement, custom_ops, devices, groups
+from ds_seqpar.runtime import agreement, comm, custom_ops, devices, groups
 
 IMPORTED = ("torch._inductor", "transformers.models.llama.modeling_llama", "hf_integration")
 
@@ -51,14 +51,18 @@ def use_groups():
     dist.ProcessGroupNCCL, groups.NCCL = types.SimpleNamespace(Options=Options), "fake"
     devices.HOST_BACKENDS = tuple(name for name in devices.HOST_BACKENDS if name != "fake")
     agreement.all_reduce_max = really(agreement.all_reduce_max)
-    warm_up = groups._warm_up
-
-    def warm_up_fakes(*args):
-        with FakeTensorMode():
-            warm_up(*args)
-
-    groups._warm_up = warm_up_fakes
+    groups._warm_up, comm.connect = with_fakes(groups._warm_up), with_fakes(comm.connect)
     custom_ops.runs_as_op = lambda: False  # a fake mode watches, which a real device has not
+
+
+def with_fakes(function):
+    """The function, of which no tensor is real."""
+
+    def run(*args):
+        with FakeTensorMode():
+            return function(*args)
+
+    return run
 
 
 def really(function):

@@ -24,14 +24,27 @@ class TooEarly(AssertionError):
     """Memory is used before the stream that does it has waited for another one that used it."""
 
 
+class Event(Counter):
+    """What a stream had seen. It has come at once, or never if the stream is stuck."""
+
+    def __init__(self, stream):
+        super().__init__(stream.seen)
+        self.has_come = not stream.is_stuck
+
+    def query(self):
+        return self.has_come
+
+
 class Stream:
     """seen: of every stream, how many of its operations end before the next one here begins."""
+
+    is_stuck = False
 
     def __init__(self, device=None):
         self.seen = Counter()
 
     def record_event(self):
-        return Counter(self.seen)
+        return Event(self)
 
     def wait_event(self, event):
         self.seen |= event  # the greater of both counts

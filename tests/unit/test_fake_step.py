@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -166,6 +167,55 @@ def of_nccl():
     return options(1), options(2, max_ctas=4)
 
 
+def hang():
+    """What is said of a device that does not end what its host has launched: while another rank's host stays away; and
+    once it has come, but its device ends nothing either. What is said of a device that has all messages."""
+    from ds_seqpar import compat
+    from ds_seqpar.runtime import waits, watchdog
+    from tests.stand_in.streams import Streams
+
+    settings = {"size": 2, "ulysses": 1, "schedule": "ring", "watchdog": "report", "watchdog_s": 1.0}
+    sp, store, texts = SequenceParallel(SequenceParallelConfig(**settings), heads=(8, 2)), compat.default_store(), []
+
+    def attend(layer, stuck):
+        streams.current.is_stuck, sp.calls.layer = stuck, layer
+        sp.attention(q, q, q)
+
+    def told(number):
+        """Waits until the first rank has printed."""
+        while sp.rank == 0 and "after 1 s" not in said.getvalue():
+            time.sleep(0.05)
+        if sp.rank == 0:
+            texts.append(said.getvalue())
+            said.seek(said.truncate(0))
+            store.set(f"told {number}", "")
+        while not store.check([f"told {number}"]):
+            time.sleep(0.05)
+
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True), Streams().in_place_of_torch() as streams,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):  # fmt: skip
+        q = torch.empty(1, 24, 8, 64, dtype=torch.bfloat16, device=sp.device)
+        attend(16, stuck=False)
+        if sp.rank == 0:
+            attend(17, stuck=True)
+        told(1)
+        if sp.rank == 1:
+            attend(17, stuck=True)
+        waits.launched.clear()
+        attend(18, stuck=True)
+        told(2)
+        with unset_fake_temporarily():
+            dist.all_reduce(torch.ones(1))
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            work.wait()
+        stuck = waits.oldest_open()
+        texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches)))[0])
+        sp.close()
+    return texts, waits.launched
+
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -214,9 +264,9 @@ def zero3():
 
 def test_on_devices_that_are_not_there():
     """In one process, as importing everything is what takes long."""
-    on_four, on_two, on_one, of_engines, measurements, sentences, groups, *devices = on_stand_in(
+    on_four, on_two, on_one, of_engines, measurements, sentences, groups, hangs, *devices = on_stand_in(
         (4, 4, all_at_once), (2, 2, by_kind), (1, 1, alone), (2, 2, zero3), (2, 2, measured),
-        (2, 2, told_of_another_gpu), (4, 4, of_nccl),
+        (2, 2, told_of_another_gpu), (4, 4, of_nccl), (2, 2, hang),
         (0, 2, chosen), (1, 1, chosen), (8, 8, chosen), (1, 2, chosen_where_each_sees_its_own), (2, 3, chosen),
     )  # fmt: skip
     check_steps(on_four, on_two, on_one, of_engines)
@@ -231,7 +281,25 @@ def test_on_devices_that_are_not_there():
     for rank, (ring, both) in enumerate(groups):
         assert ring == ([(True, None)], False, False, [met(rank, 4)])
         assert both == ([(True, 4)] * 3, False, False, [met(rank // 2, 2), met(rank, 4)])
+    check_hangs(*hangs)
     check_devices(*devices)
+
+
+def check_hangs(first, second):
+    """Hosts have gone on, so only the device's event says that it hangs."""
+    (away, link, computes), left = first
+    *_, sentence = away.splitlines()
+    words = (
+        "rank 0 has a device that waits at step 0 of ring forward, layer 17 for kv(1):1>0 and ",
+        "kv(0):0>1 with rank 1",
+    )
+    assert missing(sentence, "after 1 s of waiting", *words, "rank 1, which is at test_fake_step.py:", "in told") == []
+    *_, sentence = link.splitlines()
+    assert (
+        missing(sentence, "of ring forward, layer 18 for kv(1):1>0", "come to it too: the link between ranks 0-1") == []
+    )
+    assert computes == second[0][0] == "has a device that does not end ring forward, layer 18"
+    assert not left
 
 
 def met(rank, size):

@@ -16,7 +16,7 @@ def compares(awaited, what="a comparison"):
 
 def receives(unit, sender, receiver, posted=(), programs=3):
     message = f"{unit}:{sender}>{receiver}"
-    return State("here", f"waits for {unit} from", "a transfer", [sender], message, [message, *posted], programs)
+    return State("here", f"waits for {unit} from", "a transfer", [sender], [message], [message, *posted], programs)
 
 
 RING = {0: receives("kv(2)", 3, 0), 1: receives("kv(3)", 0, 1), 3: receives("kv(1)", 2, 3)}
@@ -49,6 +49,22 @@ CASES = {
     "a message of a program that has ended": (
         {**RING, 2: receives("kv(1)", 1, 2), 1: State("here", "waits in end for", "end", [2], programs=4)},
         "rank 2, which waits for kv(1) from rank 1, which has come to it too: the link between ranks 1-2 is slow",
+    ),
+    "messages of which one's end has not come": (
+        {
+            0: State(
+                "here",
+                "has a device that waits for both with",
+                "device",
+                [1, 2],
+                ["kv(1):1>0", "kv(0):0>2"],
+                ["kv(1):1>0", "kv(0):0>2"],
+                3,
+            ),
+            1: State("here", "is at home", posted=["kv(1):1>0"], programs=3),
+            2: State("here", "is in its data loader", programs=2),
+        },
+        "rank 0 has a device that waits for both with rank 2, which is in its data loader",
     ),
     "many": (
         {**{rank: compares([rank + 1]) for rank in range(40)}, 40: busy()},
