@@ -33,7 +33,7 @@ from .interfaces import gloo_meets_hosts
 from .process_exit import IDLE_TIMEOUT, wait_at_exit
 
 Group = dist.ProcessGroup
-NCCL = "nccl"  # in the names of backends that take NCCL's options
+NCCL = "nccl"  # the backend that takes NCCL's options
 
 
 def control_world() -> Group:
@@ -246,6 +246,7 @@ class _Maker:
             return self._make("control", ranks, "gloo", None)
 
     def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:
+        is_nccls = device is not None and NCCL in backends(all_ranks()).values()
         group = compat.new_group(
             ranks,
             self.rank,
@@ -254,7 +255,7 @@ class _Maker:
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",
-            backend_options=compat.nccl_options(self.max_ctas) if NCCL in backend else None,
+            backend_options=compat.nccl_options(self.max_ctas) if is_nccls else None,
         )
         self.made.append(group)
         return group

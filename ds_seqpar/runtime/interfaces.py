@@ -34,11 +34,10 @@ def gloo_meets_hosts() -> Iterator[None]:
     Raises:
         CommunicationError: Ranks do not meet.
     """
-    interface, world = None, compat.default_group()
-    if GLOO not in os.environ:
-        if world not in _found:
-            _found[world] = _interface(compat.default_store())
-        interface = _found[world]
+    world = compat.default_group()
+    if world not in _found:  # on ranks for which the variable is set too, as others may lack it
+        _found[world] = _interface(compat.default_store())
+    interface = None if GLOO in os.environ else _found[world]
     if interface is not None:
         os.environ[GLOO] = interface
     try:
