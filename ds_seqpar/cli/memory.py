@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.draw import new_figure, save
-from ..compiler.memory import NO_WORKSPACE, workspace_on_gpus
 from ..config.settings import SequenceParallelConfig
 from ..errors import SECTION, ConfigError
 from ..planner import limits
@@ -190,12 +189,11 @@ def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]
 
 
 def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:
-    job, on_gpus = inputs.job, inputs.machine is None or inputs.machine.apart
+    job = inputs.job
     return TrainingStep(
         model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, dtype=job.dtype, zero=job.zero,
         batch=job.objective.batch(job.batch or 1), checkpointing=job.checkpointing, objective=job.objective,
         optimizer_states=job.optimizer_states,
-        workspace=workspace_on_gpus(config.kernel, job.dtype) if on_gpus else NO_WORKSPACE,
     )  # fmt: skip
 
 

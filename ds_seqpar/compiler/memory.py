@@ -1,15 +1,13 @@
 """The memory of a call beyond its input tensors: slots, accumulators and results of kernels.
 
 A tracker goes through the program instruction by instruction and counts bytes as the walker allocates and frees
-tensors; it needs no tensor. What a kernel allocates for itself, and frees before it returns, is counted where its
-`Workspace` is given.
+tensors; it needs no tensor. Memory that a kernel allocates for itself and frees before it returns is not counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 from .compile import BoundProgram, Compiler, Recipe
 from .program import instructions as op
@@ -25,39 +23,6 @@ from .tiles.tiles import MERGED_AT_ONCE, Rows, Tile
 INF = float("inf")
 
 
-class Workspace(NamedTuple):
-    """What a kernel allocates for itself.
-
-    Attributes:
-        dq: Whether backward adds dq up in fp32, in a buffer of its own.
-        expanded: In forward and in backward, how many tensors of all query heads it makes of keys, values and their
-            gradients where there are fewer key/value heads.
-        sums: Whether these are in fp32, and of the key/value heads alone.
-    """
-
-    dq: bool = False
-    expanded: tuple[int, int] = (0, 0)
-    sums: bool = False
-
-
-NO_WORKSPACE = Workspace()
-# by kernel, without deterministic algorithms. flash-attn 2.8: csrc/flash_attn/flash_api.cpp, mha_bwd (dq_accum,
-# softmax_d, dk_expanded, dv_expanded), of which torch has a copy; hopper/flash_api.cpp, mha_bwd (dk_accum, dv_accum);
-# kernel_backward.h of torch's mem_eff_attention, workspace_size, whose callers repeat heads; cuDNN's is not published
-WORKSPACES = {
-    **dict.fromkeys(("flash_attn", "cuda_flash"), Workspace(dq=True, expanded=(0, 2))),
-    "flash_attn_3": Workspace(dq=True, expanded=(0, 2), sums=True),
-    "cuda_efficient": Workspace(dq=True, expanded=(2, 4)),
-    "cudnn": Workspace(dq=True),
-}
-
-
-def workspace_on_gpus(kernel: str, dtype: str) -> Workspace:
-    """Return the workspace of a configuration's kernel on GPUs; "auto" is one that takes the dtype."""
-    usual = "flash_attn" if ITEMSIZE[dtype] == 2 else "cuda_efficient"
-    return WORKSPACES.get(usual if kernel == "auto" else kernel, NO_WORKSPACE)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
     """Bytes beyond a rank's local q, k, v and the gradient of its out."""
@@ -68,13 +33,11 @@ class Figures:
     inputs: bool  # whether backward also needs the rank's own q, k and v
 
 
-def figures(
-    forward: BoundProgram, backward: BoundProgram, choice: SavedForBackward, workspace: Workspace = NO_WORKSPACE
-) -> Figures:
+def figures(forward: BoundProgram, backward: BoundProgram, choice: SavedForBackward) -> Figures:
     """Return the figures of a call, from its two programs. `choice` is what forward saves for backward."""
-    tracker = _Tracker(forward, choice, workspace)
+    tracker = _Tracker(forward, choice)
     peak_forward, saved = tracker.run(), tracker.saved_with_results()
-    peak_backward = saved + _Tracker(backward, workspace=workspace).run()
+    peak_backward = saved + _Tracker(backward).run()
     return Figures(forward=peak_forward, saved=saved, backward=peak_backward, inputs=not choice.qkv)
 
 
@@ -102,12 +65,8 @@ class _Result:
 class _Tracker:
     """Counts the bytes of all tensors while a program is walked."""
 
-    def __init__(
-        self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING,
-        workspace: Workspace = NO_WORKSPACE,
-    ) -> None:  # fmt: skip
+    def __init__(self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING) -> None:
         self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program
-        self.workspace = workspace
         self.forward = bound.program.direction == "forward"
         self.enters = {
             instruction.head_chunk: instruction.arrived
@@ -250,20 +209,10 @@ class _Tracker:
                 self.settle(result, slot)
         units = zip(instruction.results, sides, strict=True)
         sizes = [self.rows(unit[0], side.groups * side.size) for (unit, _), side in units]
-        self.note(sum(sizes) + self.copied(instruction, launch, sizes) + self.in_kernel(launch))
+        self.note(sum(sizes) + self.copied(instruction, launch, sizes))
         for index, ((unit, slot), side) in enumerate(zip(instruction.results, sides, strict=True)):
             if self.add(unit, slot, side, sum(sizes)):
                 sizes[index] = 0
-
-    def in_kernel(self, launch: Tile) -> int:
-        """Return the bytes that the kernel allocates for itself."""
-        rows, columns = (side.groups * side.size for side in launch.sides)
-        shape, (dq, expanded, sums) = self.shape, self.workspace
-        heads, itemsize = (shape.kv_heads, 4) if sums else (shape.q_heads, shape.itemsize)
-        size = 0 if self.forward or not dq else rows * shape.q_heads * (shape.head_dim + 1) * 4  # and delta
-        if shape.q_heads != shape.kv_heads and not shape.latent:
-            size += expanded[not self.forward] * columns * heads * shape.head_dim * itemsize
-        return shape.batch * size
 
     def add(self, unit: Unit, slot: int, rows: Rows, new: int) -> bool:
         """Track `Accumulator.add`, and return whether the new tensors are kept as they are.

@@ -8,7 +8,7 @@ import functools
 import math
 
 from ..compiler.compile import BoundProgram, Compiler
-from ..compiler.memory import NO_WORKSPACE, Figures, Workspace, fewest_head_chunks, figures
+from ..compiler.memory import Figures, fewest_head_chunks, figures
 from ..compiler.program.shape import ITEMSIZE, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ..compiler.schedules import schedule
@@ -58,12 +58,12 @@ def attention_figures(step: TrainingStep) -> Figures:
     bare = dataclasses.replace(config, rank_order="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
     if head_chunks == 1:
         heads = m.heads, m.kv_heads, m.head_dim
-        return _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing, step.workspace)
+        return _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing)
     kept = config.kept(head_chunks, step.checkpointing, not config.recompute_attention)
     bare = dataclasses.replace(bare, head_chunks=1, save_qkv_after_all_to_all=kept.qkv, recompute_attention=False)
     kv_heads = math.ceil(m.kv_heads / head_chunks)
     heads = m.heads // m.kv_heads * kv_heads, kv_heads, m.head_dim
-    chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True, step.workspace)
+    chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, local = heads[0] * width, (heads[0] + 2 * kv_heads) * width
     # offloaded: the results of one head chunk, which are prefetched; else those of all other head chunks
@@ -109,7 +109,7 @@ def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
 @functools.lru_cache(maxsize=1024)
 def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
-    checkpointing: bool, workspace: Workspace,
+    checkpointing: bool,
 ) -> Figures:  # fmt: skip
     """Return the memory of attention on the first, the middle or the last CP rank, whichever needs most, for `tokens`
     tokens per rank. Cached, because candidates that differ only in their links or rank order need the same."""
@@ -117,7 +117,7 @@ def _attention(
     of_ranks = [
         call_figures(
             config, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
-            kept=not config.recompute_attention if checkpointing else None, workspace=workspace,
+            kept=not config.recompute_attention if checkpointing else None,
         )
         for rank in sorted({0, cp_size // 2, cp_size - 1})
     ]  # fmt: skip
@@ -137,7 +137,6 @@ def call_figures(
     support: KernelSupport = PLAIN_KERNEL,
     early: int = 0,
     kept: bool | None = None,
-    workspace: Workspace = NO_WORKSPACE,
 ) -> Figures:
     """Return the memory of a layer's attention on one rank.
 
@@ -153,7 +152,6 @@ def call_figures(
         support: What the kernel supports.
         early: As `Comm.early`, which is 0 except over gloo.
         kept: Whether the checkpoint around attention keeps its results; None: there is no checkpoint.
-        workspace: What the kernel allocates for itself.
     """
     recipe = config.recipe(Topology(axes=config.cp_axes))  # the placement of ranks changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
@@ -171,4 +169,4 @@ def call_figures(
         kept_for_backward = saved_for_backward if config.ulysses > 1 else SavedForBackward.QKV_AND_OUT
         return compiler.bound_call(direction, mask, shards, local, ulysses_group, support, count, kept_for_backward)
 
-    return figures(bound("forward"), bound("backward"), saved_for_backward, workspace)
+    return figures(bound("forward"), bound("backward"), saved_for_backward)

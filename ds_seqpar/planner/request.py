@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ..compiler.memory import NO_WORKSPACE, Workspace, workspace_on_gpus
 from ..compiler.sharding.heads import legal_ulysses
 from ..compiler.sharding.masks import CAUSAL, Mask
 from ..config.deepspeed_json import Zero
@@ -156,7 +155,6 @@ class TrainingStep:
     checkpointing: bool = True
     mask: Mask = CAUSAL
     objective: Objective = dataclasses.field(default_factory=Objective)
-    workspace: Workspace = NO_WORKSPACE  # what the kernel allocates for itself; none is known of kernels on CPUs
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -269,7 +267,6 @@ class Request:
             model=self.model, config=config, world=self.world, seq=self.seq, batch=self.objective.batch(self.batch),
             dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
             optimizer_states=self.optimizer_states, mask=self.mask if mask is None else mask,
-            workspace=workspace_on_gpus(config.kernel, self.dtype) if self.machine.apart else NO_WORKSPACE,
         )  # fmt: skip
 
     def seconds_a_sequence(self, seconds: float, sequences: int) -> float:
