@@ -193,7 +193,7 @@ def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:
     return TrainingStep(
         model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, dtype=job.dtype, zero=job.zero,
         batch=job.objective.batch(job.batch or 1), checkpointing=job.checkpointing, objective=job.objective,
-        optimizer_states=job.optimizer_states,
+        optimizer_states=job.optimizer_states, on_gpu=inputs.machine is None or inputs.machine.apart,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The memory of a call beyond its input tensors: slots, accumulators and results of kernels.
 
 A tracker goes through the program instruction by instruction and counts bytes as the walker allocates and frees
-tensors; it needs no tensor. Memory that a kernel allocates for itself and frees before it returns is not counted.
+tensors; it needs no tensor. What a kernel allocates for itself counts where its formula is known (`tiles.workspace`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .schedules.actions import ACCUMULATORS, Unit
 from .sharding.heads import free_head_chunk_counts, largest_share
 from .sharding.masks import Mask
 from .sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
+from .tiles.launches import PLAIN_KERNEL
 from .tiles.tiles import MERGED_AT_ONCE, Rows, Tile
+from .tiles.workspace import WORKSPACES, LaunchSize
 
 INF = float("inf")
 
@@ -209,10 +211,20 @@ class _Tracker:
                 self.settle(result, slot)
         units = zip(instruction.results, sides, strict=True)
         sizes = [self.rows(unit[0], side.groups * side.size) for (unit, _), side in units]
-        self.note(sum(sizes) + self.copied(instruction, launch, sizes))
+        self.note(sum(sizes) + self.copied(instruction, launch, sizes) + self.workspace(launch))
         for index, ((unit, slot), side) in enumerate(zip(instruction.results, sides, strict=True)):
             if self.add(unit, slot, side, sum(sizes)):
                 sizes[index] = 0
+
+    def workspace(self, launch: Tile) -> int:
+        """Return the bytes that the kernel allocates for itself in a launch."""
+        formula, shape, (rows, columns) = WORKSPACES.get(self.bound.support.workspace), self.shape, launch.sides
+        if formula is None:
+            return 0
+        heads = shape.q_heads, shape.q_heads if shape.latent else shape.kv_heads, shape.head_dim
+        return formula(
+            LaunchSize(shape.batch * rows.groups, rows.size, columns.size, *heads, shape.itemsize, self.forward)
+        )
 
     def add(self, unit: Unit, slot: int, rows: Rows, new: int) -> bool:
         """Track `Accumulator.add`, and return whether the new tensors are kept as they are.
@@ -367,20 +379,24 @@ class _Tracker:
 TRACK = methods_of(_Tracker)
 
 
-def fewest_head_chunks(recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards) -> int:
+def fewest_head_chunks(
+    recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards, workspace: str = ""
+) -> int:
     """Return the fewest head chunks with which attention needs no more memory than its q, k, v and out.
 
     All ranks use the program of the first CP rank, so that they agree.
 
     Args:
         local: the shape of this rank's local tensors.
+        workspace: as of `KernelSupport`.
     """
+    support = PLAIN_KERNEL._replace(workspace=workspace)
     compiler, free = Compiler(recipe, 0), free_head_chunk_counts(local.q_heads, local.kv_heads, ulysses_size)
     for count in free:
         q_heads, kv_heads = largest_share(local.q_heads // count, local.kv_heads // count, ulysses_size)
         shape = dataclasses.replace(local, q_heads=q_heads, kv_heads=kv_heads)
         peak_bytes = max(
-            peak(compiler.bound_inner(direction, mask, shards, shape)) for direction in ("forward", "backward")
+            peak(compiler.bound_inner(direction, mask, shards, shape, support)) for direction in ("forward", "backward")
         )
         bytes_per_token = 2 * (q_heads + kv_heads) * count * local.head_dim * local.batch * local.itemsize
         if peak_bytes <= bytes_per_token * tokens_of(shards, "q", 0):

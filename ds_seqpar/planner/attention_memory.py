@@ -17,6 +17,7 @@ from ..compiler.sharding.layout import Topology, multiple
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards
 from ..compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
+from ..compiler.tiles.workspace import planned_kernel
 from ..config.settings import SequenceParallelConfig
 from .request import TrainingStep
 
@@ -36,7 +37,12 @@ def projecting_head_chunks(step: TrainingStep) -> int:
     recipe = config.recipe(config.topology(step.world))
     shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
     local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
-    return fewest_head_chunks(recipe, config.ulysses, local, step.mask, shards)
+    return fewest_head_chunks(recipe, config.ulysses, local, step.mask, shards, workspace_of(step))
+
+
+def workspace_of(step: TrainingStep) -> str:
+    """Return the kernel whose workspace counts, as in `KernelSupport`."""
+    return planned_kernel(step.config.kernel, step.dtype, step.model.head_dim, step.on_gpu)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
@@ -54,16 +60,17 @@ def attention_figures(step: TrainingStep) -> Figures:
     """Return the memory of attention on the rank that needs most. With head chunks it includes q, k, v and the gradient
     of out of a head chunk, which then no other item of the layer includes."""
     m, head_chunks, tokens = step.model, projecting_head_chunks(step), tokens_on_rank(step)
+    workspace = workspace_of(step)
     config = on_fewer_ranks(step.config) if step.mask.scale_free else step.config
     bare = dataclasses.replace(config, rank_order="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
     if head_chunks == 1:
         heads = m.heads, m.kv_heads, m.head_dim
-        return _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing)
+        return _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing, workspace)
     kept = config.kept(head_chunks, step.checkpointing, not config.recompute_attention)
     bare = dataclasses.replace(bare, head_chunks=1, save_qkv_after_all_to_all=kept.qkv, recompute_attention=False)
     kv_heads = math.ceil(m.kv_heads / head_chunks)
     heads = m.heads // m.kv_heads * kv_heads, kv_heads, m.head_dim
-    chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
+    chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True, workspace)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, local = heads[0] * width, (heads[0] + 2 * kv_heads) * width
     # offloaded: the results of one head chunk, which are prefetched; else those of all other head chunks
@@ -109,7 +116,7 @@ def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
 @functools.lru_cache(maxsize=1024)
 def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
-    checkpointing: bool,
+    checkpointing: bool, workspace: str,
 ) -> Figures:  # fmt: skip
     """Return the memory of attention on the first, the middle or the last CP rank, whichever needs most, for `tokens`
     tokens per rank. Cached, because candidates that differ only in their links or rank order need the same."""
@@ -118,6 +125,7 @@ def _attention(
         call_figures(
             config, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
             kept=not config.recompute_attention if checkpointing else None,
+            support=PLAIN_KERNEL._replace(workspace=workspace),
         )
         for rank in sorted({0, cp_size // 2, cp_size - 1})
     ]  # fmt: skip
@@ -159,7 +167,7 @@ def call_figures(
     local = shape_of(config.comm_dtype, dtype, batch, heads)
     count = config.head_chunks
     if count == "auto":
-        count = fewest_head_chunks(recipe, config.ulysses, local, mask, shards)
+        count = fewest_head_chunks(recipe, config.ulysses, local, mask, shards, support.workspace)
     if ulysses_rank is None:
         ulysses_rank = busiest_ulysses_rank(q_heads, kv_heads, config.ulysses)
     saved_for_backward = config.kept(count, kept is not None, bool(kept))

@@ -155,6 +155,7 @@ class TrainingStep:
     checkpointing: bool = True
     mask: Mask = CAUSAL
     objective: Objective = dataclasses.field(default_factory=Objective)
+    on_gpu: bool = False  # whether kernels are those for GPUs, which allocate memory of their own
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -266,7 +267,7 @@ class Request:
         return TrainingStep(
             model=self.model, config=config, world=self.world, seq=self.seq, batch=self.objective.batch(self.batch),
             dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
-            optimizer_states=self.optimizer_states, mask=self.mask if mask is None else mask,
+            optimizer_states=self.optimizer_states, mask=self.mask if mask is None else mask, on_gpu=self.machine.apart,
         )  # fmt: skip
 
     def seconds_a_sequence(self, seconds: float, sequences: int) -> float:

@@ -20,6 +20,7 @@ from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
+from ..compiler.tiles.workspace import planned_kernel
 from ..config.settings import SequenceParallelConfig
 from ..errors import DisagreementError
 from .agreement import Compared
@@ -28,7 +29,7 @@ from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
 from .finite import Finite, FiniteWalk
 from .journal import Journal
-from .kernels import BlockSpec, Kernel, Scores, fused, is_deterministic, select
+from .kernels import BlockSpec, Kernel, Scores, fused, is_deterministic, select, slower_for
 from .log import log_once
 from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
@@ -148,7 +149,10 @@ class Runtime:
             inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
             kv_heads = inner.q_heads if latent else inner.kv_heads
             spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, kv_heads, local.head_dim, softcap)
-            kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
+            measured = self.measured.get(spec.case(mask), ())
+            kernel = select(self.config.kernel, spec, measured, is_deterministic())
+            if self.config.kernel == "auto" and kernel.name not in measured and (missed := slower_for(kernel, spec)):
+                log_once(missed)
             program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
             if check_keys := getattr(kernel, "check_keys", None):  # before anything is sent
                 check_keys(program.shape.q_heads, spec.head_dim, program.most_keys())
@@ -178,10 +182,10 @@ class Runtime:
             from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
 
             shards, local = shards or self.shards(q.shape[1] * self.ulysses.size), self.local_shape(q, kv_heads)
-            self.last_head_chunks = (
-                key,
-                fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards),
-            )
+            # not of the kernel that is chosen, since packages may differ between ranks
+            workspace = planned_kernel(self.config.kernel, local.dtype, local.head_dim, q.is_cuda)
+            count = fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards, workspace)
+            self.last_head_chunks = key, count
         return self.last_head_chunks[1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:

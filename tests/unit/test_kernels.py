@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import KernelError
-from ds_seqpar.runtime import kernels
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select
+from ds_seqpar.runtime import log, runtime
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select, slower_for
+from ds_seqpar.testing import attention
 from tests.cuda_models import flash_attn, packages
 from tests.kernel_suite import KernelSuite, LowerRight, cases
 from tests.words import missing
@@ -119,24 +121,29 @@ def test_flash_attention_3_is_first_on_hopper_alone(capability, name, fresh, mon
         assert select("auto", wide, (), is_deterministic()).name == "flash_attn"
 
 
-@pytest.mark.parametrize(("spec", "capability", "measured", "words"), [
-    (CUDA, HOPPER, (), ("cuda_flash", "hopper", "calibrate")),
-    (CUDA, HOPPER, ("cuda_flash",), None),
-    (CUDA, AMPERE, (), None),
-    (CAPPED, AMPERE, (), ("chunked", "flash-attn", "softcap")),
-    (dataclasses.replace(CAPPED, device="cpu"), AMPERE, (), None),
+@pytest.mark.parametrize(("spec", "capability", "words"), [
+    (CUDA, HOPPER, ("cuda_flash", "hopper", "calibrate")),
+    (CUDA, AMPERE, None),
+    (CAPPED, AMPERE, ("chunked", "flash-attn", "softcap")),
+    (dataclasses.replace(CAPPED, device="cpu"), AMPERE, None),
 ])  # fmt: skip
-def test_auto_says_once_what_it_misses(spec, capability, measured, words, fresh, monkeypatch):
+def test_what_auto_misses_has_a_sentence(spec, capability, words, fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    said = []
-    monkeypatch.setattr(kernels, "log_once", said.append)
-    for _ in range(2):
-        select("auto", spec, measured)
-    assert len(said) == (words is not None)
-    assert words is None or missing(said[0], *words) == []
-    select(select("auto", spec, measured).name, spec)
-    assert len(said) == (words is not None)  # nothing of a kernel that is named
+    said = slower_for(select("auto", spec), spec)
+    assert missing(said, *words) == [] if words else said == ""
+    with flash_attn():
+        assert slower_for(select("auto", spec), spec) == ""
+
+
+@pytest.mark.parametrize(("kernel", "lines"), [("auto", 1), ("chunked", 0)])
+def test_a_call_says_so_once_unless_its_kernel_is_named(kernel, lines, monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(runtime, "slower_for", lambda kernel, spec: f"{kernel.name} is slow here, as on a GPU")
+    for tokens in (8, 16):
+        q = torch.zeros(1, tokens, 2, 8)
+        attention(SequenceParallelConfig(size=2, kernel=kernel), q, q, q, q, softcap=30.0)
+    assert sum("chunked is slow" in record.message for record in caplog.records) == lines
 
 
 def test_a_named_kernel_is_taken_where_it_can_and_no_other(fresh):

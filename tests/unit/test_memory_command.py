@@ -204,7 +204,7 @@ def test_what_does_not_fit_has_a_next_step_and_nothing_to_paste(capsys, place, t
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}), encoding="utf-8")
     words = ["--machine", "h100-ib", "--seq-len", 8192, "--config", file]
-    for memory, steps in ((0.004, ["loss_tiles auto", "memory=auto"]), (0.001, ["16 ranks", "1024 tokens"])):
+    for memory, steps in ((0.007, ["loss_tiles auto", "memory=auto"]), (0.0013, ["16 ranks", "1024 tokens"])):
         out, err, code = _memory(capsys, place, *words, "--memory", memory)
         assert (err, code) == ("", 0)
         assert missing(out, "this does not fit", "next: ", *steps) == []

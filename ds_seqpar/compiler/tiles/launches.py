@@ -33,6 +33,7 @@ class KernelSupport(NamedTuple):
     # 0: none; 1: a window that ends with a causal edge; 2: a window with any two edges. Such launches have `Segments`
     windows: int = 0
     segments: bool = False  # many blocks of different sizes in one launch; False: one launch for each
+    workspace: str = ""  # the kernel of `workspace.WORKSPACES` that allocates as much for itself; "": none is counted
 
 
 PLAIN_KERNEL = KernelSupport()

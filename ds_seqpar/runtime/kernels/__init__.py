@@ -9,7 +9,6 @@ import torch
 from ...compiler.tiles import launches
 from ...compiler.tiles.launches import KernelSupport
 from ...errors import ConfigError, KernelError, check_choice
-from ..log import log_once
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, is_deterministic
 
@@ -68,8 +67,6 @@ def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), determini
     for candidate, objections in reasons.items():
         if not objections:
             kernel = KERNELS[candidate]
-            if name == "auto" and (missed := "" if candidate in measured else _missed(candidate, spec)):
-                log_once(missed)
             return kernel.capped(spec.softcap) if spec.softcap and can_cap(kernel) else kernel
     sentence = "; ".join(f"{candidate} {' and '.join(objections)}" for candidate, objections in reasons.items())
     slow = "chunked" not in reasons and not _reasons(KERNELS["chunked"], spec)
@@ -92,21 +89,21 @@ def candidates(spec: BlockSpec) -> list[str]:
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
 
-def _missed(name: str, spec: BlockSpec) -> str:
-    """Return what a faster kernel than the one that "auto" chose needs; "" for none."""
+def slower_for(kernel: Kernel, spec: BlockSpec) -> str:
+    """Return why a kernel that "auto" chose is slow for such blocks, and what to install; "" where it is not."""
     if spec.device != "cuda":
         return ""
-    if name == "chunked":
+    if kernel.name == "chunked":
         return (
             f'attention of {spec} runs by "kernel": "chunked", which is slow: no other that is installed caps scores, '
             f"install flash-attn ({FlashAttn.install})"
         )
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if not hopper or name not in ("flash_attn", "cuda_flash"):
+    if not hopper or kernel.name not in ("flash_attn", "cuda_flash"):
         return ""
     return (
-        f'attention runs by FlashAttention 2 ("kernel": "{name}"), which leaves up to half of a Hopper GPU (compute '
-        f"capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let calibrate measure the kernels"
+        f'attention runs by FlashAttention 2 ("kernel": "{kernel.name}"), which leaves up to half of a Hopper GPU '
+        f"(capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let calibrate measure the kernels"
     )
 
 
@@ -126,4 +123,5 @@ __all__ = [
     "register",
     "remove",
     "select",
+    "slower_for",
 ]

@@ -214,6 +214,7 @@ class CudaFlash(CudaKernel):
     (FlashAttention 3 or 4)."""
 
     name = "cuda_flash"
+    support = CudaKernel.support._replace(workspace=name)
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = compat.flash_forward(q, k, v, *call.lengths, 0.0, call.causal, False, **self.keywords(call))
@@ -242,7 +243,7 @@ class CudaEfficient(CudaKernel):
     """
 
     name = "cuda_efficient"
-    support = KernelSupport(square=True, windows=1)
+    support = KernelSupport(square=True, windows=1, workspace=name)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF | {torch.float32: 4}
     max_head_dim = 1024
@@ -370,6 +371,7 @@ class FlashAttn(CudaKernel):
     """
 
     name = "flash_attn"
+    support = CudaKernel.support._replace(workspace=name)
     package: tuple[str, str, str] = ("flash_attn.flash_attn_interface", "flash-attn", "2.7")
     install = "pip install flash-attn --no-build-isolation, after torch"
 
@@ -421,6 +423,7 @@ class FlashAttn3(FlashAttn):
     width than q and k, of 97 to 128 beside 129 to 192, or any beside at most 64."""
 
     name = "flash_attn_3"
+    support = CudaKernel.support._replace(workspace=name)
     package = "flash_attn_interface", "flash_attn_3", "3.0"
     install = "python setup.py install in the folder hopper of flash-attention, of November 2025 or later"
 
