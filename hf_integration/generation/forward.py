@@ -350,8 +350,8 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: V
             f"{SERVES} needs the attention_mask of all tokens, {wanted}, where some are padding; got {describe(mask)}"
         )
     if columns == 1 and kept.columns and not checks.reads(mask):
-        before = [kept.columns - row.tokens for row in kept.rows]
-        expected = before[0] if len(before) == 1 else to_device(torch.tensor(before, device="cpu"), mask.device)
+        padding = [kept.columns - row.tokens for row in kept.rows]
+        expected = padding[0] if len(padding) == 1 else to_device(torch.tensor(padding, device="cpu"), mask.device)
         checks.require((mask == 0).sum(1) - expected, _padding_error)
         return kept.real
     real = mask.cpu() != 0
