@@ -182,15 +182,15 @@ def hang():
         sp.attention(q, q, q)
 
     def told(number):
-        """Waits until the first rank has printed."""
-        while sp.rank == 0 and "after 1 s" not in said.getvalue():
-            time.sleep(0.05)
-        if sp.rank == 0:
-            texts.append(said.getvalue())
-            said.seek(said.truncate(0))
-            store.set(f"told {number}", "")
+        """Waits until one rank has printed, whichever of them raised the alarm."""
+        until = time.monotonic() + 60
         while not store.check([f"told {number}"]):
+            if "after 1 s" in said.getvalue():
+                store.set(f"told {number}", said.getvalue())
             time.sleep(0.05)
+            assert time.monotonic() < until
+        texts.append(store.get(f"told {number}").decode())
+        said.seek(said.truncate(0))
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True), Streams().in_place_of_torch() as streams,
@@ -288,6 +288,7 @@ def test_on_devices_that_are_not_there():
 def check_hangs(first, second):
     """Hosts have gone on, so only the device's event says that it hangs."""
     (away, link, computes), left = first
+    assert first == second
     *_, sentence = away.splitlines()
     words = (
         "rank 0 has a device that waits at step 0 of ring forward, layer 17 for kv(1):1>0 and ",
@@ -295,10 +296,8 @@ def check_hangs(first, second):
     )
     assert missing(sentence, "after 1 s of waiting", *words, "rank 1, which is at test_fake_step.py:", "in told") == []
     *_, sentence = link.splitlines()
-    assert (
-        missing(sentence, "of ring forward, layer 18 for kv(1):1>0", "come to it too: the link between ranks 0-1") == []
-    )
-    assert computes == second[0][0] == "has a device that does not end ring forward, layer 18"
+    assert missing(sentence, "of ring forward, layer 18 for kv(", "come to it too: the link between ranks 0-1 is") == []
+    assert computes == "has a device that does not end ring forward, layer 18"
     assert not left
 
 
