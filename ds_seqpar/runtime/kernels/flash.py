@@ -472,9 +472,7 @@ def import_reason(module: str, distribution: str, oldest: str) -> str | None:
         return f"needs {distribution} {oldest} or later, not {version}"
     try:
         importlib.import_module(module)
-    except (
-        Exception
-    ) as error:  # such as ImportError or OSError for a library, RuntimeError for a GPU that it is not for
+    except Exception as error:  # ImportError, OSError for a library, RuntimeError for a GPU that it is not for
         said = " ".join(str(error).split())
         return f"needs a {distribution} that imports; {version} raises {type(error).__name__}: {said}"
     return None
