@@ -63,6 +63,34 @@ LATER = {
 }
 # what knows nothing of schedules
 TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}
+# The core: what computes attention of each schedule that follows from a ring or a mesh. It is to import itself and BASE
+# alone; what it imports beside is listed, and the list may only shrink.
+FOLDERS = ("compiler.sharding", "compiler.program", "compiler.tiles")
+CORE = {
+    *("compiler.compile", "compiler.schedules", "config.settings", "runtime.kernels"),
+    *(f"compiler.schedules.{name}" for name in ("actions", "base", "mesh", "plan", "ring")),
+    *(f"runtime.{name}" for name in ("attention", "buffers", "call_io", "comm", "devices", "groups", "input_checks")),
+    *(f"runtime.{name}" for name in ("kernels.accumulate", "kernels.reference", "runtime", "walk", "work")),
+}
+BASE = {"errors", "compat", "files", "on_devices", "runtime.log"}
+BESIDE = {
+    "compiler.compile": {"compiler.overlap.overlap"},
+    "compiler.schedules": {"compiler.schedules.text"},
+    "config.settings": {"config.deepspeed_json"},
+    "runtime.attention": {"runtime.checkpoints"},
+    "runtime.call_io": {"runtime.latent"},
+    "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},
+    "runtime.groups": {"runtime.interfaces", "runtime.process_exit", "runtime.waits"},
+    "runtime.input_checks": {f"runtime.{name}" for name in ("agreement", "checkpoints", "latent", "mismatch_hints")},
+    "runtime.kernels": {"runtime.kernels.flash"},
+    "runtime.kernels.accumulate": {"runtime.kernels.fused"},
+    "runtime.runtime": {
+        *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.journal"),
+        "runtime.kernels.fused",
+    },
+    "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},
+    "runtime.work": {"runtime.kernels.fused"},
+}
 
 
 def modules():
@@ -164,6 +192,17 @@ def test_the_engine_imports_nothing_below_the_line_but_by_two_doors():
         if room_of(name) in ENGINE and (found := [x for x in ours(graph()[name]) if room_of(x) in BELOW])
     }
     assert {name: {*map(room_of, found)} for name, found in crossing.items()} == {x: {y} for x, y in DOORS.items()}
+
+
+def test_the_core_imports_itself_and_the_base():
+    names = {name.removeprefix("ds_seqpar."): name for name in MODULES}
+    core = {name for name in names if name in CORE or name.startswith(tuple(f"{folder}." for folder in FOLDERS))}
+    assert core >= CORE
+    beside = {
+        name: {x.removeprefix("ds_seqpar.") for x in ours(graph()[names[name]])} - core - BASE - {*FOLDERS, "ds_seqpar"}
+        for name in core
+    }
+    assert {name: found for name, found in beside.items() if found} == BESIDE
 
 
 def test_an_import_in_a_function_has_its_reason():
