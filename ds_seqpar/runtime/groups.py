@@ -128,7 +128,7 @@ class Groups:
         made: list[Group] = []
         if group is all_ranks() and communicator_device(group):
             maker = _Maker(dist.get_rank(), self.world, self.max_ctas)
-            group, made = maker.own("one ring", range(size)) or group, maker.made
+            group, made = maker.own("layers with a state", range(size)) or group, maker.made
             _warm_up({group}, made)
         return dataclasses.replace(
             self, made=tuple(made), inner=group, cp_rank=self.sp_order[dist.get_rank(group)],

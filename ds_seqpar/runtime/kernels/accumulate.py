@@ -322,6 +322,8 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
     difference = _difference(lse, new_lse)
     out.mul_(torch.sigmoid(difference).unsqueeze(-1))
+    if new_out.is_cpu:  # where torch would copy it without being counted; on a device it casts each element it reads
+        new_out = new_out.to(out.dtype)
     out.addcmul_(new_out, torch.sigmoid(difference.neg_()).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
