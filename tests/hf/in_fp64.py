@@ -33,7 +33,7 @@ def throughout(function):
     return wrapped
 
 
-def limit_beside(own, least=1e-5, times=6):
+def limit_beside(own, least=1e-5, times=6, most=3e-5):
     """Return how far from fp64 a model in fp32 may be where the plain one is `own` far.
 
     Args:
@@ -42,8 +42,10 @@ def limit_beside(own, least=1e-5, times=6):
             order of the same sums gives other digits, as other processors do.
         times: One order is a poor sample of how far others are. Of glm4's first 3 seeds the farthest is 5.5 times as
             far as the plain model.
+        most: The limit beyond which more than rounding might hide, unless half of it is the plain model's own: then it
+            is twice as much as that.
     """
-    return max(least, times * own)
+    return max(least, min(times * own, most), 2 * own)
 
 
 def fp64(model):
