@@ -84,7 +84,8 @@ class KeptTokens:
         count: The number of rows.
         rows: One `Row` for all rows, or, once a row had padding, one for each.
         columns: Tokens of a row, padding included.
-        real: (rows, columns) bool, on the CPU: which are no padding; of further columns none are. None: none are.
+        real: (rows, columns) bool, on the CPU: where real tokens are in the columns, or in the first of them; further
+            columns have no padding. None: no column has any.
         inner: For each row the padding between its tokens, once it has been counted.
         turn: Decoded tokens so far; their keys and values go to ranks in turn.
         order: A number of how rows were reordered and selected so far.

@@ -45,8 +45,8 @@ class CachedForward:
         columns: Tokens of a row.
         positions: (rows, `tokens`) int64, the whole position_ids.
         new: For each of `rows`, how many of these are real.
-        real: (rows, columns) bool, on the CPU: which of the columns so far, or of the first of them, are no padding;
-            the others are none. None: all.
+        real: (rows, columns) bool, on the CPU: where real tokens are in the columns so far, or in the first of them;
+            further columns have no padding. None: no column has any.
         places: (rows, columns) int64: the number of each token among a row's real ones, -1 for padding. None: there is
             no padding.
         rows: What the ranks keep after it, from `begin` on.
