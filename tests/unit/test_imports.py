@@ -16,6 +16,7 @@ OWN_ROOM = {
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
     "ds_seqpar.on_devices": "errors",
+    "ds_seqpar.seams": "errors",
     "ds_seqpar.runtime.log": "errors",
     "ds_seqpar.__main__": "cli",
     "hf_integration": "hf.names",
@@ -31,6 +32,7 @@ ENGINE = (
     "compiler",
     "config",
     "runtime.kernels",
+    "kernels",
     "runtime",
     "data",
     "saving",
@@ -59,7 +61,7 @@ LATER = {
     "runtime.devices": "the command that compiles DeepSpeed's op, which loads no torch of its own",
     "runtime.out_of_memory": "a rank out of memory, and what is said of it then",
     "runtime.offload": "offload_checkpoints true",
-    "runtime.kernels.triton_ops": "calls on GPUs, where there is Triton",
+    "kernels.triton_ops": "calls on GPUs, where there is Triton",
 }
 # what knows nothing of schedules
 TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}
@@ -72,7 +74,7 @@ CORE = {
     *(f"runtime.{name}" for name in ("attention", "buffers", "call_io", "comm", "devices", "groups", "input_checks")),
     *(f"runtime.{name}" for name in ("kernels.accumulate", "kernels.reference", "runtime", "walk", "work")),
 }
-BASE = {"errors", "compat", "files", "on_devices", "runtime.log"}
+BASE = {"errors", "compat", "files", "on_devices", "runtime.log", "seams"}
 BESIDE = {
     "compiler.compile": {"compiler.overlap.overlap"},
     "compiler.schedules": {"compiler.schedules.text"},
@@ -82,14 +84,10 @@ BESIDE = {
     "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},
     "runtime.groups": {"runtime.interfaces", "runtime.process_exit", "runtime.waits"},
     "runtime.input_checks": {f"runtime.{name}" for name in ("agreement", "checkpoints", "latent", "mismatch_hints")},
-    "runtime.kernels": {"runtime.kernels.flash"},
-    "runtime.kernels.accumulate": {"runtime.kernels.fused"},
     "runtime.runtime": {
         *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.journal"),
-        "runtime.kernels.fused",
     },
     "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},
-    "runtime.work": {"runtime.kernels.fused"},
 }
 
 
