@@ -77,7 +77,6 @@ CORE = {
 BASE = {"errors", "compat", "files", "on_devices", "runtime.log", "seams"}
 BESIDE = {
     "compiler.compile": {"compiler.overlap.overlap"},
-    "compiler.schedules": {"compiler.schedules.text"},
     "config.settings": {"config.deepspeed_json"},
     "runtime.attention": {"runtime.checkpoints"},
     "runtime.call_io": {"runtime.latent"},
