@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
@@ -233,20 +232,6 @@ class SequenceParallelConfig:
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         check_names(section)
         return cls(**section)
-
-    @classmethod
-    def from_deepspeed(cls, config: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:
-        """Read the section of a DeepSpeed configuration.
-
-        Args:
-            config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
-
-        Raises:
-            ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
-        """
-        from .deepspeed_json import DeepSpeedJson  # for those who have such a file
-
-        return cls.from_dict(DeepSpeedJson.read(config).section)
 
     def resolve(
         self, world_size: int, heads: tuple[int, int] | None = None, per_node: int | None = None

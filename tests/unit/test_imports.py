@@ -53,7 +53,6 @@ LATER = {
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
     "runtime.labels": "calls while a profiler is on",
-    "config.deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
@@ -77,7 +76,6 @@ CORE = {
 BASE = {"errors", "compat", "files", "on_devices", "runtime.log", "seams"}
 BESIDE = {
     "compiler.compile": {"compiler.overlap.overlap"},
-    "config.settings": {"config.deepspeed_json"},
     "runtime.attention": {"runtime.checkpoints"},
     "runtime.call_io": {"runtime.latent"},
     "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},
