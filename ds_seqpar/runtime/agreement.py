@@ -63,8 +63,8 @@ def assert_ranks_agree(
         DisagreementError: on all other ranks, and on all if values differ.
         CommunicationError: if a rank does not make the call.
     """
-    for owner in sorted(journals):
-        journals[owner].settle_before(group)
+    for owner in sorted(checkers):
+        checkers[owner].flush_before(group)
     entry, has_error = Entry.of(name, value, call, advice), int(error is not None)
     digest = entry.compared.digest
     among_peers &= peers is not group
@@ -82,10 +82,10 @@ def assert_ranks_agree(
 
 
 class Settles(Protocol):
-    def settle_before(self, group: dist.ProcessGroup | None) -> None: ...
+    def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
 
 
-journals: weakref.WeakValueDictionary[int, Settles] = weakref.WeakValueDictionary()  # by the number of their groups
+checkers: weakref.WeakValueDictionary[int, Settles] = weakref.WeakValueDictionary()  # by the number of their groups
 
 
 def digest_of(*content: object) -> int:

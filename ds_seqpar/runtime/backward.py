@@ -23,8 +23,8 @@ from torch.autograd.function import BackwardCFunction
 from .. import compat
 from . import waits
 from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, digest_of
+from .consistency import ConsistencyChecker
 from .groups import check_thread
-from .journal import Journal
 from .mismatch_hints import of_backward
 
 
@@ -68,16 +68,16 @@ class Calls:
     """Counts the calls of one SequenceParallel that communicate, the same on all its ranks.
 
     Args:
-        journal: what its ranks compare.
+        checker: what its ranks compare.
 
     Attributes:
         layer: which layer of a patched model makes the next call, where that is known.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal, self.count, self.of = journal, 0, (0, tuple[int, ...]())
+    def __init__(self, checker: ConsistencyChecker) -> None:
+        self.checker, self.count, self.of = checker, 0, (0, tuple[int, ...]())
         self.layer: int | None = None
-        groups = journal.groups
+        groups = checker.groups
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
@@ -124,7 +124,7 @@ class Calls:
 
         Args:
             again: agree even where that was done.
-            overlap: as for `Journal.note`.
+            overlap: as for `ConsistencyChecker.note`.
 
         Raises:
             DisagreementError: on all ranks.
@@ -141,8 +141,8 @@ class Calls:
         if again or not is_agreed:
             calls = [other for other in self._to_run(task) if other is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
-            self.journal.note(BACKWARD, order, call=BACKWARD_CALL, advice=of_backward, overlap=overlap)
-            self.journal.settle_after_backward()
+            self.checker.check_deferred(BACKWARD, order, call=BACKWARD_CALL, advice=of_backward, overlap=overlap)
+            self.checker.flush_after_backward()
             _agreed.number, _agreed.left = task, deque(order.calls)
         if call is not None:
             call.task = task

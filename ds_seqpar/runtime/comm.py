@@ -100,7 +100,7 @@ class Comm(Protocol):
 
 
 class Agreement:
-    """What a transport must know of a comparison of ranks that may still run; see `journal`. Here: none runs."""
+    """What a transport must know of a comparison of ranks that may still run; see `consistency`. Here: none runs."""
 
     salt = 0  # below SALTS, of a call's messages: only messages of one salt are taken for one another
 
@@ -436,7 +436,7 @@ def connect(group: Group) -> None:
 class TorchComm:
     """The transport over process groups (gloo or NCCL)."""
 
-    journal = Agreement()  # of the ranks that share the sequence
+    checker = Agreement()  # of the ranks that share the sequence
     first_tag = 0  # of messages
 
     def __init__(self, groups: Groups) -> None:
@@ -452,29 +452,29 @@ class TorchComm:
         self.received_bytes += received
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        self.journal.before_sending()
+        self.checker.before_sending()
         for message in receives:
             self._count(message.kind, message.elements, message.buffer.numel())
         inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with explaining_failure("a transfer", inner):
-            works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt * TAGS ^ self.first_tag)
+            works = start(sends, receives, inner, self.groups.cp_order, self.checker.salt * TAGS ^ self.first_tag)
         handle = self._works("a transfer", inner, works, buffers)
         if start is _batched:
             handle.batch = [work for work, _ in works]
         return handle
 
     def _works(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> Works:
-        return Works(what, group, works, tensors, self.journal.before_waiting)
+        return Works(what, group, works, tensors, self.checker.before_waiting)
 
     def parts_of_all(self, x: Tensor) -> Tensor:
         group = self.groups.sp
         if group is None:
             return x[None]
         gathered = x.new_empty(dist.get_world_size(group), len(x))
-        self.journal.before_sending()
+        self.checker.before_sending()
         with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
-            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group, self.journal)
+            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group, self.checker)
         self._works("the sum of keys over ranks", group, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
@@ -486,9 +486,9 @@ class TorchComm:
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
     ) -> Handle:
         group = self.groups.collectives[ranks].group
-        self.journal.before_sending()
+        self.checker.before_sending()
         with explaining_failure("an all-gather", group):
-            works = _all_gather(received, sent, sizes, group, self.journal)
+            works = _all_gather(received, sent, sizes, group, self.checker)
         self._count(kind, elements, received.numel() - sent.numel())
         return self._works("an all-gather", group, works, [sent, received])
 
@@ -496,17 +496,17 @@ class TorchComm:
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
         group = self.groups.collectives[ranks].group
-        self.journal.before_sending()
+        self.checker.before_sending()
         with explaining_failure("an all-to-all", group):
-            works = _all_to_all(received, sent, sizes, group, self.journal)
+            works = _all_to_all(received, sent, sizes, group, self.checker)
         self._count(kind, elements, received.numel())
         return self._works("an all-to-all", group, works, [sent, received])
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
         group, incoming = self.groups.ulysses, sizes[1]
-        self.journal.before_sending()
+        self.checker.before_sending()
         with explaining_failure("the Ulysses all-to-all", group):
-            works = _all_to_all(received, sent, sizes, group, self.journal, SENDS_AHEAD)
+            works = _all_to_all(received, sent, sizes, group, self.checker, SENDS_AHEAD)
         others = sum(incoming) - incoming[dist.get_rank(group)]
         self._count(kind, others, others * received.element_size())
         return self._works("the Ulysses all-to-all", group, works, [sent, received])
@@ -521,7 +521,7 @@ class OneRing(TorchComm):
     first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange
 
     def __init__(self, comm: TorchComm) -> None:
-        self.comm, self.journal, self.received = comm, comm.journal, comm.received
+        self.comm, self.checker, self.received = comm, comm.checker, comm.received
         self.early = 0
         if self.groups.made:  # at the first look, for which all ranks are here
             connect(self.groups.inner)

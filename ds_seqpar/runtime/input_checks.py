@@ -158,7 +158,7 @@ def agree_on_inputs(
     """Check the inputs of a call on this rank, and compare them between the ranks that share the sequence. Collective.
 
     Args:
-        overlap: As for `Journal.note`.
+        overlap: As for `ConsistencyChecker.note`.
 
     Raises:
         InputError, ConfigError, KernelError, DisagreementError: On all of these ranks, if one of them got inputs that
@@ -185,7 +185,7 @@ def agree_on_inputs(
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
     with compat.without_torch_func():
-        runtime.journal.note(
+        runtime.checker.check_deferred(
             COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention, overlap=overlap,
             device=getattr(q, "device", None),
         )  # fmt: skip

@@ -280,7 +280,7 @@ def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: 
     work = (_InOrder if ordered else _AtOnce)(bound, local[0], local[1], reach)
     with all_digits(states.device.type):
         Walk(bound, _StatesCall(work), peers.comm).run()
-        peers.journal.before_waiting()
+        peers.checker.before_waiting()
         entering = work.entering()
     return entering.flip(1) if reverse else entering
 
@@ -439,7 +439,7 @@ def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tens
     sent = torch.cat(parts, -1).view(-1)
     received = sent.new_empty(sum(sizes[inward]))
     runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
-    runtime.journal.before_waiting()
+    runtime.checker.before_waiting()
     if inward:
         arrived = received.view(sum(tokens), batch, sum(widths)).split(widths, -1)
         return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))

@@ -62,7 +62,7 @@ LATER = {
     "runtime.kernels.triton_ops": "calls on GPUs, where there is Triton",
 }
 # what knows nothing of schedules
-TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}
+TRANSPORT = {"comm", "groups", "devices", "agreement", "consistency", "process_exit", "profiling", "kernels"}
 # The core: what computes attention of each schedule that follows from a ring or a mesh. It is to import itself and BASE
 # alone; what it imports beside is listed, and the list may only shrink.
 FOLDERS = ("compiler.sharding", "compiler.program", "compiler.tiles")
@@ -85,7 +85,7 @@ BESIDE = {
     "runtime.kernels": {"runtime.kernels.flash"},
     "runtime.kernels.accumulate": {"runtime.kernels.fused"},
     "runtime.runtime": {
-        *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.journal"),
+        *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.consistency"),
         "runtime.kernels.fused",
     },
     "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},

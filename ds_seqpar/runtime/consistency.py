@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import SeqParError, as_seqpar_error
-from .agreement import Advice, Comparison, Entry, digest_of, failures, journals, raise_difference
+from .agreement import Advice, Comparison, Entry, checkers, digest_of, failures, raise_difference
 from .comm import SALTS, Agreement, end_later, end_unfinished
 from .devices import communicator_device
 from .groups import Groups
@@ -43,7 +43,7 @@ class _Look(NamedTuple):
     judge: Judge
 
 
-class Journal(Agreement):
+class ConsistencyChecker(Agreement):
     """The comparisons of the ranks that share a sequence.
 
     Args:
@@ -66,9 +66,9 @@ class Journal(Agreement):
         self._looks: list[_Look] = []
         self._at_exit: weakref.finalize | None = None
         if groups is not None:
-            journals[groups.number] = self
+            checkers[groups.number] = self
 
-    def agree(
+    def check_now(
         self, name: str, value: object, *, error: SeqParError | None = None, number: int = 0, call: str = "",
         advice: Advice | None = None,
     ) -> int:  # fmt: skip
@@ -76,7 +76,7 @@ class Journal(Agreement):
         entry = Entry.of(name, value, call, advice)
         return self._begin(entry, self._prepare(entry) or error, number)()
 
-    def note(
+    def check_deferred(
         self, name: str, value: object, *, error: SeqParError | None = None, call: str = "",
         advice: Advice | None = None, overlap: bool = False, device: torch.device | None = None, like: object = None,
     ) -> None:  # fmt: skip
@@ -105,7 +105,7 @@ class Journal(Agreement):
         else:
             end()
 
-    def later(self, x: Tensor, judge: Judge) -> None:
+    def check_values(self, x: Tensor, judge: Judge) -> None:
         """Copy a tensor to the CPU, and judge its values once they are there.
 
         It happens when what was compared last is compared again, as in the next forward, and else in the last `settle`
@@ -121,7 +121,7 @@ class Journal(Agreement):
         self._looks.append(_Look(self._last, copy, arrived, judge))
         self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
 
-    def settle(self, *, last: bool = False) -> None:
+    def flush(self, *, last: bool = False) -> None:
         """Compare what was noted, and wait for the other ranks. Call it on all of them at the end of a step.
 
         Args:
@@ -135,15 +135,15 @@ class Journal(Agreement):
             self._begin(END, error)()
         self._before = 0
 
-    def settle_after_backward(self) -> None:
+    def flush_after_backward(self) -> None:
         """Call `settle` when the graph task ends in which this is called, where calls are noted."""
         if self.notes_on is not None and compat.graph_task() >= 0:
-            compat.after_backward(self.settle)
+            compat.after_backward(self.flush)
 
-    def settle_before(self, group: dist.ProcessGroup | None) -> None:
+    def flush_before(self, group: dist.ProcessGroup | None) -> None:
         """Call `settle` before a comparison in another group, where some ranks would wait for those that wait here."""
         if self._entries and self.groups is not None and self.groups.control is not group:
-            self.settle()
+            self.flush()
 
     def before_sending(self) -> None:
         """End the comparison that was begun, where messages must not leave before."""
