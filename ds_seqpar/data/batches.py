@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
+from ..fingerprint import Fingerprint
 from ..on_devices import to_device
 from ..runtime import mismatch_hints
-from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, digest_of, rank_values
+from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, rank_values
 from ..runtime.log import log_once
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
@@ -462,5 +463,5 @@ def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
     They must be equal on all ranks of a sequence.
     """
     if isinstance(batch, list):  # an object's repr may have its address
-        return {"rows": f"{len(batch)} {digest_of(re.sub(' at 0x[0-9a-f]+', '', repr(batch))):x}"}
+        return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-f]+', '', repr(batch)))}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

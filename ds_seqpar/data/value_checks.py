@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, SeqParError
+from ..fingerprint import Fingerprint
 from ..runtime.consistency import ConsistencyChecker
 
 Judge = Callable[[list[int]], SeqParError | None]  # values -> the error that they are; None where all is right
@@ -118,7 +118,7 @@ def device_digest(x: Tensor) -> Tensor:
 def fingerprint_of(x: Tensor) -> str:
     """Return dtype and shape of a tensor, and a digest of its values, which are read."""
     content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+    return f"{describe(x)} {Fingerprint.of_bytes(content)}"
 
 
 def describe(x: object) -> str:

@@ -100,8 +100,8 @@ def of_attention(by_rank: Mapping[int, Fields]) -> str:
 
 
 def of_backward(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause where ranks run other calls' backward, or run them in another order."""
-    fewest, *others = sorted((set(fields) for fields in by_rank.values()), key=len)
-    if any(fewest < calls for calls in others):
-        return f"some run fewer calls: {LEFT_OUT}"
-    return "losses come in another order, as those of a set of names do: go through a list, the same on every rank"
+    """Return the causes where ranks run other calls' backward, or run them in another order."""
+    return (
+        "losses come in another order, as those of a set of names do (go through a list, the same on every rank), or "
+        f"one leaves a call out ({LEFT_OUT})"
+    )

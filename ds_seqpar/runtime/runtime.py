@@ -22,7 +22,6 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.workspace import planned_kernel
 from ..config.settings import SequenceParallelConfig
-from ..errors import DisagreementError
 from .agreement import Compared
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
@@ -78,8 +77,6 @@ class Runtime:
     ) -> None:  # fmt: skip
         self.checker = ConsistencyChecker(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
         self.calls = Calls(self.checker)
-        if isinstance(comm, TorchComm):
-            comm.checker = self.checker
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -194,21 +191,15 @@ class Runtime:
         Returns:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
-        count = self.calls.count
         name = self.call_name
         self.calls.follow(name, q.shape)
         if self.finite is not None:
             tensors = {"q": q, "k": k, "v": v}
             self.finite.begin(f"{name} (call {self.calls.count})", tensors, settings.scores, sinks)
-        try:
-            common = None
-            if self.takes_common_off(q.dtype, settings):
-                common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
-            results = self.forward_walk(q, k, v, sinks, settings, common).run()
-            self.checker.before_waiting()  # a rank may have nothing to send
-        except DisagreementError:
-            self.calls.count = count  # the call is none, as on ranks that did not come here
-            raise
+        common = None
+        if self.takes_common_off(q.dtype, settings):
+            common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+        results = self.forward_walk(q, k, v, sinks, settings, common).run()
         self.agree_on_finite()
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
@@ -226,12 +217,11 @@ class Runtime:
         Returns:
             [dq, dk, dv], and with sinks their gradient.
         """
-        self.calls.enter(overlap=True)
+        self.calls.enter()
         if self.finite is not None:
             self.finite.begin(self.calls.name_of_current(), local, settings.scores, sinks)
         common = common if self.takes_common_off(local["do"].dtype, settings) else None
         results = self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
-        self.checker.before_waiting()
         self.agree_on_finite()
         return results
 

@@ -173,7 +173,7 @@ class _FromShard(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.shard_spec.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
+        ctx.shard_spec.sp.calls.enter()  # else a rank that gathers something now would hang
         return shard_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
 
 
@@ -192,7 +192,7 @@ class _Sum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.sp.calls.enter(again=True)
+        ctx.sp.calls.enter()
         return grad * ctx.sp.size, None
 
 

@@ -15,6 +15,7 @@ OWN_ROOM = {
     "ds_seqpar.compat": "errors",
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
+    "ds_seqpar.fingerprint": "errors",
     "ds_seqpar.on_devices": "errors",
     "ds_seqpar.runtime.log": "errors",
     "ds_seqpar.__main__": "cli",
@@ -72,7 +73,7 @@ CORE = {
     *(f"runtime.{name}" for name in ("attention", "buffers", "call_io", "comm", "devices", "groups", "input_checks")),
     *(f"runtime.{name}" for name in ("kernels.accumulate", "kernels.reference", "runtime", "walk", "work")),
 }
-BASE = {"errors", "compat", "files", "on_devices", "runtime.log"}
+BASE = {"errors", "compat", "files", "fingerprint", "on_devices", "runtime.log"}
 BESIDE = {
     "compiler.compile": {"compiler.overlap.overlap"},
     "compiler.schedules": {"compiler.schedules.text"},
