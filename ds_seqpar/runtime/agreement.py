@@ -90,13 +90,8 @@ class Compared:
     """A value in the form in which ranks compare it: its fields and their fingerprint."""
 
     def __init__(self, name: str, value: object) -> None:
-        self.name, self._fields = name, fields_of(value)
-        self.fingerprint = Fingerprint.of(name, sorted(self._fields.items()))
-
-    @property
-    def fields(self) -> Fields:
-        """The fields by name, read only where ranks differ."""
-        return self._fields
+        self.name, self.fields = name, fields_of(value)
+        self.fingerprint = Fingerprint.of(name, sorted(self.fields.items()))
 
 
 class Entry(NamedTuple):

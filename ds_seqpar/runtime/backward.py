@@ -17,14 +17,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .. import compat
-from ..fingerprint import Fingerprint
 from . import waits
-from .agreement import BACKWARD, LEFT_OUT, Compared, Fields
+from .agreement import BACKWARD, LEFT_OUT
 from .consistency import ConsistencyChecker
 from .groups import check_thread
 from .mismatch_hints import of_backward
 
-MOST_CALLS = 1 << 15  # that are remembered: more than wait for their backward at a time
+MOST_CALLS = 1 << 14  # that are remembered: more than wait for their backward at a time
 BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # named where a rank does not run it
 
 
@@ -32,19 +31,26 @@ class _Call(NamedTuple):
     """A call that communicates."""
 
     made: int  # the number of autograd's next node when it was made
-    number: int  # among the calls of its SequenceParallel
+    of: int  # the number of its SequenceParallel
+    number: int  # among the calls of that
     what: str  # for errors
-    shape: tuple[int, ...] = ()  # for errors
-    layer: int | None = None  # of a patched model
+    shape: tuple[int, ...]  # for errors
+    layer: int | None  # of a patched model
 
     @property
     def place(self) -> str:
         """What it is to a reader of a report."""
         return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
 
+    def __repr__(self) -> str:
+        """Return its name in errors, which is unique."""
+        shape = f", of {self.shape}" if self.shape else ""
+        of = f", of SequenceParallel {self.of}" if self.of > 1 else ""  # most programs have one
+        return f"{self.what} (call {self.number}{shape}{of})"
+
 
 class Calls:
-    """Counts the calls of one SequenceParallel that communicate, the same on all its ranks.
+    """Counts the calls of one SequenceParallel that communicate, and orders their backward, the same on all its ranks.
 
     Args:
         checker: what its ranks compare.
@@ -77,7 +83,7 @@ class Calls:
             return
         self.enter(sends)
         self.count += 1
-        waits.call = call = _Call(compat.next_node(), self.count, name, tuple(shape), layer)
+        waits.call = call = _Call(compat.next_node(), self.of[0], self.count, name, tuple(shape), layer)
         if compat.graph_task() < 0:
             self._outermost = -1  # also where a backward has raised
             if self._calls and self._calls[-1].made > call.made:
@@ -111,8 +117,13 @@ class Calls:
                 self._entered = task, node
                 self._order += [waits.call] if waits.call else []
         if sends and self._order:
-            order, self._order = _Order(self._order, self.of[0], self.count), []
-            self.checker.check_deferred(BACKWARD, order, call=BACKWARD_CALL, advice=of_backward)
+            order, self._order = self._order, []
+            outermost, self._outermost = self._outermost, -1  # which it stays where this raises
+            self.checker.check_deferred(
+                BACKWARD, {str(place): call for place, call in enumerate(order)}, call=BACKWARD_CALL,
+                advice=of_backward, like=[(call.of, self.count - call.number) for call in order],
+            )  # fmt: skip
+            self._outermost = outermost
 
     def name_of_current(self) -> str:
         """Return the name of the call whose backward runs, for errors."""
@@ -129,28 +140,3 @@ class Calls:
         self._outermost, self._order = -1, []
         if self.checker.defers_on is not None:
             self.checker.flush()
-
-
-class _Order(Compared):
-    """Calls in the order of their backward, as ranks compare them.
-
-    Args:
-        calls: the calls.
-        of: the number of their SequenceParallel.
-        last: the number of its last call.
-    """
-
-    def __init__(self, calls: list[_Call], of: int, last: int) -> None:
-        self.name, self.calls, self.of, self.last = BACKWARD, calls, of, last
-        # counted back from the last call, so that steps alike have fingerprints alike
-        self.fingerprint = Fingerprint.of(BACKWARD, of, [last - call.number for call in calls])
-
-    @property
-    def fields(self) -> Fields:
-        return {str(place): self._named(call) for place, call in enumerate(self.calls)}
-
-    def _named(self, call: _Call) -> str:
-        """Return a call's name in errors, which is unique."""
-        shape = f", of {call.shape}" if call.shape else ""
-        of = f", of SequenceParallel {self.of}" if self.of > 1 else ""  # most programs have one
-        return f"{call.what} (call {call.number} of {self.last}{shape}{of})"

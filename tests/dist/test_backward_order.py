@@ -2,11 +2,12 @@
 
 import threading
 
+import pytest
 import torch
 from torch.autograd import Function
 
 from tests import oracle
-from tests.dist.ranks import WRONG, is_one_sentence, leaves, make, refusal
+from tests.dist.ranks import WRONG, is_one_sentence, leaves, make, on_devices, refusal
 from tests.launch import on_each_of
 from tests.words import missing
 
@@ -28,15 +29,22 @@ def loss_of(sp, seq=16):
     return sp.attention(*given_to(sp, seq)).square().sum()
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("made", [make, on_devices])
 @on_each_of(2)
-def test_losses_in_another_order_on_a_rank():
-    """By a set of names, say; of one shape and of others, where gloo would end the process."""
+def test_losses_in_another_order_on_a_rank(made, known):
+    """By a set of names, say; of one shape and of others, where gloo would end the process. On devices the order may be
+    one that ranks had before; they are told before `backward` returns."""
     for settings in ({}, {"ulysses": 2}):
-        sp = make(size=2, **settings)
-        for at, seq in enumerate((16, 32)):
+        sp, count = made(size=2, **settings), 0
+        for seq in (16, 32):
             losses = [loss_of(sp, 16), loss_of(sp, seq)]
+            if known:
+                for loss in (*losses, *losses[::-1]):
+                    loss.backward(retain_graph=True)
+            count += 2
             first, second = (
-                f"attention (call {2 * at + number} of {2 * at + 2}, of (1, {tokens // 2}, 4, 8)"
+                f"attention (call {count - 2 + number}, of (1, {tokens // 2}, 4, 8)"
                 for number, tokens in ((1, 16), (2, seq))
             )
             words = (

@@ -11,11 +11,10 @@ from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.errors import InputError
 from ds_seqpar.runtime import consistency
 from ds_seqpar.runtime.agreement import assert_ranks_agree
-from ds_seqpar.runtime.comm import TorchComm
 from ds_seqpar.runtime.consistency import ConsistencyChecker
 from ds_seqpar.runtime.input_checks import COMPARED
 from tests import oracle
-from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, refusal
+from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, on_devices, refusal
 from tests.launch import on_each_of
 from tests.words import missing
 
@@ -118,30 +117,6 @@ def test_every_rank_is_told_before_anything_is_computed_of_it(ulysses):
     assert_told(sp)
     assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count])).unique()) == 1  # which errors name calls by
     assert attention_error(sp) < 1e-10
-
-
-class Sent:
-    def wait(self): ...
-
-
-class OnDevice(TorchComm):
-    """Messages that a device sends: no host waits for them. What arrives is of no use here."""
-
-    def post(self, *messages):
-        return Sent()
-
-    all_gather = all_to_all = exchange = post
-
-    def parts_of_all(self, x):
-        return x.expand(2, -1)
-
-
-def on_devices(**config):
-    """A SequenceParallel whose ranks compare as those on accelerators do."""
-    sp = make(**config)
-    sp.comm.__class__ = OnDevice
-    sp.checker.defers_on = "cpu"
-    return sp
 
 
 @pytest.mark.parametrize("known", [False, True])
