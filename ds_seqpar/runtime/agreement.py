@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,8 +43,8 @@ def assert_ranks_agree(
         group: a group that carries CPU tensors; None for this rank alone.
         name: of the value, in errors; the same on all ranks.
         value: what must be the same, by repr, on all ranks of the group, or with `among_peers` on those of `peers`.
-            Mappings, dataclasses, and lists and tuples of them are compared field by field, and an error names the
-            fields that differ. A value that is compared often may be passed as `Compared`.
+            Mappings, dataclasses and lists of them are compared field by field, and an error names the fields that
+            differ. A value that is compared often may be passed as `Compared`.
         error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
         number: a number whose maximum is needed, on all ranks or on none.
         peers: this rank's part of the group, whose ranks first check that all of them make this call, and that none is
@@ -186,25 +186,16 @@ def rank_values(group: dist.ProcessGroup, value: object, call: str) -> str:
     return _grouped({rank: text for rank, (_, text) in enumerate(values)})
 
 
-def fields_of(value: object) -> Fields:
-    """Return the repr of each field that is compared by itself, by name. A tuple inside is one field, as shapes are."""
-    return dict(_fields(value))
-
-
-def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+def fields_of(value: object, name: str = "") -> Fields:
+    """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, list):
         value = {f"[{number}]": item for number, item in enumerate(value)}
-    if isinstance(value, tuple) and not name and not all(isinstance(item, int) for item in value):
-        value = {str(number): item for number, item in enumerate(value)}  # not shown: see _named
-        yield from ((name, item) for name, item in value.items() if isinstance(item, str))  # as "causal=True"
-        value = {name: item for name, item in value.items() if not isinstance(item, str)}
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _fields(item, f"{name} {key}".strip())
-    else:
-        yield name, repr(value)
+    if not isinstance(value, Mapping):
+        return {name: repr(value)}
+    inner = [fields_of(item, f"{name} {key}".strip()) for key, item in value.items()]
+    return {field: text for fields in inner for field, text in fields.items()}
 
 
 def raise_difference(

@@ -34,7 +34,6 @@ class _Call(NamedTuple):
     of: int  # the number of its SequenceParallel
     number: int  # among the calls of that
     what: str  # for errors
-    shape: tuple[int, ...]  # for errors
     layer: int | None  # of a patched model
 
     @property
@@ -44,9 +43,8 @@ class _Call(NamedTuple):
 
     def __repr__(self) -> str:
         """Return its name in errors, which is unique."""
-        shape = f", of {self.shape}" if self.shape else ""
         of = f", of SequenceParallel {self.of}" if self.of > 1 else ""  # most programs have one
-        return f"{self.what} (call {self.number}{shape}{of})"
+        return f"{self.what} (call {self.number}{of})"
 
 
 class Calls:
@@ -70,12 +68,11 @@ class Calls:
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
-    def follow(self, name: str, shape: tuple[int, ...] = (), sends: bool = True) -> None:
+    def follow(self, name: str, sends: bool = True) -> None:
         """Count a call. Call it in the forward of an autograd function, before anything is sent.
 
         Args:
             name: of the call, for errors.
-            shape: of its tensor, for errors.
             sends: whether the forward sends anything; a replay does not.
         """
         layer, self.layer = self.layer, None
@@ -83,7 +80,7 @@ class Calls:
             return
         self.enter(sends)
         self.count += 1
-        waits.call = call = _Call(compat.next_node(), self.of[0], self.count, name, tuple(shape), layer)
+        waits.call = call = _Call(compat.next_node(), self.of[0], self.count, name, layer)
         if compat.graph_task() < 0:
             self._outermost = -1  # also where a backward has raised
             if self._calls and self._calls[-1].made > call.made:

@@ -174,7 +174,7 @@ def _reason(message: str, wait: Wait) -> str:
         )
     if LOST.search(message) and (cause := ended()) is not None:
         return f"failed because another rank ended: rank {cause.rank}, by {cause.sentence}"
-    if LOST.search(message) and wait.awaited is None:
+    if LOST.search(message) and wait.awaited is None and len(wait.ranks()) != 1:
         return "failed because another rank ended or gave up: see what that one says"
     if LOST.search(message):
         return (

@@ -236,7 +236,7 @@ class Entering(torch.autograd.Function):
         ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
     ) -> Tensor:
         replayed = checkpoints.replayed()
-        peers.calls.follow(name, states.shape, sends=replayed is None)
+        peers.calls.follow(name, sends=replayed is None)
         if replayed is None:
             replayed = (_fold(peers, segments, reach, states, maps, reverse=False),)
             checkpoints.save(replayed)
@@ -412,7 +412,7 @@ class ExchangeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
-        runtime.calls.follow(HEADS, xs[0].shape)
+        runtime.calls.follow(HEADS)
         ctx.exchange = runtime, tokens, inward
         return _exchanged(runtime, tokens, inward, xs)
 

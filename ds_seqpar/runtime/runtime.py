@@ -192,7 +192,7 @@ class Runtime:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
         name = self.call_name
-        self.calls.follow(name, q.shape)
+        self.calls.follow(name)
         if self.finite is not None:
             tensors = {"q": q, "k": k, "v": v}
             self.finite.begin(f"{name} (call {self.calls.count})", tensors, settings.scores, sinks)

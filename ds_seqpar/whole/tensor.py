@@ -167,7 +167,7 @@ class _FromShard(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
         ctx.shard_spec = shard_spec
-        shard_spec.sp.calls.follow(f"whole {shard_spec.name}", (shard_spec.rows, shard_spec.tokens, *shard.shape[2:]))
+        shard_spec.sp.calls.follow(f"whole {shard_spec.name}")
         return WholeTensor(shard.detach(), shard_spec)
 
     @staticmethod
