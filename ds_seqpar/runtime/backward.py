@@ -21,18 +21,20 @@ from . import waits
 from .agreement import BACKWARD, LEFT_OUT
 from .consistency import ConsistencyChecker
 from .groups import check_thread
-from .mismatch_hints import of_backward
 
 MOST_CALLS = 1 << 14  # that are remembered: more than wait for their backward at a time
 BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # named where a rank does not run it
+WHY = (
+    "losses come in another order, as those of a set of names do (go through a list, the same on every rank), or one "
+    f"leaves a call out ({LEFT_OUT})"
+)
 
 
 class _Call(NamedTuple):
     """A call that communicates."""
 
     made: int  # the number of autograd's next node when it was made
-    of: int  # the number of its SequenceParallel
-    number: int  # among the calls of that
+    number: int  # among the calls of its SequenceParallel
     what: str  # for errors
     layer: int | None  # of a patched model
 
@@ -40,11 +42,6 @@ class _Call(NamedTuple):
     def place(self) -> str:
         """What it is to a reader of a report."""
         return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
-
-    def __repr__(self) -> str:
-        """Return its name in errors, which is unique."""
-        of = f", of SequenceParallel {self.of}" if self.of > 1 else ""  # most programs have one
-        return f"{self.what} (call {self.number}{of})"
 
 
 class Calls:
@@ -80,7 +77,7 @@ class Calls:
             return
         self.enter(sends)
         self.count += 1
-        waits.call = call = _Call(compat.next_node(), self.of[0], self.count, name, layer)
+        waits.call = call = _Call(compat.next_node(), self.count, name, layer)
         if compat.graph_task() < 0:
             self._outermost = -1  # also where a backward has raised
             if self._calls and self._calls[-1].made > call.made:
@@ -116,10 +113,8 @@ class Calls:
         if sends and self._order:
             order, self._order = self._order, []
             outermost, self._outermost = self._outermost, -1  # which it stays where this raises
-            self.checker.check_deferred(
-                BACKWARD, {str(place): call for place, call in enumerate(order)}, call=BACKWARD_CALL,
-                advice=of_backward, like=[(call.of, self.count - call.number) for call in order],
-            )  # fmt: skip
+            calls = {str(place): self._named(call) for place, call in enumerate(order)}
+            self.checker.check_deferred(BACKWARD, calls, call=BACKWARD_CALL, advice=lambda by_rank: WHY)
             self._outermost = outermost
 
     def name_of_current(self) -> str:
@@ -131,6 +126,13 @@ class Calls:
         """Return the call by which autograd's current node is known, None where it was made after all calls."""
         at = bisect.bisect_right(self._calls, compat.number_of(compat.autograd_node()), key=lambda call: call.made)
         return self._calls[at] if at < len(self._calls) else None
+
+    def _named(self, call: _Call) -> str:
+        """Return the name by which ranks compare a call. It is counted back from the last one: of those that failed a
+        rank may have made more than another, and steps alike have names alike."""
+        of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
+        back = self.count - call.number
+        return f"{call.what}{of}, the last call{back and f' but {back}' or ''}"
 
     def _leave(self) -> None:
         """End the outermost graph task, before `backward` returns."""

@@ -177,11 +177,7 @@ class Agreement:
         if batch is None:
             name, advice = "model inputs", mismatch_hints.of_models
         value = {**(batch.fields if batch else {}), **like}
-        if seed:
-            number = seed if self.sp.rank == 0 else 0
-            seed = checker.check_now(name, value, error=error, number=number, call=FORWARD, advice=advice)
-        else:
-            checker.check_deferred(name, value, error=error, call=FORWARD, advice=advice, like=like)
+        seed = self._compare(name, value, like, seed, advice, error)
         checks.post(checker)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
@@ -189,16 +185,21 @@ class Agreement:
 
     def agree_on_step(self, inputs: Mapping[str, Any], sources: list[Any], batch: ValueChecks) -> int:
         """Agree on a decode step. For `sources`, `batch` and what is returned see `agree`."""
-        checker, name, seed = self.sp.checker, "tokens of a decode step", dropout.prepare_and_seed(sources, shared=True)
+        seed = dropout.prepare_and_seed(sources, shared=True)
         like = {"shape": tuple(tokens_of(inputs).shape), "dropout": dropout.describe_modules(sources)}
-        value = {**batch.fields, **like}
-        if seed:
-            number = seed if self.sp.rank == 0 else 0
-            seed = checker.check_now(name, value, number=number, call=FORWARD, advice=_advice_of_step)
-        else:
-            checker.check_deferred(name, value, call=FORWARD, advice=_advice_of_step, like=like)
-        batch.post(checker)
+        seed = self._compare("tokens of a decode step", {**batch.fields, **like}, like, seed, _advice_of_step)
+        batch.post(self.sp.checker)
         return seed
+
+    def _compare(
+        self, name: str, value: object, like: object, seed: int, advice: Advice, error: SeqParError | None = None
+    ) -> int:
+        """Compare a value, now if there is noise. Return the seed of the sequence's first rank, 0 without noise."""
+        checker, number = self.sp.checker, seed if self.sp.rank == 0 else 0
+        if seed:
+            return checker.check_now(name, value, error=error, number=number, call=FORWARD, advice=advice)
+        checker.check_deferred(name, value, error=error, call=FORWARD, advice=advice, like=like)
+        return 0
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
         """Return the sentence for a module that took a patched one's place; "" where there is none."""
