@@ -131,8 +131,8 @@ class Calls:
         """Return the name by which ranks compare a call. It is counted back from the last one: of those that failed a
         rank may have made more than another, and steps alike have names alike."""
         of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
-        back = self.count - call.number
-        return f"{call.what}{of}, the last call{back and f' but {back}' or ''}"
+        last = "the last call" if call.number == self.count else f"the last call but {self.count - call.number}"
+        return f"{call.what}{of}, {last}"
 
     def _leave(self) -> None:
         """End the outermost graph task, before `backward` returns."""
