@@ -14,7 +14,7 @@ from .. import compat
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from ..fingerprint import Fingerprint
 from . import profiling
-from .comm import explaining_failure
+from .comm import all_reduce_max, explaining_failure
 from .process_exit import printed_by
 
 Fields = dict[str, str]
@@ -124,13 +124,6 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Return the maximum over ranks of each number, an integer of at most 63 bits."""
-    maxima = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    return maxima.tolist()
-
-
 FAILED = 2**63 - 1  # no fingerprint, nor the negative of one
 
 
@@ -156,8 +149,9 @@ def _maxima(group: dist.ProcessGroup | None, numbers: Sequence[int], subject: st
     if group is None or _size(group) == 1:
         return numbers
     # a selective checkpoint would look for the tensors' operations among those that it saved
-    with profiling.span(f"agree on {subject}"), compat.without_dispatch_modes(), explaining_failure(subject, group):
-        return all_reduce_max(numbers, group)
+    span = profiling.span(f"agree on {subject}")
+    with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
+        return all_reduce_max(numbers, group, wait)
 
 
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:

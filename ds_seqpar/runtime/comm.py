@@ -174,7 +174,7 @@ def _reason(message: str, wait: Wait) -> str:
         )
     if LOST.search(message) and (cause := ended()) is not None:
         return f"failed because another rank ended: rank {cause.rank}, by {cause.sentence}"
-    if LOST.search(message) and wait.awaited is None and len(wait.ranks()) != 1:
+    if LOST.search(message) and wait.awaited is None:
         return "failed because another rank ended or gave up: see what that one says"
     if LOST.search(message):
         return (
@@ -182,6 +182,43 @@ def _reason(message: str, wait: Wait) -> str:
             "must, not only rank 0; see what that one says, and if it says nothing, why it does not come here"
         )
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
+
+
+AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
+DIRECT = 4  # ranks that tell one another, so that each knows which one does not
+
+
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
+    """Return the maximum over ranks of each number. Few ranks tell one another; more of them tell the first one, which
+    answers.
+
+    It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks, and whose messages
+    go round a ring over gloo.
+
+    Args:
+        numbers: integers of at most 63 bits, as many on all ranks.
+        group: a group that carries CPU tensors.
+        wait: is told which rank is waited for.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    answers = rank == 0 and size > DIRECT
+    peers = [(rank - distance) % size for distance in range(1, size)] if answers or size <= DIRECT else [0]
+    maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
+    receives: list[Any] = [
+        dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG) for x, peer in zip(maxima[1:], peers, strict=True)
+    ]
+
+    def send(x: Tensor) -> list[Any]:
+        return [dist.isend(x, group=group, group_dst=peer, tag=AGREEMENT_TAG) for peer in reversed(peers)]
+
+    sends = [] if answers else send(maxima[0])
+    for peer, work in zip(peers, receives, strict=True):
+        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first rank may wait for any other
+        work.wait()
+    found = maxima.amax(0)
+    for work in sends or send(found):  # a send completes once its receiver takes part
+        work.wait()
+    return found.tolist()
 
 
 def _one_by_one(

@@ -48,9 +48,9 @@ class Wait:
 
     def whom(self) -> str:
         """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
-        ranks = self.ranks()
-        if self.awaited is None and len(ranks) != 1:
+        if self.awaited is None or self.group is None:
             return "another rank"
+        ranks = self.ranks()
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the {len(ranks)} ranks up to rank {ranks[0]}"
 
     def ranks(self) -> list[int]:

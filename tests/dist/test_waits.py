@@ -14,7 +14,7 @@ from tests.dist.ranks import SECONDS, is_one_sentence, make, refusal
 from tests.launch import on_each_of, on_ranks
 from tests.words import missing
 
-PATIENCE, LATE = 1.0, 1
+PATIENCE, LATE = 1.0, 2
 
 
 def said_while(call):
@@ -24,7 +24,7 @@ def said_while(call):
     return said.getvalue().splitlines()
 
 
-@on_each_of(2, keep=None)
+@on_each_of(4, keep=None)
 def test_who_waits_long_says_for_whom_once_and_goes_on():
     waits.PATIENCE = PATIENCE
     sp, late, found = make(), dist.get_rank() == LATE, []
@@ -41,7 +41,10 @@ def test_who_waits_long_says_for_whom_once_and_goes_on():
     assert again == []  # once for each kind of call
     assert missing(other, "in sp.loader for rank") == []
     assert not waits._now
-    assert waits.Wait("a call", sp.groups.control).whom() == f"rank {LATE}"
+    wait = waits.Wait("a call", sp.groups.control)
+    assert wait.whom() == "another rank"
+    wait.awaited = 1, 3  # of ranks that lie up to rank 1, round the end: 3, 0, 1
+    assert wait.whom() == "one of the 3 ranks up to rank 1"
 
 
 def ended(rank, call):
