@@ -206,9 +206,8 @@ class Sharding:
             compared |= {"shape beside the tokens": other_dims, **_dtype_and_device(x)}
         if placement is not None:
             compared["placement"] = str(placement)
-        compare = (
-            self.checker.check_now if placement is None else self.checker.check_deferred
-        )  # then only ranks know the length
+        # without a placement only the ranks together know the length
+        compare = self.checker.check_now if placement is None else self.checker.check_deferred
         compare("tensor to gather", compared, error=error, call="gather")
         if placement is None:
             seq = x.shape[dim] * self.size

@@ -171,15 +171,6 @@ def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str
     return total.tolist()
 
 
-def rank_values(group: dist.ProcessGroup, value: object, call: str) -> str:
-    """Return the value of each rank, for a sentence: "ranks 0-2: 4; rank 3: 2".
-
-    Collective and slow; call it after an agreement, so that all ranks make the call.
-    """
-    values = all_gather_objects(group, (call, str(value)))
-    return _grouped({rank: text for rank, (_, text) in enumerate(values)})
-
-
 def fields_of(value: object, name: str = "") -> Fields:
     """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
