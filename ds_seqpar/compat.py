@@ -106,9 +106,9 @@ def _raise_missing(name: str, breaks: str, *_: object, **__: object) -> NoReturn
 _BACKWARD = "the order of backward, which ranks agree on,"
 graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 outside of backward
 autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
-will_be_executed = private("torch:_C._will_engine_execute_node", _BACKWARD)
+next_node = private("torch:_C._autograd._get_sequence_nr", _BACKWARD)  # the number of the next node of this thread
+_number = attribute("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
 after_backward = private("torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD)  # of the graph task
-sequence_number = private("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
 without_dispatch_modes = private("torch:_C._DisableTorchDispatch", "a comparison of ranks inside a checkpoint")
 dispatch_modes = private("torch:_C._len_torch_dispatch_stack", "attention inside a selective checkpoint")
 in_torch_func = private("torch:_C._are_functorch_transforms_active", "the refusal of torch.func's transforms")
@@ -127,6 +127,11 @@ def is_profiling() -> bool:
         return profiler._is_profiler_enabled
     except AttributeError:
         raise missing("torch.autograd.profiler:_is_profiler_enabled", "telling whether a profiler is on") from None
+
+
+def number_of(node: Any) -> int:
+    """Return the number of an autograd node, in the order in which its thread made them."""
+    return _number(node)()
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:

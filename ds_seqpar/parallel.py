@@ -105,7 +105,7 @@ class SequenceParallel(Sharding):
         self.comm = TorchComm(created)
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank, measured)
-        self.calls, self.journal = self.runtime.calls, self.runtime.journal
+        self.calls, self.checker = self.runtime.calls, self.runtime.checker
         self.watched = watch(self.config)
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
@@ -122,7 +122,7 @@ class SequenceParallel(Sharding):
             SeqParError: What was still to be compared differs, or a device says only now that a tensor was wrong.
         """
         try:
-            self.journal.settle(last=True)
+            self.checker.flush(last=True)
         finally:
             self.watched = None
             self.comm.groups.close()
@@ -478,7 +478,7 @@ class SequenceParallel(Sharding):
                 model of your own has not read their position_ids; on all ranks.
         """
         groups = self.groups
-        self.journal.settle()  # before a loss is looked at, which waits for the device
+        self.checker.flush()  # before a loss is looked at, which waits for the device
         mean, local = mean_of(groups, losses, self.first_use.error())
         if self.runtime.finite is not None:
             self.runtime.finite.look("the loss", "which came into mean_loss", local, "see what computes it")

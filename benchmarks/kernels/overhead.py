@@ -6,7 +6,7 @@
 Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_product_attention, which has the same
 kernel; of processor time, since it waits for nobody. "but for its kernel" is what a call takes outside of it.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks; and
-forward of few tokens in each mode of "agreement", beside one that compares nothing.
+forward of few tokens, beside one that compares nothing.
 Trust: the processor time of a training step of a small LLaMA on 4 ranks, of comparisons of ranks in it, and of the
 watchdog.
 Program: what is looked up, or derived, before a rank's walk, with its kernel calls. That is for lengths that it knows,
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +34,8 @@ from benchmarks.turns import Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.program.instructions import Product
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.runtime import agreement as agreements
 from ds_seqpar.runtime import watchdog
-from ds_seqpar.runtime.agreement import Comparison
 from ds_seqpar.runtime.input_checks import AttentionOptions, agree_on_inputs
 from ds_seqpar.runtime.kernels import KERNELS, Kernel
 from ds_seqpar.runtime.runtime import Runtime
@@ -45,7 +44,6 @@ from tests.hf.llama import llama
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
-MODES = "always", "auto", "deferred"
 Rows = dict[str, list[float]]  # seconds of each call
 
 
@@ -114,7 +112,7 @@ def agreement(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 
 def comparing(tokens: int, calls: int) -> Rows:
-    sp, number = shared("always"), torch.zeros(1, dtype=torch.int64)
+    sp, number = shared(), torch.zeros(1, dtype=torch.int64)
     local, options = blocks(tokens)[:3], AttentionOptions(CAUSAL, None, None, True, False)
     rows = {
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
@@ -124,17 +122,16 @@ def comparing(tokens: int, calls: int) -> Rows:
 
 
 def attending(tokens: int, calls: int) -> Rows:
-    sp, local = shared("always"), blocks(tokens)[:3]
+    sp, local = shared(), blocks(tokens)[:3]
     rows: dict[str, Step] = {
-        "attention, agreed before": lambda: sp.attention_agreed(*local, AttentionOptions(CAUSAL, None, None))
+        "attention, agreed before": lambda: sp.attention_agreed(*local, AttentionOptions(CAUSAL, None, None)),
+        "attention": lambda: sp.attention(*local),
     }
-    for mode in MODES:
-        rows[f'attention, "agreement": "{mode}"'] = functools.partial(shared(mode).attention, *local)
     return in_turns(rows, calls, warm=max(1, calls // 10))
 
 
-def shared(mode: str) -> SequenceParallel:
-    return SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1, agreement=mode))
+def shared() -> SequenceParallel:
+    return SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
 
 
 def trust(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
@@ -144,8 +141,7 @@ def trust(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 def steps(tokens: int, calls: int) -> Rows:
     comparisons, looks = Inside(time.thread_time), Inside(time.thread_time)
-    for name in ("__init__", "result"):
-        setattr(Comparison, name, comparisons.counting(getattr(Comparison, name)))
+    agreements._maxima = comparisons.counting(agreements._maxima)
     watchdog._Watchdog.look = looks.counting(watchdog._Watchdog.look)  # type: ignore[method-assign]
     sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size()))
     model = patch_attention(llama(hidden_size=256, num_hidden_layers=4, max_position_embeddings=4 * tokens), sp)

@@ -32,7 +32,6 @@ from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.planner.machine import Machine, machine_of
 from ds_seqpar.planner.price import DIRECTIONS, AttentionCall, call_of, price_of
 from ds_seqpar.planner.steptime import attention_link_seconds, step_time
-from ds_seqpar.runtime.comm import distances
 from tests.launch import PRELOAD, Ranks
 
 CALLS = ["ring", "ring+layout=contiguous", "distflash", "attention2d", "mesh+overlap", "wallfacer", "u2/ring", "u4"]
@@ -87,7 +86,7 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
         kept=config.kept(config.head_chunks, False, False),
     )  # fmt: skip
     wire, ways = machine.between if args.nodes > 1 else machine.inside, DIRECTIONS[: 1 + (args.step == "training")]
-    return len(distances(args.world)) * wire.latency + sum(price_of(machine, call, way).seconds for way in ways)
+    return 2 * (args.world - 1) * wire.latency + sum(price_of(machine, call, way).seconds for way in ways)
 
 
 def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:
@@ -95,7 +94,7 @@ def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) 
     step = step_of(model, training.kind_of(spec, args)[1], args.seq, args.world)
     prices = [price_of(machine, call_of(step), way) for way in DIRECTIONS]
     wire = machine.between if step.config.size > machine.per_node else machine.inside
-    forward, backward = prices[0].seconds + len(distances(step.config.size)) * wire.latency, prices[1].seconds
+    forward, backward = prices[0].seconds + 2 * (step.config.size - 1) * wire.latency, prices[1].seconds
     links = [attention_link_seconds(machine, step.world, price) for price in prices]
     return step_time(step, machine, forward, backward, (links[0], links[1])).seconds
 

@@ -147,11 +147,10 @@ class SequenceParallelConfig:
     memory: Literal["given", "auto"] = "given"
     """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
     `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits, where they are not given."""
-    agreement: Literal["auto", "deferred", "always"] = "auto"
+    agreement: Literal["auto", "always"] = "auto"
     """When ranks have compared what they are about to do. `"auto"`: on CPUs before a call sends anything; on
     accelerators a call unlike all before it does, and others are compared at the end of a step, in which hosts then
-    wait for one another once. `"deferred"`: on CPUs too a call may send meanwhile, and only waits for no message before
-    it. `"always"`: before each call goes on, on any device."""
+    wait for one another once. `"always"`: before each call goes on, on any device."""
     recurrent_layers: Literal["auto", "heads", "states"] = "auto"
     """How ranks share layers with a state, such as Mamba-2's. `"heads"`: Ulysses ranks exchange heads, and CP ranks
     pass states on. `"states"`: all ranks pass states on. `"auto"`: what sends fewer bytes."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, runs_of_sp_rank, tokens_of
+from ..fingerprint import Fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,12 @@ class BatchLayout:
         """Tokens that all ranks hold together: of one sequence, or of all rows if they lie end to end."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
-    @property
-    def digest(self) -> int:
-        """A hash of 32 bits that is the same in every process."""
-        return hash((hash(self.mask), hash(self.shards), self.rows or 0, self.restarts)) & 0xFFFFFFFF
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self.mask, self.shards.fingerprint, self.rows, self.restarts)
 
     def __str__(self) -> str:
-        return f"of {self.tokens} tokens {self.digest:08x}"
+        return f"of {self.tokens} tokens {self.fingerprint}"
 
     def mask_with_window(self, window: int | None) -> Mask:
         """Return the mask, restricted to a layer's window of so many tokens; None: the mask itself."""

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ..compiler.sharding.masks import Mask
 from ..errors import InputError, as_seqpar_error
+from ..fingerprint import Fingerprint
 from ..on_devices import to_device
 from ..runtime import mismatch_hints
-from ..runtime.agreement import all_reduce_sum, assert_ranks_agree, digest_of, rank_values
+from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.log import log_once
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
@@ -78,9 +79,9 @@ def shard_microbatches(
               or left padding, rows lie end to end, and tensors are (1, local tokens, ...).
 
     Raises:
-        InputError: before training, on a rank whose micro-batches cannot be sharded, or have one of `OF_LOSSES`; on all
-            ranks, if they have different numbers of micro-batches.
-        DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches.
+        InputError: before training, on a rank whose micro-batches cannot be sharded, or have one of `OF_LOSSES`.
+        DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches,
+            or ranks different numbers of them.
     """
     sharded: list[dict[str, Any]] = []
     counts, fingerprints, error = [0, 0], None, None
@@ -90,17 +91,14 @@ def shard_microbatches(
         sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_seqpar_error("making the micro-batches of a step failed", reason)
-    most = assert_ranks_agree(
-        sp.control_world, "batches", fingerprints, error=error, number=len(sharded), peers=sp.groups.control,
-        among_peers=True, call="shard_batches", advice=advice,
+    assert_ranks_agree(
+        sp.control_world, "batches", fingerprints, error=error, peers=sp.groups.control, among_peers=True,
+        call="shard_batches", advice=advice,
     )  # fmt: skip
+    number, remedy = {"micro-batches": len(sharded)}, "some have fewer: give every rank those of whole steps"
+    assert_ranks_agree(sp.control_world, "step", number, call="shard_batches", advice=lambda by_rank: remedy)
     world = dist.get_world_size()
-    total, from_padding, batches = all_reduce_sum(sp.control_world, [*counts, len(sharded)], "shard_batches")
-    if batches != most * world:
-        lengths = rank_values(sp.control_world, len(sharded), "shard_batches")
-        raise InputError(
-            f"all ranks must be given as many micro-batches; got {lengths}, give every rank those of whole steps"
-        )
+    total, from_padding = all_reduce_sum(sp.control_world, counts, "shard_batches")
     if from_padding and dist.get_rank() == 0:
         warn_of_left_padding()
     sp.first_use.begin()
@@ -462,5 +460,5 @@ def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
     They must be equal on all ranks of a sequence.
     """
     if isinstance(batch, list):  # an object's repr may have its address
-        return {"rows": f"{len(batch)} {digest_of(re.sub(' at 0x[0-9a-f]+', '', repr(batch))):x}"}
+        return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-f]+', '', repr(batch)))}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

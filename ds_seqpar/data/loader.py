@@ -7,7 +7,6 @@ d + D, and so on. With every batch all ranks agree that each has one, so an erro
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..compat import SPLIT
 from ..errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ..fingerprint import Fingerprint
 from ..runtime.agreement import Fields, assert_ranks_agree, differing
 from ..runtime.comm import explaining_failure
 from ..runtime.random_states import random_state, set_random_state
@@ -174,7 +174,7 @@ class Loader:
         except Exception as reason:
             return None, {}, loading_error(reason)
         if self._order is not None and self._order.compared:
-            compared[ORDER] = self._order.digest.hexdigest()
+            compared[ORDER] = str(self._order.fingerprint)
         return batch, compared, None
 
     def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -249,12 +249,12 @@ class Loader:
 
 
 class _Indices:
-    """A batch sampler around another one. Ranks whose samplers draw the same order have the same `digest`."""
+    """A batch sampler around another one. Ranks whose samplers draw the same order have the same `fingerprint`."""
 
     def __init__(self, batches: Iterable[Any], compared: int = 0) -> None:
-        # compared: how many batches, from the first on, enter `digest`. skip: how many the next epoch leaves out
+        # compared: how many batches, from the first on, enter `fingerprint`. skip: how many the next epoch leaves out
         self.given, self.compared, self.skip = batches, compared, 0
-        self.digest = hashlib.blake2b(digest_size=4)
+        self.fingerprint = Fingerprint()
         self.batch_size = getattr(batches, "batch_size", None)
         self.drop_last = getattr(batches, "drop_last", False)
 
@@ -263,10 +263,10 @@ class _Indices:
 
     def __iter__(self) -> Iterator[Any]:
         skip, self.skip = self.skip, 0
-        self.digest = hashlib.blake2b(digest_size=4)
+        self.fingerprint = Fingerprint()
         for number, batch in enumerate(self.given):
             if number < self.compared:
-                self.digest.update(repr(batch).encode())
+                self.fingerprint = Fingerprint.of(int(self.fingerprint), batch)
             if number >= skip:
                 yield batch
 

@@ -25,8 +25,8 @@ from ..runtime import input_checks
 from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ..runtime.backward import Calls
 from ..runtime.comm import ALL_GATHER, TorchComm, explaining_failure
+from ..runtime.consistency import ConsistencyChecker
 from ..runtime.groups import Groups, check_thread
-from ..runtime.journal import Journal
 from .batch_layout import BatchLayout, positions_held
 from .first_use import FirstUse
 
@@ -43,7 +43,7 @@ class Sharding:
     data_size: int  # how many such groups there are
     comm: TorchComm
     calls: Calls
-    journal: Journal
+    checker: ConsistencyChecker
     mask_users: weakref.WeakSet[Any]
     vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
 
@@ -206,7 +206,8 @@ class Sharding:
             compared |= {"shape beside the tokens": other_dims, **_dtype_and_device(x)}
         if placement is not None:
             compared["placement"] = str(placement)
-        compare = self.journal.agree if placement is None else self.journal.note  # then only ranks know the length
+        # without a placement only the ranks together know the length
+        compare = self.checker.check_now if placement is None else self.checker.check_deferred
         compare("tensor to gather", compared, error=error, call="gather")
         if placement is None:
             seq = x.shape[dim] * self.size
@@ -214,7 +215,7 @@ class Sharding:
                 seq = int(all_reduce_sum(self.groups.control, [x.shape[dim]], "gather")[0])
             placement = self.place(seq)
             error = self._gather_error(x, dim, placement, seq)
-            self.journal.agree("tokens to gather", seq, error=error, call="gather")
+            self.checker.check_now("tokens to gather", seq, error=error, call="gather")
         else:
             seq = placement.tokens
         order = self.layout_tensors.get(
@@ -259,7 +260,7 @@ class Sharding:
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
         compared = {} if error else {"shape": tuple(x.shape), **_dtype_and_device(x)}
-        self.journal.note("tensor to sum over ranks", compared, error=error, call="sum_over_ranks")
+        self.checker.check_deferred("tensor to sum over ranks", compared, error=error, call="sum_over_ranks")
         if (group := self.group_for(x)) is None:
             return x
         total = x.detach().clone(memory_format=torch.contiguous_format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, SeqParError
-from ..runtime.journal import Journal
+from ..fingerprint import Fingerprint
+from ..runtime.consistency import ConsistencyChecker
 
 Judge = Callable[[list[int]], SeqParError | None]  # values -> the error that they are; None where all is right
 
@@ -68,14 +68,14 @@ class ValueChecks:
                 self.fields[name] = f"{describe(x)} on {x.device.type}"
                 self._later.append((device_digest(x)[None], name))
 
-    def post(self, journal: Journal) -> None:
-        """Give what is on devices to the journal, in one copy from each device."""
+    def post(self, checker: ConsistencyChecker) -> None:
+        """Give what is on devices to the checker, in one copy from each device."""
         by_device: dict[torch.device, list[tuple[Tensor, Judge | str]]] = {}
         for values, judge in self._later:
             by_device.setdefault(values.device, []).append((values, judge))
         self._later = []
         for entries in by_device.values():
-            journal.later(torch.cat([values for values, _ in entries]), _Judgement(entries))
+            checker.check_values(torch.cat([values for values, _ in entries]), _Judgement(entries))
 
 
 class _Judgement:
@@ -118,7 +118,7 @@ def device_digest(x: Tensor) -> Tensor:
 def fingerprint_of(x: Tensor) -> str:
     """Return dtype and shape of a tensor, and a digest of its values, which are read."""
     content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+    return f"{describe(x)} {Fingerprint.of_bytes(content)}"
 
 
 def describe(x: object) -> str:

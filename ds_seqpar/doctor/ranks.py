@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import itertools
 import os
@@ -19,7 +18,8 @@ from ..compiler.sharding.masks import CAUSAL
 from ..compiler.sharding.shards import runs_of_sp_rank
 from ..config.deepspeed_json import DeepSpeedJson
 from ..errors import PlanError
-from ..runtime.agreement import Fields, differences, digest_of, fields_of
+from ..fingerprint import Fingerprint
+from ..runtime.agreement import Fields, differences, fields_of
 from ..runtime.devices import device_name
 from .findings import Finding, Job
 
@@ -48,10 +48,9 @@ def check_environment(job: Job) -> Gathering:
 
 
 def _versions(device: torch.device) -> Fields:
-    source = hashlib.blake2b(digest_size=4)  # installed by a link, one version may have another text on each host
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        source.update(path.read_bytes())
-    found = {"ds_seqpar": source.hexdigest(), "python": platform.python_version()}
+    # installed by a link, one version may have another text on each host
+    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+    found = {"ds_seqpar": str(Fingerprint.of_bytes(source)), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -86,7 +85,7 @@ def check_agreement(job: Job) -> Gathering:
         q = torch.empty(1, tokens // sp.size, job.heads[0], job.head_dim, dtype=job.dtype, device=sp.device)
         program, _ = runtime.bound(direction, q, job.heads[1], CAUSAL, shards)
         plan = recipe.plan(direction, block_mask, program.shape)
-        digests.append(digest_of(plan.table()))
+        digests.append(str(Fingerprint.of(plan.table())))
         try:
             validate(plan, block_mask.pairs())
         except PlanError as error:

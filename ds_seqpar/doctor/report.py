@@ -42,7 +42,7 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
         return examine(job, checks, progress)
     finally:
         set_random_state(random)
-        sp.journal.settle(last=True)
+        sp.checker.flush(last=True)
         sp.first_use = first_use
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,8 +12,9 @@ import torch.distributed as dist
 
 from .. import compat
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
+from ..fingerprint import Fingerprint
 from . import profiling
-from .comm import all_reduce_max, end_unfinished, explaining_failure
+from .comm import all_reduce_max, explaining_failure
 from .process_exit import printed_by
 
 Fields = dict[str, str]
@@ -31,7 +31,7 @@ def assert_ranks_agree(
     value: object,
     *,
     error: SeqParError | None = None,
-    number: int = 0,
+    number: int | None = None,
     peers: dist.ProcessGroup | None = None,
     among_peers: bool = False,
     call: str = "",
@@ -39,16 +39,14 @@ def assert_ranks_agree(
 ) -> int:
     """Raise on all ranks of a group unless all pass the same value and none passes an error.
 
-    Ranks send four integers, directly or through a tree.
-
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
         name: of the value, in errors; the same on all ranks.
         value: what must be the same, by repr, on all ranks of the group, or with `among_peers` on those of `peers`.
-            Mappings, dataclasses, and lists and tuples of them are compared field by field, and an error names the
-            fields that differ. A value that is compared often may be passed as `Compared`.
+            Mappings, dataclasses and lists of them are compared field by field, and an error names the fields that
+            differ. A value that is compared often may be passed as `Compared`.
         error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
-        number: a number whose maximum is needed.
+        number: a number whose maximum is needed, on all ranks or on none.
         peers: this rank's part of the group, whose ranks first check that all of them make this call, and that none is
             in a backward, for which it would wait there. None: this rank alone.
         among_peers: whether values may differ between parts of the group.
@@ -56,54 +54,44 @@ def assert_ranks_agree(
         advice: returns why ranks differ, and what to do, where that is known.
 
     Returns:
-        The greatest `number` of any rank.
+        The greatest `number` of any rank; 0 where there is none.
 
     Raises:
         SeqParError: `error`, on the rank that passed it.
         DisagreementError: on all other ranks, and on all if values differ.
         CommunicationError: if a rank does not make the call.
     """
-    for owner in sorted(journals):
-        journals[owner].settle_before(group)
-    entry, has_error = Entry.of(name, value, call, advice), int(error is not None)
-    digest = entry.compared.digest
+    for owner in sorted(checkers):
+        checkers[owner].flush_before(group)
+    entry, has_error = Entry.of(name, value, call, advice), error is not None
+    compared, kind = entry.compared.fingerprint, Fingerprint.of(name)
     among_peers &= peers is not group
     # all ranks get the same result, so either all of them take the slow path or none
-    if 1 < _size(peers) < _size(group) and Comparison(peers, 0, digest_of(name), 0, entry.subject).result()[0]:
-        raise_difference(peers, [entry], error)
-    compared = digest_of(name) if among_peers else digest
-    wrong, greatest = Comparison(group, has_error, compared, number, entry.subject).result()
-    if among_peers and not wrong:
-        differs, _ = Comparison(peers, 0, digest, 0, entry.subject).result()
-        wrong, _ = Comparison(group, differs, 0, 0, entry.subject).result()
-    if wrong:
+    if 1 < _size(peers) < _size(group) and differ(peers, compared if among_peers else kind, entry.subject):
+        raise_difference(peers, [entry], error, values_may_differ=True)
+        has_error = True  # of these ranks, whose values differ
+    if differ(group, kind if among_peers else compared, entry.subject, has_error):
         raise_difference(group, [entry], error, ranks_of(peers)[0] if among_peers else 0)
-    return greatest
+    return 0 if number is None else maximum(group, number, entry.subject)
 
 
-class Settles(Protocol):
-    def settle_before(self, group: dist.ProcessGroup | None) -> None: ...
+class Checker(Protocol):
+    """Values of one set of groups that were not compared yet; see `consistency`."""
+
+    def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
+
+    def forget(self, group: dist.ProcessGroup | None) -> None: ...
 
 
-journals: weakref.WeakValueDictionary[int, Settles] = weakref.WeakValueDictionary()  # by the number of their groups
-
-
-def digest_of(*content: object) -> int:
-    """Return a hash of the contents' repr that is the same in every process, of 56 bits."""
-    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "big")
+checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionary()  # by the number of their groups
 
 
 class Compared:
-    """A value in the form in which ranks compare it: its fields and their digest."""
+    """A value in the form in which ranks compare it: its fields and their fingerprint."""
 
     def __init__(self, name: str, value: object) -> None:
-        self.name, self._fields = name, fields_of(value)
-        self.digest = digest_of(name, sorted(self._fields.items()))
-
-    @property
-    def fields(self) -> Fields:
-        """The fields by name, read only where ranks differ."""
-        return self._fields
+        self.name, self.fields = name, fields_of(value)
+        self.fingerprint = Fingerprint.of(name, sorted(self.fields.items()))
 
 
 class Entry(NamedTuple):
@@ -136,33 +124,34 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-class Comparison:
-    """A comparison of numbers between the ranks of a group, which runs beside what follows until `result`.
+FAILED = 2**63 - 1  # no fingerprint, nor the negative of one
+
+
+def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
+    """Return whether ranks' fingerprints differ, or one of them has failed. Collective over the group.
 
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
-        wrong: 1 if this rank has an error, else 0.
-        digest: must be the same on all ranks.
-        number: a number whose maximum is needed.
+        compared: this rank's fingerprint.
         subject: what compares, for errors.
+        failed: whether this rank has an error.
     """
+    greatest, negated_least = _maxima(group, (FAILED, FAILED) if failed else (compared, -compared), subject)
+    return greatest != -negated_least
 
-    def __init__(self, group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, subject: str) -> None:
-        end_unfinished()
-        self.group, self.subject, self.numbers = group, subject, [wrong, digest, -digest, number]
-        # a selective checkpoint would look for the tensors' operations among those that it saved
-        span = profiling.span(f"agree on {subject}")
-        with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
-            self.end = all_reduce_max(self.numbers, group, wait) if group is not None and _size(group) > 1 else None
 
-    def result(self) -> tuple[int, int]:
-        """Wait for the other ranks. Return (1 if any is wrong or digests differ, else 0; the greatest number)."""
-        if self.end is not None:
-            span = profiling.span(f"agreed on {self.subject}")
-            with span, compat.without_dispatch_modes(), explaining_failure(self.subject, self.group) as wait:
-                self.numbers = self.end(wait)
-        wrong, greatest, negated_least, number = self.numbers
-        return int(wrong or greatest != -negated_least), number
+def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
+    """Return the greatest number of any rank. Collective; call it after an agreement, so that all ranks call it."""
+    return _maxima(group, (number,), subject)[0]
+
+
+def _maxima(group: dist.ProcessGroup | None, numbers: Sequence[int], subject: str) -> Sequence[int]:
+    if group is None or _size(group) == 1:
+        return numbers
+    # a selective checkpoint would look for the tensors' operations among those that it saved
+    span = profiling.span(f"agree on {subject}")
+    with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
+        return all_reduce_max(numbers, group, wait)
 
 
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
@@ -182,60 +171,52 @@ def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str
     return total.tolist()
 
 
-def rank_values(group: dist.ProcessGroup, value: object, call: str) -> str:
-    """Return the value of each rank, for a sentence: "ranks 0-2: 4; rank 3: 2".
-
-    Collective and slow; call it after an agreement, so that all ranks make the call.
-    """
-    values = all_gather_objects(group, (call, str(value)))
-    return _grouped({rank: text for rank, (_, text) in enumerate(values)})
-
-
-def fields_of(value: object) -> Fields:
-    """Return the repr of each field that is compared by itself, by name. A tuple inside is one field, as shapes are."""
-    return dict(_fields(value))
-
-
-def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+def fields_of(value: object, name: str = "") -> Fields:
+    """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, list):
         value = {f"[{number}]": item for number, item in enumerate(value)}
-    if isinstance(value, tuple) and not name and not all(isinstance(item, int) for item in value):
-        value = {str(number): item for number, item in enumerate(value)}  # not shown: see _named
-        yield from ((name, item) for name, item in value.items() if isinstance(item, str))  # as "causal=True"
-        value = {name: item for name, item in value.items() if not isinstance(item, str)}
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _fields(item, f"{name} {key}".strip())
-    else:
-        yield name, repr(value)
+    if not isinstance(value, Mapping):
+        return {name: repr(value)}
+    inner = [fields_of(item, f"{name} {key}".strip()) for key, item in value.items()]
+    return {field: text for fields in inner for field, text in fields.items()}
 
 
 def raise_difference(
     group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int = 0,
-    before: int | None = None,
+    before: int | None = None, values_may_differ: bool = False,
 ) -> None:  # fmt: skip
     """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it.
 
     Args:
-        group: as for `Comparison`.
+        group: as for `differ`.
         entries: what this rank has compared since ranks agreed last, this call's own at the end.
         error: why this rank cannot go on.
         part: the part of the group among whose ranks values must be the same.
         before: how many calls of the step were compared before these; None where an error comes out of its own call.
+        values_may_differ: whether to raise only where a rank makes another call.
     """
+    if found := _difference(group, entries, error, part, before, values_may_differ):
+        for checker in list(checkers.values()):
+            checker.forget(group)
+        raise found
+
+
+def _difference(
+    group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int,
+    before: int | None, values_may_differ: bool,
+) -> SeqParError | None:  # fmt: skip
+    """Return what `raise_difference` raises; None where ranks may differ so."""
     values = [(entry.compared.name, entry.compared.fields, entry.remedy) for entry in entries]
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
-    if group is not None:
-        failures[group] = failures.get(group, 0) + 1
     global_ranks = ranks_of(group)
     sentences = [sentence for *_, sentence, _ in reports]
-    key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
-    if any(sentences):
+    key = f"{group and group.group_name}/{Fingerprint.of(reports)}"
+    if any(sentences) and not values_may_differ:
         first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
         failed_rank = global_ranks[first]
-        raise printed_by(
+        return printed_by(
             error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}"),
             failed_rank,
             f"{key}/{failed_rank}",
@@ -243,6 +224,8 @@ def raise_difference(
     for place in range(max(len(values) for _, values, *_ in reports)):
         at_place = [values[place] if place < len(values) else ("no call", Fields(), "") for _, values, *_ in reports]
         calls_differ = len({name for name, *_ in at_place}) > 1
+        if values_may_differ and not calls_differ:
+            continue
         parts = [0 if calls_differ else part for *_, part in reports]
         where = "" if before is None else f" (call {before + place + 1} of the step)"
         for part in sorted(set(parts)):
@@ -253,11 +236,8 @@ def raise_difference(
             if why is not None and (difference := differences(members, why, where)):
                 audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
                 sentence = f"{audience} must be given the same {difference}"
-                raise printed_by(DisagreementError(sentence), min(members), key)
-
-
-# how often all ranks of a group found a difference
-failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+                return printed_by(DisagreementError(sentence), min(members), key)
+    return None
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
@@ -300,7 +280,7 @@ def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") ->
     """
     if len({compared for compared, *_ in by_rank.values()}) > 1:
         by_call = {
-            rank: f"{compared} through {next(iter(fields))}" if compared == BACKWARD and fields else compared
+            rank: f"{compared} through {next(iter(fields.values()))}" if compared == BACKWARD and fields else compared
             for rank, (compared, fields, *_) in by_rank.items()
         }
         return f"calls{where}{why and f', but {why}'}; got {_grouped(by_call)}"

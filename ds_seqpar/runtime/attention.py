@@ -112,7 +112,7 @@ class Attention(torch.autograd.Function):
             results = tuple(compute(q, k, v, sinks, settings))
             checkpoints.save(results)
         else:
-            runtime.calls.follow(runtime.call_name, q.shape)
+            runtime.calls.follow(runtime.call_name, sends=False)
         ctx.runtime, ctx.settings, ctx.kv_heads = runtime, settings, k.shape[2]
         save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse, settings.latent)
         # the lse stays differentiable: `gradients` finds the inputs through it

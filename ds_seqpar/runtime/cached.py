@@ -91,7 +91,7 @@ def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | N
         fields["SequenceParallel"] = runtime.calls.of[0]
     except Exception as reason:  # a rank that raised alone would leave its peers waiting
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
-    runtime.journal.note(
+    runtime.checker.check_deferred(
         "decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None)
     )
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -99,20 +98,6 @@ class Comm(Protocol):
         ...
 
 
-class Agreement:
-    """What a transport must know of a comparison of ranks that may still run; see `journal`. Here: none runs."""
-
-    salt = 0  # below SALTS, of a call's messages: only messages of one salt are taken for one another
-
-    def before_sending(self) -> None: ...
-
-    def before_waiting(self) -> None: ...
-
-
-SALTS = 2**16
-TAGS = 2**15  # below which a message's tag is in one call; gloo's are below 2**31
-
-
 class Works:
     """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
 
@@ -126,7 +111,6 @@ class Works:
         works: one for each message, receives first, or one for all messages, each with whose part in it is waited for;
             waited for in this order.
         tensors: those that are sent and received.
-        before_waiting: is called first.
 
     Attributes:
         batch: the works of messages that run as one operation, which refer to no tensor once they were waited for.
@@ -134,14 +118,10 @@ class Works:
 
     batch: list[Any] | None = None
 
-    def __init__(
-        self, what: str, group: Group, works: list[Started], tensors: list[Tensor], before_waiting: Callable[[], None]
-    ) -> None:
+    def __init__(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
-        self.before_waiting = before_waiting
 
     def wait(self) -> None:
-        self.before_waiting()
         with explaining_failure(self.what, self.group) as wait:
             for work, wait.awaited in self.works:
                 work.wait()
@@ -205,134 +185,57 @@ def _reason(message: str, wait: Wait) -> str:
 
 
 AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
+DIRECT = 4  # ranks that tell one another, so that each knows which one does not
 
 
-def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> Callable[[Wait], list[int]]:
-    """Start to compute the maximum over ranks of each number. Return a function that ends it and returns the maxima.
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
+    """Return the maximum over ranks of each number. Few ranks tell one another; more of them tell the first one, which
+    answers.
 
-    Few ranks tell one another; more of them go through a tree, by far fewer messages than gloo's own reductions, which
-    are rings over all ranks. All receives are posted at the start, so that no peer waits for this rank to post one,
-    and so is what this rank can tell by itself.
+    It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks, and whose messages
+    go round a ring over gloo.
 
     Args:
         numbers: integers of at most 63 bits, as many on all ranks.
         group: a group that carries CPU tensors.
-        wait: is told which rank is waited for, and so is that of the end.
+        wait: is told which rank is waited for.
     """
-    steps = steps_of_max(dist.get_world_size(group), dist.get_rank(group))
-    others = [torch.empty(len(step.receives), len(numbers), dtype=torch.int64, device="cpu") for step in steps]
-    receives: list[list[tuple[Any, Awaited]]] = []
-    for step, buffers in zip(steps, others, strict=True):
-        receives.append([])
-        for (peer, awaited), buffer in zip(step.receives, buffers, strict=True):
-            wait.awaited = awaited
-            receives[-1].append((dist.irecv(buffer, group=group, group_src=peer, tag=AGREEMENT_TAG), awaited))
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    answers = rank == 0 and size > DIRECT
+    peers = [(rank - distance) % size for distance in range(1, size)] if answers or size <= DIRECT else [0]
+    maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
+    receives: list[Any] = [
+        dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG) for x, peer in zip(maxima[1:], peers, strict=True)
+    ]
 
-    def send(numbers: Sequence[int], peers: Sequence[int], wait: Wait) -> list[tuple[Any, Awaited]]:
-        others.append(local := torch.tensor(numbers, dtype=torch.int64, device="cpu"))  # which must live until the end
-        sends: list[tuple[Any, Awaited]] = []
-        for peer in peers:
-            wait.awaited = peer, 1
-            sends.append((dist.isend(local, group=group, group_dst=peer, tag=AGREEMENT_TAG), wait.awaited))
-        return sends
+    def send(x: Tensor) -> list[Any]:
+        return [dist.isend(x, group=group, group_dst=peer, tag=AGREEMENT_TAG) for peer in reversed(peers)]
 
-    sends = [send(numbers, steps[0].sends, wait)]
-
-    def end(wait: Wait) -> list[int]:
-        maxima = [*numbers]
-        for s, step in enumerate(steps):
-            if s:
-                sends.append(send(maxima, step.sends, wait))
-            for work, awaited in (*receives[s], *sends[s]):  # a send completes once its receiver takes part
-                wait.awaited = awaited
-                work.wait()
-            maxima = [max(column) for column in zip(maxima, *others[s].tolist(), strict=True)]
-        return maxima
-
-    return end
-
-
-class StepOfMax(NamedTuple):
-    """A rank first sends the maxima that it knows to some peers, then hears those of others."""
-
-    sends: Sequence[int]
-    receives: Sequence[tuple[int, Awaited]]  # (peer, whose numbers its message has)
-
-
-DIRECT = 4  # ranks that tell one another, so that each knows which one does not
-FAN = 16  # ranks that tell one rank of a tree
-
-
-@functools.lru_cache(maxsize=64)
-def steps_of_max(size: int, rank: int) -> list[StepOfMax]:
-    """Return the steps of `all_reduce_max` on a rank."""
-    if size <= DIRECT:
-        others = [(rank + distance) % size for distance in range(1, size)]
-        return [StepOfMax(others, [(peer, (peer, 1)) for peer in reversed(others)])]
-    first, end, parent = 0, size, None  # the ranks below `first`, itself included, are those before `end`
-    while True:
-        width = max(1, -(-(end - first - 1) // FAN))
-        if rank == first:
-            break
-        parent, first = first, first + 1 + (rank - first - 1) // width * width
-        end = min(first + width, end)
-    below = [(start, min(start + width, end)) for start in range(first + 1, end, width)]
-    up = StepOfMax([], [(start, (stop - 1, stop - start)) for start, stop in below])
-    across = [] if parent is None else [StepOfMax([parent], [(parent, None)])]
-    down = StepOfMax([start for start, _ in below], [])
-    return [up, *across, down] if below else across
-
-
-# ---- a comparison of ranks that runs beside what follows; at most one, since one thread of a process communicates
-
-_unfinished: list[Callable[[], object]] = []
-
-
-def end_later(end: Callable[[], object]) -> None:
-    """Leave the end of a comparison to the next call of `end_unfinished`."""
-    _unfinished.append(end)
-
-
-def end_unfinished() -> None:
-    """End the comparison that was left unfinished, if one was. It raises where ranks differ."""
-    if _unfinished:
-        try:
-            _unfinished.pop()()
-        except SeqParError as error:
-            vars(error)["of_comparison"] = True
-            raise
-
-
-def is_of_comparison(error: SeqParError) -> bool:
-    """Return whether an error was raised by `end_unfinished`, and so is not one of what ran then."""
-    return hasattr(error, "of_comparison")
-
-
-@functools.lru_cache(maxsize=64)
-def distances(size: int) -> list[list[int]]:
-    """Return for each step of `all_reduce_max` how far from a rank the ranks are that it sends to."""
-    steps, reach = [], 1
-    while reach < size:
-        steps.append([distance for distance in (reach, 2 * reach, 3 * reach) if distance < size])
-        reach *= 4
-    return steps
+    sends = [] if answers else send(maxima[0])
+    for peer, work in zip(peers, receives, strict=True):
+        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first rank may wait for any other
+        work.wait()
+    found = maxima.amax(0)
+    for work in sends or send(found):  # a send completes once its receiver takes part
+        work.wait()
+    return found.tolist()
 
 
 def _one_by_one(
-    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
 ) -> list[Started]:
     works: list[Started] = []
     for m in receives:
         peer = peers[m.peer]
-        works.append((dist.irecv(m.buffer, group=group, tag=m.tag ^ salt, group_src=peer), (peer, 1)))
+        works.append((dist.irecv(m.buffer, group=group, tag=m.tag ^ first_tag, group_src=peer), (peer, 1)))
     for m in sends:
         peer = peers[m.peer]
-        works.append((dist.isend(m.buffer, group=group, tag=m.tag ^ salt, group_dst=peer), (peer, 1)))
+        works.append((dist.isend(m.buffer, group=group, tag=m.tag ^ first_tag, group_dst=peer), (peer, 1)))
     return works
 
 
 def _batched(
-    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], salt: int
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
 ) -> list[Started]:
     """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
     ops = [
@@ -350,7 +253,7 @@ SENDS_AHEAD = 3
 
 
 def _all_to_all_over_gloo(
-    received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, agreement: Agreement, ahead: int | None = None
+    received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
 ) -> list[Started]:
     """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
 
@@ -361,50 +264,45 @@ def _all_to_all_over_gloo(
         received: for each rank of the group, the tensor that it fills; empty ones are not received.
         sent: for each rank of the group, this one included, the tensor that is sent to it; empty ones are not sent.
         group: the group.
-        agreement: has the salt of the messages, and is told before the first one is waited for.
         ahead: how many sends are posted at once. Before each further send this waits for the next message to arrive. So
             a link has few messages on it at a time, and none arrives while none is sent. None: all sends are posted at
             once.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
-    tag = EXCHANGE_TAG ^ agreement.salt * TAGS
     receives: dict[int, Any] = {
-        distance: dist.irecv(received[rank - distance], group=group, group_src=(rank - distance) % size, tag=tag)
+        distance: dist.irecv(
+            received[rank - distance], group=group, group_src=(rank - distance) % size, tag=EXCHANGE_TAG
+        )
         for distance in range(1, size)
         if received[rank - distance].numel()
     }
     sends: list[Started] = []
     for distance in range(1, size):
         if ahead is not None and distance - ahead in receives:
-            agreement.before_waiting()
             receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
         peer = (rank + distance) % size
         if sent[peer].numel():
-            sends.append((dist.isend(sent[peer], group=group, group_dst=peer, tag=tag), (peer, 1)))
+            sends.append((dist.isend(sent[peer], group=group, group_dst=peer, tag=EXCHANGE_TAG), (peer, 1)))
     received[rank].copy_(sent[rank])
     return [*((work, ((rank - distance) % size, 1)) for distance, work in receives.items()), *sends]
 
 
-def _all_gather(
-    received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group, agreement: Agreement
-) -> list[Started]:
+def _all_gather(received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group) -> list[Started]:
     """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
     if sent.device.type == "cpu":
-        return _all_to_all_over_gloo(received.split(list(sizes)), [sent] * len(sizes), group, agreement)
+        return _all_to_all_over_gloo(received.split(list(sizes)), [sent] * len(sizes), group)
     if len(set(sizes)) == 1:
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
     outgoing, repeated = [sent.numel()] * len(sizes), sent.repeat(len(sizes))
     return [(dist.all_to_all_single(received, repeated, [*sizes], outgoing, group=group, async_op=True), None)]
 
 
-def _all_to_all(
-    received: Tensor, sent: Tensor, sizes: Sizes, group: Group, agreement: Agreement, ahead: int | None = None
-) -> list[Started]:
+def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
     """Start an all-to-all. sizes: of the parts of `sent` and `received`. The others: as for `_all_to_all_over_gloo`."""
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
         return [(dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True), None)]
-    return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, agreement, ahead)
+    return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, ahead)
 
 
 PAIRS = 16  # members of a group of which every pair is connected when it is made; buffers of a pair take memory
@@ -430,13 +328,12 @@ def connect(group: Group) -> None:
         for peers in [connected_to(dist.get_rank(group), size)] * 2
     )
     works = _batched(sends, receives, group, tuple(range(size)), 0)
-    Works("connecting ranks", group, works, [], Agreement().before_waiting).wait()
+    Works("connecting ranks", group, works, []).wait()
 
 
 class TorchComm:
     """The transport over process groups (gloo or NCCL)."""
 
-    journal = Agreement()  # of the ranks that share the sequence
     first_tag = 0  # of messages
 
     def __init__(self, groups: Groups) -> None:
@@ -452,30 +349,25 @@ class TorchComm:
         self.received_bytes += received
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        self.journal.before_sending()
         for message in receives:
             self._count(message.kind, message.elements, message.buffer.numel())
         inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with explaining_failure("a transfer", inner):
-            works = start(sends, receives, inner, self.groups.cp_order, self.journal.salt * TAGS ^ self.first_tag)
-        handle = self._works("a transfer", inner, works, buffers)
+            works = start(sends, receives, inner, self.groups.cp_order, self.first_tag)
+        handle = Works("a transfer", inner, works, buffers)
         if start is _batched:
             handle.batch = [work for work, _ in works]
         return handle
-
-    def _works(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> Works:
-        return Works(what, group, works, tensors, self.journal.before_waiting)
 
     def parts_of_all(self, x: Tensor) -> Tensor:
         group = self.groups.sp
         if group is None:
             return x[None]
         gathered = x.new_empty(dist.get_world_size(group), len(x))
-        self.journal.before_sending()
         with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
-            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group, self.journal)
-        self._works("the sum of keys over ranks", group, works, [x, gathered]).wait()
+            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group)
+        Works("the sum of keys over ranks", group, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
 
@@ -486,30 +378,27 @@ class TorchComm:
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
     ) -> Handle:
         group = self.groups.collectives[ranks].group
-        self.journal.before_sending()
         with explaining_failure("an all-gather", group):
-            works = _all_gather(received, sent, sizes, group, self.journal)
+            works = _all_gather(received, sent, sizes, group)
         self._count(kind, elements, received.numel() - sent.numel())
-        return self._works("an all-gather", group, works, [sent, received])
+        return Works("an all-gather", group, works, [sent, received])
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
         group = self.groups.collectives[ranks].group
-        self.journal.before_sending()
         with explaining_failure("an all-to-all", group):
-            works = _all_to_all(received, sent, sizes, group, self.journal)
+            works = _all_to_all(received, sent, sizes, group)
         self._count(kind, elements, received.numel())
-        return self._works("an all-to-all", group, works, [sent, received])
+        return Works("an all-to-all", group, works, [sent, received])
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
         group, incoming = self.groups.ulysses, sizes[1]
-        self.journal.before_sending()
         with explaining_failure("the Ulysses all-to-all", group):
-            works = _all_to_all(received, sent, sizes, group, self.journal, SENDS_AHEAD)
+            works = _all_to_all(received, sent, sizes, group, SENDS_AHEAD)
         others = sum(incoming) - incoming[dist.get_rank(group)]
         self._count(kind, others, others * received.element_size())
-        return self._works("the Ulysses all-to-all", group, works, [sent, received])
+        return Works("the Ulysses all-to-all", group, works, [sent, received])
 
 
 class OneRing(TorchComm):
@@ -521,7 +410,7 @@ class OneRing(TorchComm):
     first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange
 
     def __init__(self, comm: TorchComm) -> None:
-        self.comm, self.journal, self.received = comm, comm.journal, comm.received
+        self.comm, self.received = comm, comm.received
         self.early = 0
         if self.groups.made:  # at the first look, for which all ranks are here
             connect(self.groups.inner)

@@ -21,6 +21,7 @@ from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank, tokens_of
 from ..config.settings import SequenceParallelConfig, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
+from ..fingerprint import Fingerprint
 from . import checkpoints, mismatch_hints
 from .agreement import Compared
 from .comm import TorchComm
@@ -90,7 +91,7 @@ def admit(
         mask, shards, *rest = options
         agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
     elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
-        agree_on_inputs(runtime, q, k, v, options, overlap=True)
+        agree_on_inputs(runtime, q, k, v, options)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     head_chunks = 1
     if options.latent:
@@ -152,26 +153,21 @@ def _empty(q: Tensor, *rest: object) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # integers, through which no gradient flows
 
 
-def agree_on_inputs(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, overlap: bool = False
-) -> None:
+def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Check the inputs of a call on this rank, and compare them between the ranks that share the sequence. Collective.
-
-    Args:
-        overlap: As for `Journal.note`.
 
     Raises:
         InputError, ConfigError, KernelError, DisagreementError: On all of these ranks, if one of them got inputs that
             attention cannot take, or other shapes, dtypes or settings than its peers.
     """
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
-        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options, overlap)
+        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
         return
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and need no agreement
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
     if group is not None:
         check_thread()
-        runtime.calls.run_again()
+        runtime.calls.enter()
     compared = runtime.admitted.get(key) if key is not None else None
     if compared is None:
         error = attention_error(runtime, q, k, v, options)
@@ -185,8 +181,8 @@ def agree_on_inputs(
         return  # there is no other rank to compare with
     # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
     with compat.without_torch_func():
-        runtime.journal.note(
-            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention, overlap=overlap,
+        runtime.checker.check_deferred(
+            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention,
             device=getattr(q, "device", None),
         )  # fmt: skip
 
@@ -218,13 +214,13 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
     fields: dict[str, object] = {name: describe(x) for name, x in tensors.items()}
     if options.shards is not None:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in tensors.items()}
-        fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
+        fields["shards"] = f"of {options.shards.size} ranks {options.shards.fingerprint}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": _which_run()}
     fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
     if not runtime.differentiable:
         fields["keys"] = "that are kept"
     if not options.mask.scale_free:
-        fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"
+        fields["mask"] = f"{options.mask} {Fingerprint.of(options.mask)}"
     if options.sinks is not None:
         fields["sinks"] = describe(options.sinks)
     return fields | ({"softcap": options.softcap} if options.softcap is not None else {})

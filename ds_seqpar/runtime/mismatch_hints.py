@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from .agreement import LEFT_OUT, Fields, differing, ranks_in_words
+from .agreement import Fields, differing, ranks_in_words
 
 SAMPLES = ("input_ids", "inputs_embeds", "labels")
 PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of its batch's placement on every rank"
@@ -97,11 +97,3 @@ def of_attention(by_rank: Mapping[int, Fields]) -> str:
     if "q" in names and len(other_dims) == 1:
         return f"ranks hold unequal numbers of tokens, which a placement says: {PLACEMENT}"
     return ""
-
-
-def of_backward(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause where ranks run other calls' backward, or run them in another order."""
-    fewest, *others = sorted((set(fields) for fields in by_rank.values()), key=len)
-    if any(fewest < calls for calls in others):
-        return f"some run fewer calls: {LEFT_OUT}"
-    return "losses come in another order, as those of a set of names do: go through a list, the same on every rank"

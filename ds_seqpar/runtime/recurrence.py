@@ -235,8 +235,8 @@ class Entering(torch.autograd.Function):
     def forward(
         ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
     ) -> Tensor:
-        peers.calls.follow(name, states.shape)
         replayed = checkpoints.replayed()
+        peers.calls.follow(name, sends=replayed is None)
         if replayed is None:
             replayed = (_fold(peers, segments, reach, states, maps, reverse=False),)
             checkpoints.save(replayed)
@@ -248,7 +248,7 @@ class Entering(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple:
         maps, entering = ctx.saved_tensors
-        ctx.peers.calls.enter(overlap=True)
+        ctx.peers.calls.enter()
         after, d_maps = _fold(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
         if ctx.needs_input_grad[1]:
             with all_digits(after.device.type):
@@ -280,7 +280,6 @@ def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: 
     work = (_InOrder if ordered else _AtOnce)(bound, local[0], local[1], reach)
     with all_digits(states.device.type):
         Walk(bound, _StatesCall(work), peers.comm).run()
-        peers.journal.before_waiting()
         entering = work.entering()
     return entering.flip(1) if reverse else entering
 
@@ -413,7 +412,7 @@ class ExchangeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
-        runtime.calls.follow(HEADS, xs[0].shape)
+        runtime.calls.follow(HEADS)
         ctx.exchange = runtime, tokens, inward
         return _exchanged(runtime, tokens, inward, xs)
 
@@ -421,7 +420,7 @@ class ExchangeHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple:
         runtime, tokens, inward = ctx.exchange
-        runtime.calls.enter(overlap=True)
+        runtime.calls.enter()
         return None, None, None, *_exchanged(runtime, tokens, not inward, grads)
 
 
@@ -439,7 +438,6 @@ def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tens
     sent = torch.cat(parts, -1).view(-1)
     received = sent.new_empty(sum(sizes[inward]))
     runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
-    runtime.journal.before_waiting()
     if inward:
         arrived = received.view(sum(tokens), batch, sum(widths)).split(widths, -1)
         return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))

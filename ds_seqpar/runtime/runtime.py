@@ -22,13 +22,12 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.workspace import planned_kernel
 from ..config.settings import SequenceParallelConfig
-from ..errors import DisagreementError
 from .agreement import Compared
 from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
+from .consistency import ConsistencyChecker
 from .finite import Finite, FiniteWalk
-from .journal import Journal
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select, slowness
 from .log import log_once
 from .walk import Walk
@@ -60,7 +59,7 @@ class Runtime:
         size: cp_size.
         ulysses: ulysses_size and this rank's Ulysses rank.
         calls: The calls whose backward the ranks agree on.
-        journal: What the ranks compare.
+        checker: What the ranks compare.
         admitted: By key, what ranks compare of inputs that `input_checks` has checked.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
@@ -76,10 +75,8 @@ class Runtime:
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
         measured: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
-        self.journal = Journal(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
-        self.calls = Calls(self.journal)
-        if isinstance(comm, TorchComm):
-            comm.journal = self.journal
+        self.checker = ConsistencyChecker(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
+        self.calls = Calls(self.checker)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -102,7 +99,7 @@ class Runtime:
     def one_ring(self) -> Runtime:
         """The runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward only.
 
-        It shares the journal and the calls.
+        It shares the checker and the calls.
         """
         other, size = copy.copy(self), self.size * self.ulysses.size
         other.config = dataclasses.replace(
@@ -194,21 +191,15 @@ class Runtime:
         Returns:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is subtracted (see `work`).
         """
-        count = self.calls.count
         name = self.call_name
-        self.calls.follow(name, q.shape)
+        self.calls.follow(name)
         if self.finite is not None:
             tensors = {"q": q, "k": k, "v": v}
             self.finite.begin(f"{name} (call {self.calls.count})", tensors, settings.scores, sinks)
-        try:
-            common = None
-            if self.takes_common_off(q.dtype, settings):
-                common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
-            results = self.forward_walk(q, k, v, sinks, settings, common).run()
-            self.journal.before_waiting()  # a rank may have nothing to send
-        except DisagreementError:
-            self.calls.count = count  # the call is none, as on ranks that did not come here
-            raise
+        common = None
+        if self.takes_common_off(q.dtype, settings):
+            common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+        results = self.forward_walk(q, k, v, sinks, settings, common).run()
         self.agree_on_finite()
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
@@ -226,12 +217,11 @@ class Runtime:
         Returns:
             [dq, dk, dv], and with sinks their gradient.
         """
-        self.calls.enter(overlap=True)
+        self.calls.enter()
         if self.finite is not None:
             self.finite.begin(self.calls.name_of_current(), local, settings.scores, sinks)
         common = common if self.takes_common_off(local["do"].dtype, settings) else None
         results = self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
-        self.journal.before_waiting()
         self.agree_on_finite()
         return results
 
@@ -240,10 +230,10 @@ class Runtime:
 
         In training an engine raises it on the ranks of all sequences, before or after its backward.
         """
-        if self.finite is not None and self.journal.groups is not None:
+        if self.finite is not None and self.checker.groups is not None:
             trains = torch.is_grad_enabled() or compat.graph_task() >= 0
             others = self.finite.engine is not None and self.topology.size("data") > 1
-            self.finite.agree(self.journal.groups.control, later=trains and others)
+            self.finite.agree(self.checker.groups.control, later=trains and others)
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
         if settings.latent:  # keys do not exist before they are computed with

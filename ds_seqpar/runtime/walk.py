@@ -19,11 +19,11 @@ from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import ACCUMULATORS, Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
-from ..errors import CommunicationError, SeqParError
+from ..errors import CommunicationError
 from . import profiling, waits
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
-from .comm import Comm, Handle, Message, is_of_comparison
+from .comm import Comm, Handle, Message
 from .kernels.accumulate import Accumulator
 from .work import ALL, Work
 
@@ -72,8 +72,6 @@ class Walk:
                 waits.walks += 1
                 return self.call.results()
         except Exception as error:
-            if isinstance(error, SeqParError) and is_of_comparison(error):
-                raise
             place = self.program.where(self.at)
             if isinstance(error, CommunicationError):
                 raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error

@@ -75,7 +75,7 @@ class ShardSpec:
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
         told = f"the gather of whole {self.name} (read it {ALL}, and print what was read on one)"
-        self.sp.journal.note(call, {"shape": shape, "dtype": shard.dtype}, call=told)
+        self.sp.checker.check_deferred(call, {"shape": shape, "dtype": shard.dtype}, call=told)
         size = shard.element_size() * torch.Size(shape).numel()
         if size > LARGE:
             warn_of_size(self.name, round(size / 2**30, 1))

@@ -167,13 +167,13 @@ class _FromShard(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
         ctx.shard_spec = shard_spec
-        shard_spec.sp.calls.follow(f"whole {shard_spec.name}", (shard_spec.rows, shard_spec.tokens, *shard.shape[2:]))
+        shard_spec.sp.calls.follow(f"whole {shard_spec.name}")
         return WholeTensor(shard.detach(), shard_spec)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.shard_spec.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
+        ctx.shard_spec.sp.calls.enter()  # else a rank that gathers something now would hang
         return shard_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
 
 
@@ -192,7 +192,7 @@ class _Sum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.sp.calls.enter(again=True)
+        ctx.sp.calls.enter()
         return grad * ctx.sp.size, None
 
 

@@ -26,7 +26,7 @@ from ..look.known import facts_of, heads, windows
 from ..look.prove import GRADIENT, LOSS, TOLERANCE, compared, difference
 from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
-from ..model.weights import digest_of_bits, is_whole
+from ..model.weights import fingerprint_of_bits, is_whole
 from ..trainer.job import config_of
 
 NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
@@ -48,7 +48,7 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     """Compare every parameter and buffer between all ranks: its form, whether it is trained, and its bits."""
     tensors = {**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}
     forms = {name: (*whole_shape(x), str(x.dtype), *["frozen"] * (not x.requires_grad)) for name, x in tensors.items()}
-    bits = {name: digest_of_bits(x) for name, x in tensors.items() if is_whole(x)}
+    bits = {name: fingerprint_of_bits(x) for name, x in tensors.items() if is_whole(x)}
     whole = sum(map(is_whole, job.model.parameters()))
     by_rank = yield {"another form": forms, "other values": bits}
     wrong, advice = "", "load the same checkpoint on all ranks, or seed them alike before the model is made"

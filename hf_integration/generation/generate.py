@@ -138,7 +138,7 @@ def _agreed(
         )  # fmt: skip
         given["synced_gpus"] = fetches = number > 0
     else:
-        sp.journal.agree(NAME, fields, error=error, call=CALL, advice=_advice)
+        sp.checker.check_now(NAME, fields, error=error, call=CALL, advice=_advice)
     if (chunk := _chunk(sp, given, config)) != config.prefill_chunk_size:
         _set(given, "prefill_chunk_size", chunk)
     return given, zero.parameters_of(model, parameters, gather=not fetches)
@@ -238,7 +238,7 @@ class _AsOne(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         done = self.limit(input_ids, scores, **kwargs)
-        late = self.sp.journal.agree("time of a generation", None, number=int(done.any()), call=CALL)
+        late = self.sp.checker.check_now("time of a generation", None, number=int(done.any()), call=CALL)
         return torch.full_like(done, bool(late))
 
 

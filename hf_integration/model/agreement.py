@@ -109,7 +109,7 @@ class Agreement:
         if wrong_whole is not None and (refusal or not fits_shard):
             error = InputError(refusal if fits_shard else f"{wrong_whole} {neither}")
         votes = int(fits_shard and wrong_whole is not None)
-        sharded = self.sp.journal.agree("position_ids of a batch", None, error=error, number=votes, call=FORWARD)
+        sharded = self.sp.checker.check_now("position_ids of a batch", None, error=error, number=votes, call=FORWARD)
         mode: Literal["sharded", "whole"] = "sharded" if sharded else "whole"
         if key:
             self.modes[key] = mode
@@ -119,9 +119,9 @@ class Agreement:
         """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
         fields = None if batch is None else batch.fields
         advice = _advice_of(self.sp)
-        self.sp.journal.note("whole batch", fields, error=error, call=FORWARD, advice=advice, like=())
+        self.sp.checker.check_deferred("whole batch", fields, error=error, call=FORWARD, advice=advice, like=())
         if batch is not None:
-            batch.post(self.sp.journal)
+            batch.post(self.sp.checker)
 
     def agree(
         self, inputs: Mapping[str, Any], wrong: str, backward: bool, sources: list[Any] | None,
@@ -142,7 +142,7 @@ class Agreement:
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
         """
-        model, journal, layout, like, seed = self.model(), self.sp.journal, inputs.get("placement"), dict[str, Any](), 0
+        model, checker, layout, like, seed = self.model(), self.sp.checker, inputs.get("placement"), dict[str, Any](), 0
         if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
@@ -171,34 +171,35 @@ class Agreement:
             # accelerate's autocast is inside of the forward, where ranks do not compare any more
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             models = {**fingerprint(model), "mixed_precision": precision}
-            journal.agree("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
+            checker.check_now("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
         name, advice = "whole batch", _advice_of(self.sp)
         if batch is None:
             name, advice = "model inputs", mismatch_hints.of_models
         value = {**(batch.fields if batch else {}), **like}
-        if seed:
-            number = seed if self.sp.rank == 0 else 0
-            seed = journal.agree(name, value, error=error, number=number, call=FORWARD, advice=advice)
-        else:
-            journal.note(name, value, error=error, call=FORWARD, advice=advice, like=like)
-        checks.post(journal)
+        seed = self._compare(name, value, like, seed, advice, error)
+        checks.post(checker)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
         return seed
 
     def agree_on_step(self, inputs: Mapping[str, Any], sources: list[Any], batch: ValueChecks) -> int:
         """Agree on a decode step. For `sources`, `batch` and what is returned see `agree`."""
-        journal, name, seed = self.sp.journal, "tokens of a decode step", dropout.prepare_and_seed(sources, shared=True)
+        seed = dropout.prepare_and_seed(sources, shared=True)
         like = {"shape": tuple(tokens_of(inputs).shape), "dropout": dropout.describe_modules(sources)}
-        value = {**batch.fields, **like}
-        if seed:
-            number = seed if self.sp.rank == 0 else 0
-            seed = journal.agree(name, value, number=number, call=FORWARD, advice=_advice_of_step)
-        else:
-            journal.note(name, value, call=FORWARD, advice=_advice_of_step, like=like)
-        batch.post(journal)
+        seed = self._compare("tokens of a decode step", {**batch.fields, **like}, like, seed, _advice_of_step)
+        batch.post(self.sp.checker)
         return seed
+
+    def _compare(
+        self, name: str, value: object, like: object, seed: int, advice: Advice, error: SeqParError | None = None
+    ) -> int:
+        """Compare a value, now if there is noise. Return the seed of the sequence's first rank, 0 without noise."""
+        checker, number = self.sp.checker, seed if self.sp.rank == 0 else 0
+        if seed:
+            return checker.check_now(name, value, error=error, number=number, call=FORWARD, advice=advice)
+        checker.check_deferred(name, value, error=error, call=FORWARD, advice=advice, like=like)
+        return 0
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
         """Return the sentence for a module that took a patched one's place; "" where there is none."""
@@ -223,12 +224,12 @@ class Agreement:
             pairs = zip(names, values.tolist(), strict=True)
             return {f"{mismatch_hints.WEIGHT}{name}": float(f"{x:.6g}") for name, x in pairs}
 
-        self.sp.journal.later(torch.stack([*sizes.values()]), fields)
+        self.sp.checker.check_values(torch.stack([*sizes.values()]), fields)
 
 
 def raise_in_call(sp: SequenceParallel, error: SeqParError) -> None:
     """Raise an error of this rank on all ranks of the sequence, which compare the batch of a whole call."""
-    sp.journal.note("whole batch", None, error=error, call=FORWARD, advice=_advice_of(sp), like=())
+    sp.checker.check_deferred("whole batch", None, error=error, call=FORWARD, advice=_advice_of(sp), like=())
 
 
 def _advice_of(sp: SequenceParallel) -> Advice:

@@ -132,7 +132,7 @@ def check_loss(
         error = shard_loss_error(sp, tried) or error
     elif tried is not None and tried.rest:
         error = tried.error(option_of)
-    sp.journal.agree("loss of the model", None, error=error)
+    sp.checker.check_now("loss of the model", None, error=error)
     return True
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor, nn
 
 from ds_seqpar.compat import whole_shape
+from ds_seqpar.data.value_checks import device_digest
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.fingerprint import Fingerprint
 
 from ..compat import FLATTENED, ZERO_ID
 
-ODD = 0x1E3779B97F4A7C15  # digits of the golden ratio, as hashes take them
-PIECE = 1 << 22  # bytes of a tensor that are digested at a time
+PIECE = 1 << 20  # elements of a tensor that are hashed at a time
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
 WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
 OFTEN = 64  # the most training forwards between two comparisons
@@ -65,19 +64,9 @@ def check_not_flattened(model: nn.Module) -> None:
         )
 
 
-def digest_of_bits(x: Tensor) -> int:
-    """Return a digest of a tensor's bits and their places, of 64 bits: the same on every device and in every release.
-
-    It is a sum of 8 bytes at a time, each times an odd number of its place, modulo 2^64. So no order of the sum counts,
-    one value that differs always shows, and others but for one case in billions.
-    """
-    flat, total = x.detach().reshape(-1), 0
-    numbers = torch.arange(1, min(PIECE, flat.nbytes) // 8 + 2, device=flat.device) * ODD
-    numbers = (numbers ^ (numbers >> 29)) * ODD | 1  # integers wrap
-    for piece in flat.split(PIECE // flat.element_size()):
-        words = torch.nn.functional.pad(piece.clone().view(torch.uint8), (0, -piece.nbytes % 8)).view(torch.int64)
-        total = (total * ODD + int((words * numbers[: len(words)]).sum())) % (1 << 64)
-    return total
+def fingerprint_of_bits(x: Tensor) -> Fingerprint:
+    """Return the fingerprint of a tensor's bits and their places: the same on every device and in every release."""
+    return Fingerprint.of([int(device_digest(piece)) for piece in x.detach().reshape(-1).split(PIECE)])
 
 
 def is_whole(p: Tensor) -> bool:
@@ -89,10 +78,8 @@ def _samples(parameters: dict[str, Tensor]) -> dict[str, str]:
     samples = [_spread(p) for p in parameters.values()]
     samples = [x.cpu() for x in samples] if len({x.device for x in samples}) > 1 else samples
     values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
-    return {
-        name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
-        for name, x in zip(parameters, values, strict=True)
-    }
+    found = (Fingerprint.of_bytes(x.numpy().tobytes()) for x in values)
+    return {name: str(fingerprint) for name, fingerprint in zip(parameters, found, strict=True)}
 
 
 def _spread(p: Tensor, samples: int = SAMPLES) -> Tensor:

@@ -183,7 +183,7 @@ class SequenceParallelCallback(TrainerCallback):
         self.flops_done = self.tokens = self.seconds = 0.0
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.sp.journal.settle(last=True)
+        self.sp.checker.flush(last=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error, whole_number
-from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, digest_of
+from ds_seqpar.fingerprint import Fingerprint
+from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
 
 from .. import compat
@@ -164,7 +165,7 @@ class Rollouts(Behind):
         """Context manager in which the model's `generate` divides its rows among the ranks of this group."""
         step, (last, count) = (self.state.global_step, self.model.training), self._generations
         self._generations = step, count + 1 if step == last else 0
-        seed = functools.partial(digest_of, self.args.seed, *self._generations)
+        seed = functools.partial(Fingerprint.of, self.args.seed, *self._generations)
         inner = unwrapped(self.model)
         together, inner.generate = inner.generate, functools.partial(self._generate_divided, inner.generate, seed)
         try:

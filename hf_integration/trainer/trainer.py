@@ -350,7 +350,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self._watch(dataloader)
         self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
-        self.sp.journal.settle(last=True)
+        self.sp.checker.flush(last=True)
         if stream is not None:  # the Trainer counts the examples of one group
             examples = examples_of(stream) or output.num_samples * self.sp.data_size
             output = output._replace(num_samples=examples)

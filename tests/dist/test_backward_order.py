@@ -2,11 +2,12 @@
 
 import threading
 
+import pytest
 import torch
 from torch.autograd import Function
 
 from tests import oracle
-from tests.dist.ranks import WRONG, is_one_sentence, leaves, make, refusal
+from tests.dist.ranks import WRONG, is_one_sentence, leaves, make, on_devices, refusal
 from tests.launch import on_each_of
 from tests.words import missing
 
@@ -28,24 +29,20 @@ def loss_of(sp, seq=16):
     return sp.attention(*given_to(sp, seq)).square().sum()
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("made", [make, on_devices])
 @on_each_of(2)
-def test_losses_in_another_order_on_a_rank():
-    """By a set of names, say; of one shape and of others, where gloo would end the process."""
+def test_losses_in_another_order_on_a_rank(made, known):
+    """By a set of names, say; of one shape and of others, where gloo would end the process. On devices the order may be
+    one that ranks had before; they are told before `backward` returns."""
     for settings in ({}, {"ulysses": 2}):
-        sp = make(size=2, **settings)
-        for at, seq in enumerate((16, 32)):
+        sp = made(size=2, **settings)
+        for seq in (16, 32):
             losses = [loss_of(sp, 16), loss_of(sp, seq)]
-            first, second = (
-                f"attention (call {2 * at + number} of {2 * at + 2}, of (1, {tokens // 2}, 4, 8)"
-                for number, tokens in ((1, 16), (2, seq))
-            )
-            words = (
-                "another order",
-                "the same on every rank",
-                f"rank 0: {first}",
-                f" first, no {second}",
-                f"; rank 1: no {first}",
-            )
+            if known:
+                for loss in (*losses, *losses[::-1]):
+                    loss.backward(retain_graph=True)
+            words = "another order", "the same on every rank", "the last call but 1'; rank 1: ", "the last call'"
             assert_refused((losses[1] if sp.rank == WRONG else losses[0]).backward, *words)
         losses = [loss_of(sp) for _ in range(2)]
         (losses[sp.rank] + losses[1 - sp.rank]).backward()  # these are the same calls in one order

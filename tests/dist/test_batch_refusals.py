@@ -145,7 +145,7 @@ SECOND_GROUP = {
     ),
     "fewer micro-batches": (
         lambda sp, rank: sp.shard_batches([batch(sp.data_rank)] * (2 - sp.data_rank)),
-        everywhere("micro-batches", "ranks 0-1: 2", "ranks 2-3: 1"),
+        everywhere("ranks 0-1: micro-batches 2", "ranks 2-3: micro-batches 1", kind="DisagreementError"),
     ),
     "another call in the second group": (
         lambda sp, rank: sp.shard_batch(batch(sp.data_rank)) if rank < 2 else sp.mean_loss(torch.zeros(())),

@@ -262,14 +262,6 @@ def test_ranks_need_the_same_SequenceParallel_for_a_step():
         assert lacking(found, "DisagreementError", f"rank {WRONG}: SequenceParallel") == []
 
 
-@on_each_of(2, timeout=SECONDS)
-def test_a_step_without_a_comparison_may_follow_a_refusal():
-    with make(agreement="deferred") as sp:
-        for name, (call, _) in REFUSED.items():
-            assert refusal(call, sp, sp.rank) != (None, None), name
-            check_decode(sp, [3], (4, 2))
-
-
 # ---- the page
 
 

@@ -14,7 +14,7 @@ from ds_seqpar.data.batches import shard_call
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import DisagreementError, InputError
 from ds_seqpar.on_devices import DeviceCache
-from ds_seqpar.runtime.journal import Journal
+from ds_seqpar.runtime.consistency import ConsistencyChecker
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 from tests.dist.ranks import is_one_sentence, make
@@ -76,8 +76,8 @@ def test_what_is_read_later_is_sharded_as_what_is_read_at_once():
         assert isinstance(counted, float)
         assert float(other_counted) == counted
         later.compare(given)
-        sp.journal.agree("whole batch", later.fields)
-        later.post(sp.journal)
+        sp.checker.check_now("whole batch", later.fields)
+        later.post(sp.checker)
     del model
 
 
@@ -111,13 +111,13 @@ def test_a_wrong_value_is_raised_in_the_next_comparison_and_computed_with_by_nob
         assert 0 <= shard["input_ids"].min() <= shard["input_ids"].max() < TOKENS
         assert -100 <= shard["shift_labels"].min() <= shard["shift_labels"].max() < CLASSES
         assert not ((shard["shift_labels"] < 0) & (shard["shift_labels"] != -100)).any()
-        sp.journal.agree("whole batch", name)
-        checks.post(sp.journal)
+        sp.checker.check_now("whole batch", name)
+        checks.post(sp.checker)
         with pytest.raises(InputError) as later:
-            sp.journal.agree("whole batch", name)
+            sp.checker.check_now("whole batch", name)
         assert str(later.value) == f"{at_once.value} (in an earlier forward: on a device it is seen one later)"
         assert is_one_sentence(str(later.value))
-        sp.journal.agree("whole batch", name)  # it is raised once
+        sp.checker.check_now("whole batch", name)  # it is raised once
     del model
 
 
@@ -129,10 +129,10 @@ def test_another_batch_of_one_rank_is_raised_in_the_next_comparison():
         given[name] = changed(given[name], sp.rank, 0, 1)
         checks = ValueChecks(at_once=())
         checks.compare({**given, "epoch": 3, "embeddings": torch.randn(2, SEQ, 3)})
-        sp.journal.agree("whole batch", checks.fields)  # shapes are the same
-        checks.post(sp.journal)
+        sp.checker.check_now("whole batch", checks.fields)  # shapes are the same
+        checks.post(sp.checker)
         with pytest.raises(DisagreementError) as raised:
-            sp.journal.agree("whole batch", 0)
+            sp.checker.check_now("whole batch", 0)
         assert missing(str(raised.value), f"{name} 'with values", "rank 0", "rank 1") == []
         others = {"input_ids", "labels"} - {name}
         assert missing(str(raised.value), *others) == list(others)
@@ -184,7 +184,7 @@ def on_fake_cuda():
                 with Moves() as moves:
                     shard, _ = shard_call(sp, batch, checks)
                     checks.compare({key: x for key, x in batch.items() if x.is_cuda})
-                    checks.post(Journal(None))  # which is not asked, since nothing here has values
+                    checks.post(ConsistencyChecker(None))  # which is not asked, since nothing here has values
                 assert {x.device.type for x in shard.values() if isinstance(x, torch.Tensor)} == {"cuda"}
                 found[name].append(moves.found)
         logits = torch.empty(1, SEQ, 3, device="cuda")

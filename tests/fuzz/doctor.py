@@ -40,7 +40,7 @@ def case(seed):
     section = {"size": size, "ulysses": ulysses, "schedule": schedule, **shape}
     section["layout"] = draw.choice(("auto", *SCHEDULES[schedule].at(size // ulysses, shape).layouts))
     section |= {"overlap": draw.random() < 0.3, "comm_dtype": draw.choice(("fp32", "fp32", "bf16"))}
-    section |= {"loss_tiles": draw.choice((1, 1, "auto", 2)), "agreement": draw.choice(("auto", "deferred"))}
+    section |= {"loss_tiles": draw.choice((1, 1, "auto", 2)), "agreement": draw.choice(("auto", "always"))}
     stage, optimizer = draw.choice((0, 1, 2, 3)), draw.choice(sorted(OPTIMIZERS))
     content = {
         "optimizer": {"type": optimizer, "params": {"lr": 1e-4, **OPTIMIZERS[optimizer]}},

@@ -60,9 +60,9 @@ def test_what_was_found_on_the_device_is_said_in_the_next_forward(device):
     start()
     sp, checks, tokens = make(size=1), ValueChecks(at_once=()), torch.zeros(1, SEQ, device=device)
     check_shard(sp, tokens, (sp.position_ids(SEQ) + 1)[None].to(device), None, None, checks)
-    checks.post(sp.journal)
-    assert "earlier forward" in refusal(sp.journal.note, "model inputs", None)[1]
-    assert refusal(sp.journal.note, "model inputs", None) == (None, None)
+    checks.post(sp.checker)
+    assert "earlier forward" in refusal(sp.checker.check_deferred, "model inputs", None)[1]
+    assert refusal(sp.checker.check_deferred, "model inputs", None) == (None, None)
 
 
 @both(NEEDS_TWO)

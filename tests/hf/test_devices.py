@@ -28,11 +28,11 @@ def on_fake_cuda():
             bool((positions == 0).all())  # so that this test can fail
         looks = []
         for more in ({}, {"attention_mask": mask}, {"placement": packed["placement"]}):
-            sp.journal._looks.clear()  # they could not be read
+            sp.checker._looks.clear()  # they could not be read
             given = {"input_ids": tokens, "position_ids": positions, **more}
             agreement.agree(given, "", backward=True, sources=[])
-            looks += [look.judge.parts for look in sp.journal._looks]
-        sp.journal._looks.clear()
+            looks += [look.judge.parts for look in sp.checker._looks]
+        sp.checker._looks.clear()
     return [len(parts) for parts in looks]
 
 
@@ -55,8 +55,8 @@ def found_later():
     for name, (positions, mask) in cases.items():
         checks = ValueChecks(at_once=())
         check_shard(sp, tokens, positions, mask, None, checks)
-        checks.post(sp.journal)
-        said[name] = [refusal(sp.journal.note, "model inputs", None)[1] for _ in range(2)]
+        checks.post(sp.checker)
+        said[name] = [refusal(sp.checker.check_deferred, "model inputs", None)[1] for _ in range(2)]
 
     def refused(positions):
         return refusal(check_shard, sp, tokens, positions, None, None, ValueChecks())[0]

@@ -66,12 +66,11 @@ def with_fakes(function):
 
 
 def really(function):
-    """The function, on real tensors inside of a fake mode too, and so what it returns to be called later."""
+    """The function, on real tensors inside of a fake mode too."""
 
     def run(*args):
         with unset_fake_temporarily():
-            result = function(*args)
-        return really(result) if callable(result) else result
+            return function(*args)
 
     return run
 

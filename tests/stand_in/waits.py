@@ -44,7 +44,7 @@ KNOWN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 POLLS = 100  # tests of works in one step; with so many the host waits in a loop
 HERE, CODE = Path(__file__).parent, [ROOT / name for name in ("ds_seqpar", "hf_integration", "tests")]
 # where every agreement waits; the caller is what is of interest
-SHARED = ("runtime/comm.py", "runtime/agreement.py", "runtime/journal.py", "runtime/waits.py")
+SHARED = ("runtime/comm.py", "runtime/agreement.py", "runtime/consistency.py", "runtime/waits.py")
 
 
 class Wait(NamedTuple):

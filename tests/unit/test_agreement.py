@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import torch
-
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.runtime.agreement import differences, fields_of
 from tests.words import missing
@@ -44,13 +42,6 @@ def test_64_ranks_are_told_in_a_short_sentence():
 def test_what_a_rank_does_not_have_is_told():
     values = [{"labels": 1, "token_type_ids": 1}, {"labels": 1}]
     assert told(values) == "rank 0: token_type_ids 1; rank 1: no token_type_ids"
-
-
-def test_tuples_hold_shapes_and_plain_things():
-    values = [((1, 4), torch.float32, "causal=True"), ((1, 8), torch.float32, "causal=True")]
-    assert told(values) == "rank 0: (1, 4); rank 1: (1, 8)"
-    values = [((1, 4), "causal=True"), ((1, 4), "causal=False")]
-    assert told(values) == "rank 0: causal=True; rank 1: causal=False"
 
 
 def test_other_calls_are_named():

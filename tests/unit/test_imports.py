@@ -15,6 +15,7 @@ OWN_ROOM = {
     "ds_seqpar.compat": "errors",
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
+    "ds_seqpar.fingerprint": "errors",
     "ds_seqpar.on_devices": "errors",
     "ds_seqpar.seams": "errors",
     "ds_seqpar.runtime.log": "errors",
@@ -63,7 +64,7 @@ LATER = {
     "kernels.triton_ops": "calls on GPUs, where there is Triton",
 }
 # what knows nothing of schedules
-TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}
+TRANSPORT = {"comm", "groups", "devices", "agreement", "consistency", "process_exit", "profiling", "kernels"}
 # The core: what computes attention of each schedule that follows from a ring or a mesh. It is to import itself and BASE
 # alone; what it imports beside is listed, and the list may only shrink.
 FOLDERS = ("compiler.sharding", "compiler.program", "compiler.tiles")
@@ -73,7 +74,7 @@ CORE = {
     *(f"runtime.{name}" for name in ("attention", "buffers", "call_io", "comm", "devices", "groups", "input_checks")),
     *(f"runtime.{name}" for name in ("kernels.accumulate", "kernels.reference", "runtime", "walk", "work")),
 }
-BASE = {"errors", "compat", "files", "on_devices", "runtime.log", "seams"}
+BASE = {"errors", "compat", "files", "fingerprint", "on_devices", "runtime.log", "seams"}
 BESIDE = {
     "compiler.compile": {"compiler.overlap.overlap"},
     "runtime.attention": {"runtime.checkpoints"},
@@ -82,7 +83,7 @@ BESIDE = {
     "runtime.groups": {"runtime.interfaces", "runtime.process_exit", "runtime.waits"},
     "runtime.input_checks": {f"runtime.{name}" for name in ("agreement", "checkpoints", "latent", "mismatch_hints")},
     "runtime.runtime": {
-        *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.journal"),
+        *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.consistency"),
     },
     "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},
 }

@@ -11,13 +11,13 @@ divide columns, and "#" begins a line of comment. docs/schedules.md says what th
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping
 
 from ...errors import SECTION, ConfigError, PlanError
 from ...files import read_text
+from ...fingerprint import Fingerprint
 from ..sharding.layout import Axes, Key, Topology, multiple, owner
 from ..sharding.masks import CAUSAL, visibility
 from ..sharding.shards import EvenShards
@@ -159,7 +159,7 @@ def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
         moving_sides=("kv",),
         can_compute=lambda q, kv: (q, kv) in computed["forward"],
         collective_axes=collective_axes,
-        digest=hashlib.blake2b(repr(sorted(plans.items())).encode(), digest_size=8).hexdigest(),
+        digest=str(Fingerprint.of(sorted(plans.items()))),
     )
 
 

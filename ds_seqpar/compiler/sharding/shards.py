@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 
 from ...errors import InputError, whole_number
+from ...fingerprint import Fingerprint
 from .handles import handle_of
 from .layout import LAYOUTS, Key, Run, Runs, join, owned
 
@@ -99,6 +100,10 @@ class UnevenShards:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnevenShards) and self._values() == other._values()
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(*self._values())
 
     def _values(self) -> tuple:
         return self.q, self.kv, self.blocks_per_rank, self.q_start
