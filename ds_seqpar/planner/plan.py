@@ -42,22 +42,26 @@ class Planned:
     spared: Mapping[str, Any]  # memory settings that it needs to fit
     estimate: Estimate
     seconds: float  # of a sequence, by the estimate
+    links: float  # seconds that the messages of a sequence take on the links of all ranks, in one layer's attention
     memory: Footprint  # of a rank and its host
 
     @property
     def key(self) -> tuple:
-        """What results are ordered by: time, roughly; what saves memory; bytes of a sequence; other settings."""
-        received = self.estimate.forward.received + self.estimate.backward.received
+        """What results are ordered by: time, roughly; what saves memory; use of links; other settings."""
         rough = round(math.log(self.seconds) / SIMILAR)
-        return rough, len(self.spared), received * self.config.size, len(self.config.section())
+        return rough, len(self.spared), self.links, len(self.config.section())
 
     @classmethod
     def of(
         cls, request: Request, config: SequenceParallelConfig, spared: Mapping[str, Any], memory: Footprint
     ) -> Planned:
         found = estimate(request.step(config), request.machine)
+        inside, between = request.machine.inside.rate, request.machine.between.rate
+        links = sum(one.inside / inside + one.between / between for one in (found.forward, found.backward))
         seconds = request.seconds_a_sequence(found.seconds, config)
-        return cls(config=config, spared=spared, estimate=found, seconds=seconds, memory=memory)
+        return cls(
+            config=config, spared=spared, estimate=found, seconds=seconds, links=links * config.size, memory=memory
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
