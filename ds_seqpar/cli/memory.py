@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
     inputs = with_trainer(Inputs.of(args), args)
     budget = machine_budget(inputs)
     config, planned = config_of(inputs)
-    step, answer = step_of(inputs, config), Answer(inputs, config)
+    on_gpu = inputs.machine is None or inputs.machine.gpus
+    step, answer = inputs.job.step(config, inputs.world, on_gpu), Answer(inputs, config)
     memory, slope = footprint(step), bytes_a_token(step)
     longest_fit = longest(step, budget) if budget else None
     next_step = None if budget is None or fits(memory, budget) else advice(inputs, config)
@@ -186,15 +187,6 @@ def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]
     if most != config.ulysses:
         lines += [f'{SECTION}: Ulysses {config.ulysses} stays in a node; "auto" alone would be {most}, over nodes']
     return lines
-
-
-def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:
-    job = inputs.job
-    return TrainingStep(
-        model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, dtype=job.dtype, zero=job.zero,
-        batch=job.objective.batch(job.batch or 1), checkpointing=job.checkpointing, objective=job.objective,
-        optimizer_states=job.optimizer_states, on_gpu=inputs.machine is None or inputs.machine.gpus,
-    )  # fmt: skip
 
 
 def table(memory: Footprint, slope: float, step: TrainingStep) -> list[str]:

@@ -34,6 +34,11 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
 )
 
 
+def rough(seconds: float) -> int:
+    """Return a number that is equal for estimates that count as equally fast."""
+    return round(math.log(seconds) / SIMILAR)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
     """A configuration, and what is predicted of it."""
@@ -48,8 +53,7 @@ class Planned:
     @property
     def key(self) -> tuple:
         """What results are ordered by: time, roughly; what saves memory; use of links; other settings."""
-        rough = round(math.log(self.seconds) / SIMILAR)
-        return rough, len(self.spared), self.links, len(self.config.section())
+        return rough(self.seconds), len(self.spared), self.links, len(self.config.section())
 
     @classmethod
     def of(
@@ -108,7 +112,7 @@ def find_plan(request: Request) -> PlanResult:
         distinct.setdefault((config.size, config.ulysses, found), (seconds, config))  # of equal ones the first
     ranked: list[Planned] = []
     for seconds, config in sorted(distinct.values(), key=lambda one: one[0]):
-        if len(ranked) >= LISTED and seconds > ranked[LISTED - 1].seconds:
+        if len(ranked) >= LISTED and rough(seconds) > rough(ranked[LISTED - 1].seconds):
             rejected["others", "estimated to be slower"] += 1
         elif isinstance(fitting := in_memory(request, config), str):
             rejected[name_of(config), fitting] += 1

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ..compiler.sharding.heads import legal_ulysses
 from ..compiler.sharding.layout import divisors
 from ..compiler.sharding.masks import CAUSAL, Mask
 from ..config.deepspeed_json import DeepSpeedJson, Zero
@@ -195,6 +194,20 @@ class Job:
             optimizer_states=json.optimizer_states,
         )  # fmt: skip
 
+    @functools.cached_property
+    def mask(self) -> Mask:
+        return Mask(window=self.window, documents=Mask.documents_of(self.documents))
+
+    def step(self, config: SequenceParallelConfig, world: int, on_gpu: bool) -> TrainingStep:
+        """Return the training step on `world` ranks, with a configuration that has no "auto"."""
+        assert self.model is not None
+        assert self.seq is not None
+        return TrainingStep(
+            model=self.model, config=config, world=world, seq=self.seq, batch=self.objective.batch(self.batch or 1),
+            dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
+            optimizer_states=self.optimizer_states, mask=self.mask, on_gpu=on_gpu,
+        )  # fmt: skip
+
     def sizes(self, world: int) -> tuple[int, ...]:
         """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
         sequences."""
@@ -246,12 +259,8 @@ class Request:
         if sizes:
             name = "the ranks of a sequence that is planned,"
             limits.check(name, min(sizes), limits.MAX_PLANNED_RANKS, "take a smaller size")
-            ulysses = self.given.get("ulysses", "auto")
-            limits.check_followed(
-                min(size // (max(legal_ulysses(size, self.model.heads)) if ulysses == "auto" else ulysses)
-                    for size in sizes),
-                overlap=False,
-            )  # fmt: skip
+        if sizes and isinstance(ulysses := self.given.get("ulysses"), int):
+            limits.check_followed(min(sizes) // ulysses, overlap=False)
         if self.job.documents and sum(self.job.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.job.documents)}")
         self.machine.rates(self.job.dtype)
@@ -271,10 +280,6 @@ class Request:
     def heads(self) -> tuple[int, int]:
         return self.model.heads, self.model.kv_heads
 
-    @functools.cached_property
-    def mask(self) -> Mask:
-        return Mask(window=self.job.window, documents=Mask.documents_of(self.job.documents))
-
     @property
     def budget(self) -> MemoryBudget:
         budget = MemoryBudget.of(self.machine, self.world, self.memory)
@@ -282,12 +287,7 @@ class Request:
 
     def step(self, config: SequenceParallelConfig) -> TrainingStep:
         """Return the training step with a configuration that has no "auto"."""
-        job = self.job
-        return TrainingStep(
-            model=self.model, config=config, world=self.world, seq=self.seq, batch=job.objective.batch(job.batch or 1),
-            dtype=job.dtype, zero=job.zero, checkpointing=job.checkpointing, objective=job.objective,
-            optimizer_states=job.optimizer_states, mask=self.mask, on_gpu=self.machine.gpus,
-        )  # fmt: skip
+        return self.job.step(config, self.world, self.machine.gpus)
 
     def seconds_a_sequence(self, seconds: float, config: SequenceParallelConfig) -> float:
         """Return the seconds of an optimizer step divided by its sequences, if a micro-batch takes `seconds` on all
