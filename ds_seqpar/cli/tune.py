@@ -124,7 +124,8 @@ def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, ste
     job, world = request.job, groups.control_world()
     section = {**planned.config.section(), "prove": "never"}
     content = {"optimizer": DEFAULTS["optimizer"], **without_auto(inputs.counted), SECTION: section}
-    content |= {"gradient_accumulation_steps": 1, "steps_per_print": 10**9}
+    content |= {"train_micro_batch_size_per_gpu": job.batch or 1, "gradient_accumulation_steps": 1}
+    content |= {"steps_per_print": 10**9}
     content.pop("train_batch_size", None)
     level = logging.root.manager.disable
     logging.disable(logging.INFO)  # what DeepSpeed says of each engine

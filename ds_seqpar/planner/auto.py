@@ -72,13 +72,14 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
     result = find_plan(request)
     if result.ranked:
         return result
-    ignoring = dataclasses.replace(request, ignores_memory=True)
+    machine = dataclasses.replace(request.machine, host_memory=1e24)
+    unlimited = dataclasses.replace(request, machine=machine, memory=2**62)
     saving = {name: value for name, value in memory_options(request, 1)[-1].items() if name != "head_chunks"}
-    result = plan(dataclasses.replace(ignoring, given={**request.given, **saving}))
-    saving = memory_options(request, result.best.config.ulysses)[-1]  # head chunks too
-    shape = {name: getattr(result.best.config, name) for name in ("size", "ulysses", "schedule")}
-    result = plan(dataclasses.replace(ignoring, given={**request.given, **shape, **saving}))
-    return dataclasses.replace(result, request=ignoring)
+    best = plan(dataclasses.replace(unlimited, given={**request.given, **saving})).best.config
+    saving = memory_options(request, best.ulysses)[-1]  # head chunks too
+    shape = {name: getattr(best, name) for name in ("size", "ulysses", "schedule")}
+    result = plan(dataclasses.replace(unlimited, given={**request.given, **shape, **saving}))
+    return dataclasses.replace(result, request=request)
 
 
 def line_of(result: PlanResult) -> str:

@@ -249,7 +249,6 @@ class Request:
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
     sizes: tuple[int, ...] = ()  # values that `size` may take; () for all
     memory: int | None = None  # bytes of a rank; None: what the machine has for tensors
-    ignores_memory: bool = False  # whether configurations may need more memory than there is
 
     def __post_init__(self) -> None:
         limits.check("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS)
@@ -282,8 +281,7 @@ class Request:
 
     @property
     def budget(self) -> MemoryBudget:
-        budget = MemoryBudget.of(self.machine, self.world, self.memory)
-        return budget._replace(limit=2**62, host=math.inf) if self.ignores_memory else budget
+        return MemoryBudget.of(self.machine, self.world, self.memory)
 
     def step(self, config: SequenceParallelConfig) -> TrainingStep:
         """Return the training step with a configuration that has no "auto"."""
