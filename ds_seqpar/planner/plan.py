@@ -12,6 +12,7 @@ from typing import Any
 from ..compiler import schedules
 from ..compiler.sharding.heads import even_ulysses, free_head_chunk_counts
 from ..compiler.sharding.layout import divisors, multiple
+from ..compiler.sharding.masks import CAUSAL
 from ..config.deepspeed_json import Offload
 from ..config.settings import MEMORY_SETTINGS, SequenceParallelConfig
 from ..errors import ConfigError
@@ -159,7 +160,7 @@ def in_memory(
     for spared in memory_options(request, config.ulysses):
         try:
             chosen = dataclasses.replace(config, **spared).resolve(request.world, request.heads)
-            memory = footprint(request.step(chosen))
+            memory = footprint(dataclasses.replace(request.step(chosen), mask=CAUSAL))  # others take less
         except ConfigError as error:
             return str(error)
         if fits(memory, request.budget):
