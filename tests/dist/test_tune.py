@@ -8,6 +8,7 @@ import pytest
 
 from ds_seqpar.cli.main import main
 from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.errors import KernelError
 from ds_seqpar.runtime import kernels
 from ds_seqpar.runtime.kernels import KERNELS
 from tests.launch import on_ranks
@@ -22,9 +23,17 @@ class Again(type(KERNELS["cpu_flash"])):
     name = "again"
 
 
+class Never(type(KERNELS["cpu_flash"])):
+    name = "never"
+
+    def forward(self, *_, **__):
+        raise KernelError("never takes these blocks")
+
+
 def command(words):
-    """On a rank: (exit code, stdout, stderr) of the command, beside a second fast kernel."""
+    """On a rank: (exit code, stdout, stderr) of the command, beside a kernel that fails and a second fast one."""
     out, err = io.StringIO(), io.StringIO()
+    kernels.register(Never())
     kernels.register(Again())
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         return main(["tune", *map(str, words)]), out.getvalue(), err.getvalue()
@@ -38,6 +47,7 @@ def test_plans_and_kernels_are_measured_and_the_fastest_can_be_pasted(tmp_path):
     (code, out, err), (_, silent, _) = on_ranks(2, command, words, patience=None, timeout=200)
     assert (code, silent) == (0, ""), err
     assert missing(err, "tune: 1 of 2, 2 ranks: ", "tune: 2 of 2, ", "kernel again: ", " s a step") == []
+    assert "kernel never: cannot run: never takes these blocks" in err
     found = json.loads(out)
     ranked = found["ranked"]
     assert [one["section"].get("kernel") for one in ranked].count("again") == 1
