@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compiler.sharding.masks import Mask
     from .compiler.sharding.shards import UnevenShards
+    from .config.deepspeed_json import read_config
     from .config.settings import SequenceParallelConfig
     from .engine import initialize
     from .errors import SeqParError
     from .parallel import SequenceParallel
 
-__all__ = ["Mask", "SeqParError", "SequenceParallel", "SequenceParallelConfig", "UnevenShards", "initialize"]
+__all__ = [
+    "Mask",
+    "SeqParError",
+    "SequenceParallel",
+    "SequenceParallelConfig",
+    "UnevenShards",
+    "initialize",
+    "read_config",
+]
 HOMES = {
     "Mask": "compiler.sharding.masks",
     "SeqParError": "errors",
@@ -19,6 +28,7 @@ HOMES = {
     "SequenceParallelConfig": "config.settings",
     "UnevenShards": "compiler.sharding.shards",
     "initialize": "engine",
+    "read_config": "config.deepspeed_json",
 }
 
 

@@ -532,7 +532,7 @@ def _config(given: object) -> SequenceParallelConfig:
     if not isinstance(given, SequenceParallelConfig):
         raise ConfigError(
             f"SequenceParallel needs a SequenceParallelConfig; got {type(given).__name__}, "
-            "make one by SequenceParallelConfig.from_dict or from_deepspeed"
+            "make one by SequenceParallelConfig.from_dict or ds_seqpar.read_config"
         )
     return given
 

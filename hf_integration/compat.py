@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
-from torch.nn.modules import module as of_all
 from torch.utils.data import DataLoader
 
 from ds_seqpar.compat import SEEN, attribute, mark, missing, private
@@ -280,15 +279,6 @@ def is_plain_lora(module: Any) -> bool:
 
 forward_hooks = attribute("torch.nn.modules.module:Module._forward_hooks", "noise by token")
 forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks", "attention in head chunks")
-# kinds of hooks that get a module's inputs or outputs
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def hooks_around(module: nn.Module) -> Iterator[Callable]:
-    """Yield all hooks that get a module's inputs or outputs, or their gradients."""
-    for name in _HOOKS:
-        yield from getattr(module, name).values()
-        yield from getattr(of_all, f"_global{name}").values()
 
 
 def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable], bool]) -> None:

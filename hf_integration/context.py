@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.shared_prompts import SharedPrompts
@@ -41,11 +40,7 @@ class ForwardState:
 
     begun: bool = False  # whether the base model was called
     losses: list[float] | None = None  # the sum of token losses of each tile; None: the loss is not to be checked
-    # (storage of the output, source) of the deferred norm that ran last, until all its readers have read it
-    deferred: tuple[StorageWeakRef, Any] | None = None
-    unread: int = 0  # how many of these readers have not read it
     router_logits: tuple[Tensor, ...] | None = None  # of the base model, until the forward ends
-    watched: set[nn.Module] = dataclasses.field(default_factory=set)  # norms whose output another hook may read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +63,6 @@ class ForwardContext:
     noise: Noise | None = None  # None: torch's own noise
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
-    recomputed: bool = False  # whether a checkpoint computes this part, which it does in forward and in backward
     outer: ForwardContext | None = None  # the context around this one
     within: bool = False  # whether the module was called by that of `outer`, and not by a hook of a user's
 
@@ -89,7 +83,7 @@ class ForwardContext:
 
     def recomputing(self) -> ForwardContext:
         """Return the context in which a checkpoint computes a part, in forward and again in backward."""
-        return self.replace(recomputed=True, state=ForwardState(watched=self.state.watched))
+        return self.replace(state=ForwardState())
 
     def replace(self, **changes: Any) -> ForwardContext:
         """Return a context with other values of some fields."""

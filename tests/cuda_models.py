@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ds_seqpar.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3, import_reason
 from ds_seqpar.runtime.kernels import register, remove, select
-from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3, import_reason
 from tests.cuda_masks import (
     BOTTOM_RIGHT,
     TOP_LEFT,

@@ -6,7 +6,6 @@
 `python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
 `deepspeed --module ds_seqpar tune` measures the best of them, a training step each, on the ranks at hand.
 `deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small copy of a model, before it trains.
-`torchrun -m ds_seqpar perplexity` evaluates a model on one text that is longer than fits a rank.
 `python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
@@ -52,22 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     options.add_settings(doctor)
-    perplexity = commands.add_parser(
-        "perplexity", help="of a model on one text that is longer than fits: torchrun -m ds_seqpar perplexity"
-    )
-    perplexity.add_argument("--model", required=True, metavar="FOLDER", help="a model with its tokenizer")
-    perplexity.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, the same on all ranks")
-    perplexity.add_argument("--chunk", metavar="N", help="tokens that a forward takes; default: 1,024 a rank")
-    perplexity.add_argument("--out", metavar="FILE", help="also draw the loss by position, as .svg or .png")
-    perplexity.add_argument("--json", action="store_true", help="print JSON; losses in nats, sizes in bytes")
-    options.add_settings(perplexity)
     trace.add_parser(commands)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "tune": _run_later,
-            "doctor": _run_later, "perplexity": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
+            "doctor": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)
         code = runs[args.command](args) or 0

@@ -159,7 +159,7 @@ class _Tracker:
 
         Sums need none. A softmax needs some per row, and a copy of a narrow result in accum_dtype, piece by piece: on
         CPUs. On GPUs Triton's kernel needs none, and without it torch's operations need four numbers of each row for a
-        moment, of at most `fused.AT_ONCE` elements: 8 MiB in fp32 and with a head_dim of 128.
+        moment, of at most `AT_ONCE` elements: 8 MiB in fp32 and with a head_dim of 128.
         """
         if not self.forward:
             return 0

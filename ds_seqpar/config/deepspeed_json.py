@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -16,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from ..errors import SECTION, ConfigError
 from ..files import STRICT, call_library, read_as, read_json
+from .settings import SequenceParallelConfig
 
 KIND = "the DeepSpeed configuration"
 KNOWN = STRICT | {"extra": "ignore"}  # of sections that have keys which only DeepSpeed knows
@@ -358,3 +360,15 @@ def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[s
         for key, value in content.items()
         if value != "auto" and f"{outer}{key}" not in CHECKED_HERE
     }
+
+
+def read_config(config: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:
+    """Return the settings of the "sequence_parallel" section of a DeepSpeed JSON.
+
+    Args:
+        config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
+
+    Raises:
+        ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
+    """
+    return SequenceParallelConfig.from_dict(DeepSpeedJson.read(config).section)

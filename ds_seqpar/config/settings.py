@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
@@ -49,22 +48,22 @@ PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and th
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """The values of a setting, where others can be registered. `read` reads those that begin with `prefix`."""
+    """The values of a setting, where others can be registered. `read` reads those that begin with a prefix."""
 
     setting: str
     values: Callable[[], Iterable[str]]
-    prefix: str | None = None
+    prefixes: Collection[str] = ()
     read: Callable[[str], object] | None = None
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> Any:
         return AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
 
     def __get_pydantic_json_schema__(self, *_: object) -> dict[str, Any]:
-        named = {"enum": list(self.values())}
-        return named if self.prefix is None else {"anyOf": [named, {"type": "string", "pattern": f"^{self.prefix}"}]}
+        named, patterns = {"enum": list(self.values())}, "|".join(f"^{prefix}" for prefix in self.prefixes)
+        return {"anyOf": [named, {"type": "string", "pattern": patterns}]} if patterns else named
 
     def _checked(self, value: str) -> str:
-        if self.read is not None and value.startswith(str(self.prefix)):
+        if self.read is not None and value.startswith(tuple(self.prefixes)):
             self.read(value)
         else:
             check_choice(f"{SECTION}.{self.setting}", value, self.values())
@@ -97,7 +96,7 @@ class SequenceParallelConfig:
     run `schedule`. `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1
     where heads are not known."""
     schedule: Annotated[
-        str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.text.FILE, schedules.schedule)
+        str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.READERS, schedules.schedule)
     ] = "auto"
     """What the `size / ulysses` ranks do: one of these, a registered one, or the plan of a file, which `show --plan`
     printed or somebody wrote. `"auto"`: `"ring"`."""
@@ -233,20 +232,6 @@ class SequenceParallelConfig:
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         check_names(section)
         return cls(**section)
-
-    @classmethod
-    def from_deepspeed(cls, config: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:
-        """Read the section of a DeepSpeed configuration.
-
-        Args:
-            config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
-
-        Raises:
-            ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
-        """
-        from .deepspeed_json import DeepSpeedJson  # for those who have such a file
-
-        return cls.from_dict(DeepSpeedJson.read(config).section)
 
     def resolve(
         self, world_size: int, heads: tuple[int, int] | None = None, per_node: int | None = None

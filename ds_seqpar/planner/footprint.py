@@ -177,10 +177,6 @@ class _StepMemory:
         self.fp32_copy = self.rows * m.hidden * 4 if self.size < 4 else 0
         tiled = self.mlp_tiles() > 1  # with them norms have tiles too
         self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden  # saved by a norm beside its input
-        self.before_mlp = 0 if tiled else self.norm  # saved by the norm before the MLP: tiles compute the norm again
-        self.before_attention = 0 if tiled and self.head_chunks > 1 else self.norm
-        # attention's input, unless its tiles make it
-        self.normed = 0 if tiled and self.head_chunks > 1 else self.hidden
         # a norm's input, unless it saves an fp32 copy
         self.residual = 0 if self.fp32_copy and not tiled else self.hidden
         self.rope = 2 * self.rows * m.head_dim * self.size
@@ -272,7 +268,7 @@ class _StepMemory:
         """Bytes that a layer saves for its backward, its input included, as a mean of all layers."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
         mixers = self.mean(self.saved_attention, self.state.saved, mlp)
-        return 2 * self.residual + self.before_attention + self.before_mlp + mixers
+        return 2 * (self.residual + self.norm) + mixers
 
     def mean(self, attention: int, states: int = 0, mlp: int = 0) -> int:
         """Return the bytes of a layer as a mean, from those of layers that attend, have a state, or have an MLP."""
@@ -297,7 +293,7 @@ class _StepMemory:
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
         output = self.hidden if self.head_chunks > 1 else self.q + self.kv  # head chunks add to one output
-        layer = self.normed + output + saved * max(0, self.before_attention - self.hidden)
+        layer = self.hidden + output + saved * (self.norm - self.hidden)
         kept = self.attention.saved * (m.attending > 0) if self.keeps else 0
         kept = kept if self.step.checkpointing else self.saved_mixer
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
@@ -307,7 +303,7 @@ class _StepMemory:
             self.moment(f"{name}: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
                 f"{name}: MLP", gathered=gathered + head,
-                layer=(1 + (tiles == 1)) * self.hidden + saved * (self.before_attention + self.before_mlp),
+                layer=2 * self.hidden + saved * 2 * self.norm,
                 attention=kept, mlp=after, **held,
             ),
         ]  # fmt: skip
@@ -402,10 +398,9 @@ class _StepMemory:
         tied = m.embedding * self.size if m.tied else 0  # the head's gradient is kept until the embedding's
         place = f"layer {index}"
         tiles = self.mlp_tiles()
-        whole = self.hidden + self.residual + self.before_attention + self.before_mlp
+        whole = self.hidden + self.residual + 2 * self.norm
         weight = m.hidden * m.intermediate
-        # in a checkpoint's second run the gradient of a tiled MLP's input takes that input's place
-        tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 and not self.step.checkpointing else 0)
+        tile = 6 * self.mlp // tiles + self.hidden * (tiles > 1)  # with the gradient of a tiled MLP's input
         sums = weight * (self.size if tiles == 1 else 12 + self.size)
         moments = [
             self.moment(
@@ -414,7 +409,7 @@ class _StepMemory:
             ),
             self.moment(
                 f"backward: {place}, attention", done=done, gathered=gathered, grads=tied,
-                layer=self.hidden + self.before_attention + (self.q if self.head_chunks == 1 else self.hidden),
+                layer=self.hidden + self.norm + (self.q if self.head_chunks == 1 else self.hidden),
                 attention=attention.backward + (self.q + self.kv) * attention.inputs * (self.head_chunks == 1), **held,
             ),
         ]  # fmt: skip
@@ -422,13 +417,13 @@ class _StepMemory:
             moments.append(
                 self.moment(
                     f"backward: {place}, attention once more", done=done, gathered=gathered, grads=tied,
-                    layer=self.hidden + self.before_attention
+                    layer=self.hidden + self.norm
                     + (self.q + self.kv if self.head_chunks == 1 else self.hidden),
                     attention=attention.forward, **held,
                 )
             )  # fmt: skip
         if m.states is not None:  # as much again for gradients
-            layer, state = self.hidden + self.before_attention, 2 * self.state.saved + self.state.received
+            layer, state = self.hidden + self.norm, 2 * self.state.saved + self.state.received
             held = {"layer": layer, "state": state, **held}
             moments.append(self.moment(f"backward: {place}, state", done=done, gathered=gathered, grads=tied, **held))
         return moments

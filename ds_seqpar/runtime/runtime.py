@@ -29,7 +29,7 @@ from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
 from .finite import Finite, FiniteWalk
 from .journal import Journal
-from .kernels import BlockSpec, Kernel, Scores, fused, is_deterministic, select, slower_for
+from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select, slowness
 from .log import log_once
 from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
@@ -147,7 +147,7 @@ class Runtime:
             kv_heads = inner.q_heads if latent else inner.kv_heads
             spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, kv_heads, local.head_dim, softcap)
             kernel = select(self.config.kernel, spec, is_deterministic())
-            if self.config.kernel == "auto" and (missed := slower_for(kernel, spec)):
+            if self.config.kernel == "auto" and (missed := slowness(kernel, spec)):
                 log_once(missed)
             program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
             if check_keys := getattr(kernel, "check_keys", None):  # before anything is sent
@@ -250,8 +250,6 @@ class Runtime:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
-        if q.is_cuda and (why := fused.missing()):
-            log_once(f"partial results are merged in several operations each, which takes longer than in one: {why}")
         mask, shards, scores, head_chunks, saves, lse, latent = settings
         options, width = (head_chunks, SavedForBackward.QKV_AND_OUT, lse), k.shape[3] if latent else 0
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)

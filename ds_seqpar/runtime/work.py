@@ -12,8 +12,8 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import Shards, UnevenShards
 from ..compiler.tiles.tiles import Tile
 from .buffers import Tensors, sum_dtype
-from .kernels import Kernel, fused
-from .kernels.accumulate import Accumulator, Softmax, Sum, backward, forward
+from .kernels import Kernel
+from .kernels.accumulate import AT_ONCE, Accumulator, Softmax, Sum, backward, forward, fused
 
 ALL = slice(None)  # rows
 PIECE = 1024  # tokens of a head that a CPU computes at once
@@ -148,7 +148,7 @@ def _take_rows(tensors: Tensors, rows: slice) -> Tensors:
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """Return delta (B, n, H), the sum of do * out over head_dim, in `dtype`. Torch computes it piece by piece, so that
     no whole tensor is copied to that dtype."""
-    if ops := fused.ops(do):
+    if ops := fused(do):
         return ops.rowsum(do, out)
     pieces = _pieces(do)
     if pieces is None:
@@ -172,7 +172,7 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     Returns:
         (B, n, H, D) in do's dtype.
     """
-    if ops := fused.ops(do):
+    if ops := fused(do):
         return ops.out_with_rowsum(do, delta)
     pieces = _pieces(do)
     if pieces is None:
@@ -188,9 +188,9 @@ def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
     head on a CPU, or of several heads where tokens are few, and tokens of all heads on a device."""
     batch, tokens, heads, width = x.shape
     if not x.is_cpu:
-        if x.numel() <= fused.AT_ONCE:
+        if x.numel() <= AT_ONCE:
             return None
-        size, at_once = max(1, fused.AT_ONCE // (batch * heads * width)), heads
+        size, at_once = max(1, AT_ONCE // (batch * heads * width)), heads
     else:
         if tokens * heads <= PIECE:
             return None

@@ -33,11 +33,11 @@ from ds_seqpar.runtime.work import rowsum
 from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
 from ..context import KEYWORD, ForwardContext
 from ..look.facts import TESTED
-from .tiled_function import ForwardConditions, Source, tile_count, tile_slices, trained_parameters
-from .tiled_loss import STAGED, TILING
-from .tiled_modules import before_leaf, normed
+from .tiled_function import ForwardConditions, tile_count, tile_slices, trained_parameters
+from .tiled_modules import before_leaf
 from .weight_slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 
+STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
 ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at once in {}"
 
 
@@ -85,17 +85,14 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     class_forward = type(module).forward
     context: ForwardContext | None = kwargs.get(KEYWORD)
     if context is None or context.mode == "local" or context.cached is not None or not _has_head_chunks(module):
-        return class_forward(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
+        return class_forward(module, x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
     count = _head_chunk_count(module, x, q_heads, kv_heads, context.layout)
     if count == 1:
-        return class_forward(module, normed(module, x), *args, **kwargs)
-    tiling = getattr(module, TILING, None)
-    source = None if tiling is None else tiling.source(x, module)
-    run = _HeadChunkForward(
-        module, head_chunks(q_heads, kv_heads, count), x, functools.partial(class_forward, **kwargs), args, source
-    )
-    return _ByHeadChunks.apply(run, None if source is None else source.x, x, *run.parameters), None
+        return class_forward(module, x, *args, **kwargs)
+    chunks = head_chunks(q_heads, kv_heads, count)
+    run = _HeadChunkForward(module, chunks, x, functools.partial(class_forward, **kwargs), args)
+    return _ByHeadChunks.apply(run, x, *run.parameters), None
 
 
 def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layout: BatchLayout | None) -> int:
@@ -141,24 +138,16 @@ class _HeadChunkForward:
 
     Args:
         chunks: The head chunks.
-        x: The input of the module, or that of the norm before it if `source` is given.
+        x: The input of the module.
         class_forward: The forward of the module's class.
         args: Further arguments of that forward.
-        source: The computation that replaces the module's input, if the norm before it is deferred.
     """
 
     def __init__(
-        self,
-        module: Any,
-        chunks: Sequence[HeadChunk],
-        x: Tensor,
-        class_forward: Callable[..., Any],
-        args: tuple,
-        source: Source | None,
+        self, module: Any, chunks: Sequence[HeadChunk], x: Tensor, class_forward: Callable[..., Any], args: tuple
     ) -> None:
         self.module, self.head_chunks, self.class_forward, self.args = module, chunks, class_forward, args
-        self.norm = None if source is None else (source.norm, source.forward)
-        self.parameters = (*trained_parameters(module), *([] if source is None else trained_parameters(source.norm)))
+        self.parameters = tuple(trained_parameters(module))
         self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
         self.tiles = tile_slices(x.shape[1], tile_count(x.shape[0] * x.shape[1], x.shape[2]))
         self.needs_grad, self.keeps, self.stack = torch.is_grad_enabled(), False, HeadChunkResults.in_checkpoint()
@@ -172,7 +161,7 @@ class _HeadChunkForward:
         """
         out, results = torch.empty(0), list[Tensor]()
         for index in range(len(self.head_chunks)):
-            chunk, replay = Slice(self.module, self.head_chunks, index, self.norm, grad=False), HeadChunkReplay()
+            chunk, replay = Slice(self.module, self.head_chunks, index, grad=False), HeadChunkReplay()
             self.keeps = replay.checkpoint_saves
             outer = current()
             replayed = outer is not None and outer.replays_next
@@ -222,7 +211,7 @@ class _HeadChunkForward:
         yield from map(gradients.pop, self.parameters)
 
     def chunk(self, index: int) -> Slice:
-        return Slice(self.module, self.head_chunks, index, self.norm, grad=True)
+        return Slice(self.module, self.head_chunks, index, grad=True)
 
     def without_outs(self, results: list[Any], grad: Tensor, gradients: Gradients) -> None:
         """Replace out by delta = rowsum(do * out) (B, s, heads) in the attention results of head chunks.
@@ -285,8 +274,7 @@ class _HeadChunkForward:
             for cut in self.tiles:
                 with torch.enable_grad():
                     tile = x[:, cut].detach().requires_grad_(wants_x)
-                    tile_input = chunk.normed(tile)
-                    outs = [projection(tile_input) for projection in chunk.inward.values()]
+                    outs = [projection(tile) for projection in chunk.inward.values()]
                 tile_dx = differentiate(outs, [tile] if wants_x else [], [tensor[:, cut] for tensor in d_projected])
                 if total is not None:
                     total[:, cut] = tile_dx[0] if first else total[:, cut].add_(tile_dx[0])
@@ -314,19 +302,17 @@ class _GraphStart(Function):
 
 
 class _ByHeadChunks(Function):
-    """The module's output (B, s, d). Saves the module's input, or its source, and attention's results."""
+    """The module's output (B, s, d). Saves the module's input and attention's results."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: _HeadChunkForward, source: Tensor | None, x: Tensor, *parameters: nn.Parameter
-    ) -> Tensor:
-        ctx.run, source_x = run, x if source is None else source
-        out, results = run.forward(source_x)
-        ctx.save_for_backward(source_x, *results)
+    def forward(ctx: Any, run: _HeadChunkForward, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run = run
+        out, results = run.forward(x)
+        ctx.save_for_backward(x, *results)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *results = ctx.saved_tensors
-        return None, None, *ctx.run.backward(x, results, grad, ctx.needs_input_grad[2])
+        return None, *ctx.run.backward(x, results, grad, ctx.needs_input_grad[1])

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,35 +33,7 @@ from ..dropout import drawing_by_tile
 Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and the slice of its tokens
 
 
-class Source(NamedTuple):
-    """The computation that a `Deferred` tensor replaces: forward(norm, x[:, cut]) for each tile."""
-
-    x: Tensor  # (B, s, d)
-    norm: nn.Module
-    forward: Callable[[Any, Tensor], Tensor]
-
-
-class Deferred(Function):
-    """A tensor of x's shape without memory, in place of a norm's output.
-
-    The modules that read it compute the norm of x themselves, tile by tile, and return the gradient of x. Any other
-    reader gets NaN.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_full((), float("nan")).expand(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def tiled(
-    compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int, source: Source | None = None,
-    overwrites_source: bool = False,
-) -> Tensor:  # fmt: skip
+def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
     """Compute compute(x) over `tiles` tiles of dim 1.
 
     Backward returns the gradient of x as one tensor, and those of the parameters in their own dtype. All that backward
@@ -73,19 +45,9 @@ def tiled(
         x: (B, s, d).
         parameters: Those that compute uses and that need gradients.
         tiles: The number of tiles.
-        source: The computation that x replaces, if it is `Deferred`; then the norm's parameters get gradients too.
-        overwrites_source: Whether source.x is not read after backward, so that backward may write its gradient into it.
     """
-    if source is None:
-        run = _TiledForward(compute, x, tuple(parameters), tiles)
-    else:
-        _, norm, forward = source  # the run must not refer to x
-        run = _TiledForward(
-            lambda tile, cut: compute(forward(norm, tile), cut), x, (*parameters, *trained_parameters(norm)), tiles
-        )
-        run.overwrites_source = overwrites_source
-    source_x = None if source is None else source.x
-    return _TiledOutput.apply(_TiledBackward.apply(run, source_x, x, *run.parameters), source_x, run)
+    run = _TiledForward(compute, x, tuple(parameters), tiles)
+    return _TiledOutput.apply(_TiledBackward.apply(run, x, *run.parameters), run)
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
@@ -122,8 +84,6 @@ def tile_slices(tokens: int, tiles: int) -> list[slice]:
 
 class _TiledForward:
     """One tiled forward, with all that its backward repeats: tiles, autocast, and random numbers."""
-
-    overwrites_source = False
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters = drawing_by_tile(compute), parameters
@@ -165,9 +125,7 @@ class _TiledForward:
         Returns:
             (the results of tiles if they are scalars, the gradient of x or None).
         """
-        dx, results = None, []
-        if wants_x:
-            dx = x if self.overwrites_source else torch.empty_like(x, dtype=self.dtype)
+        dx, results = torch.empty_like(x, dtype=self.dtype) if wants_x else None, []
         with without_hooks(self.parameters):
             for cut in self.slices:
                 with torch.enable_grad():
@@ -220,12 +178,12 @@ class ForwardConditions:
 
 
 class _TiledBackward(Function):
-    """The identity of x. Saves x, or its source, for the backward of all tiles, which runs here."""
+    """The identity of x. Saves x for the backward of all tiles, which runs here."""
 
     @staticmethod
-    def forward(ctx: Any, run: _TiledForward, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, run: _TiledForward, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.run = run
-        ctx.save_for_backward(x if source is None else source)
+        ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
@@ -233,21 +191,21 @@ class _TiledBackward(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         sums = GradientSums(ctx.run.parameters)
-        dx = ctx.run.recompute(x, ctx.needs_input_grad[2], lambda cut: grad[:, cut], sums)
-        return None, None, dx, *sums.pop_all()
+        dx = ctx.run.recompute(x, ctx.needs_input_grad[1], lambda cut: grad[:, cut], sums)
+        return None, dx, *sums.pop_all()
 
 
 class _TiledOutput(Function):
     """The output of all tiles. Its gradient goes to `_TiledBackward` unchanged, since the shapes are equal."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor | None, run: _TiledForward) -> Tensor:
-        return run.forward(x if source is None else source)
+    def forward(ctx: Any, x: Tensor, run: _TiledForward) -> Tensor:
+        return run.forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Summed(Function):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
@@ -25,118 +24,25 @@ from ds_seqpar.config.settings import most_logits
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError, InputError
 
-from ..compat import LEAF, ZERO_ID, hooks_around
-from ..context import ForwardState, current
+from ..compat import LEAF, ZERO_ID
+from ..context import current
 from ..families import BASE, balance_weight, base_of
 from ..graph_breaks import between_graphs
-from .tiled_function import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
+from .tiled_function import GradientSums, tile_count, tiled_sum, trained_parameters
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
-STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
-# packages whose hooks do not read the values
-WATCHING = "hf_integration.model.finite"  # whose hooks do
-BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
-    """What the modules of a tiled model share.
-
-    Fields from `norms` on are about deferred norms.
-    """
+    """What the modules of a tiled model share."""
 
     mlp: int | str  # the number of tiles, or "auto"
     loss: int | str  # the number of tiles, or "auto"
     modules: tuple[nn.Module, ...]
     hooks: tuple[RemovableHandle, ...] = ()
     evaluating: bool = False  # whether forwards without gradients compute the loss in tiles too
-    # attention or MLP -> the norm before it, which no other module reads
-    norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
-    layers: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)  # norm -> its layer
-    # the state of what runs outside of a forward, as checkpoints other than transformers' do in backward
-    outside: ForwardState = dataclasses.field(default_factory=ForwardState)
-
-    @property
-    def state(self) -> ForwardState:
-        context = current()
-        return self.outside if context is None else context.state
-
-    def defers(self, norm: nn.Module) -> bool:
-        """Return whether a norm may be deferred: no module or hook other than its readers gets its output or gradient.
-
-        The decision of a forward holds when checkpoints recompute it, since hooks may be gone by then.
-        """
-        readers = [reader for reader, source_norm in self.norms.items() if source_norm is norm]
-        if not readers:
-            return False
-        layer = self.layers[norm]
-        custom_layer = "forward" in vars(layer) or not type(layer).forward.__module__.startswith("transformers.")
-        watched = self.state.watched
-        if custom_layer or not {norm, *readers} <= {*layer.children()} or any(map(_is_watched, (norm, *readers))):
-            watched.add(norm)
-        return norm not in watched
-
-    def defer(self, x: Tensor, norm: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """Defer a norm of x (B, s, d): return a placeholder, from which the norm's readers compute tiles."""
-        state = self.state
-        check_read(state)
-        out = Deferred.apply(x)
-        state.deferred = StorageWeakRef(out.untyped_storage()), Source(x.detach(), norm, forward)
-        state.unread = self.readers(norm)
-        return out
-
-    def readers(self, norm: nn.Module) -> int:
-        """Return how many modules read this norm."""
-        return sum(source_norm is norm for source_norm in self.norms.values())
-
-    def source(self, x: Tensor, reader: nn.Module) -> Source | None:
-        """Return the computation that x replaces, if the norm before `reader` was deferred; else None."""
-        if reader not in self.norms or any(x.stride()):
-            return None
-        state = self.state
-        if state.deferred is not None and state.deferred[0] == StorageWeakRef(x.untyped_storage()):
-            (_, source), state.unread = state.deferred, state.unread - 1
-            if not state.unread:
-                state.deferred = None
-            return source
-        raise ConfigError(
-            f"tiled norms need to be computed together with what reads them; got a {type(reader).__name__} that a "
-            "checkpoint of its own computes again, or a copy of its norm: checkpoint whole layers and patch the model "
-            "after its adapters are there, or leave mlp_tiles out"
-        )
-
-    def lend(self, reader: Any) -> None:
-        """Make ZeRO-3 gather the parameters of the norm before `reader` with the reader's own.
-
-        Backward may recompute that norm. All ranks do so, even if only some of them need to.
-        """
-        if reader in self.norms and hasattr(reader, ZERO_ID):
-            from deepspeed.runtime.zero import register_external_parameter
-
-            for parameter in self.norms[reader].parameters(recurse=False):
-                register_external_parameter(reader, parameter)
-
-
-def check_read(state: ForwardState) -> None:
-    """Raise ConfigError where the last deferred norm's output went elsewhere."""
-    if state.unread:
-        raise ConfigError(
-            "tiled norms need layers whose norms are read by attention or the MLP alone; got a layer that changes "
-            "or reads a norm's output before these do, leave mlp_tiles out"
-        )
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Return whether a module has hooks that may read values: all do but those of packages in BLIND."""
-    return any(not _is_blind(hook) for hook in hooks_around(module))
-
-
-def _is_blind(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    name = getattr(hook, "__module__", None) or ""
-    return name != WATCHING and any(name == package or name.startswith(f"{package}.") for package in BLIND)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:
@@ -250,8 +156,7 @@ def _sum_of_tiles(
     Args:
         output_type: The type of the base model's output.
     """
-    tiling: Tiling = getattr(model, TILING)
-    shape = inputs["shift_labels"].shape
+    context, shape = current(), inputs["shift_labels"].shape
     by_token = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
     # the loss that balances experts is computed for all tokens, in `_output_without_tokens`
     if "output_router_logits" in _argument_names(model):
@@ -260,8 +165,8 @@ def _sum_of_tiles(
     def loss_of(tile: Tensor, cut: slice) -> Tensor:
         tile_inputs = inputs | {name: x[:, cut].contiguous() for name, x in by_token.items()}
         output = class_forward(model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, tile_inputs)
-        if (losses := tiling.state.losses) is not None:
-            losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
+        if context is not None and context.state.losses is not None:
+            context.state.losses.append(token_losses(output.logits, tile_inputs["shift_labels"]))
         return output.loss
 
     return tiled_sum(loss_of, x, sums, loss_tiles(model, x))
@@ -284,7 +189,10 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     called: Any = Instead(base_of(model), base)
     for part in reversed(inside):  # where the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
-    vars(twin).update({name: called, "lm_head": Instead(model.lm_head, head)})
+    replaced = {name: called, "lm_head": Instead(model.lm_head, head)}
+    # a compiled forward reads a submodule where it was when it was compiled
+    modules = {name: module for name, module in model._modules.items() if name not in replaced}
+    vars(twin).update(replaced, _modules=modules)
     return twin
 
 

@@ -19,21 +19,17 @@ from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime import checkpoints
 from ds_seqpar.runtime.log import log_once
 
 from ..compat import LEAF, ZERO_ID
 from ..context import current
-from ..families import attentions, base_of, is_of_liger, unwrapped
+from ..families import base_of, is_of_liger, unwrapped
 from ..graph_breaks import between_graphs
 from .tiled_function import tile_count, tiled, trained_parameters
-from .tiled_loss import STAGED, TILING, Tiling, check_read, model_forward
+from .tiled_loss import TILING, Tiling, model_forward
 
 # attribute of a tiled module: the forward that was set on the instance before, in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
-# names of the norm before the MLP; a layer's is the first of these that it has. The last one is also the name of the
-# norm before attention: a layer without it has norms after attention and MLP only
-NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
@@ -81,9 +77,7 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     hooks = tuple(mlp.register_forward_pre_hook(before_leaf) for mlp in mlps)
     modules = (*(module for module, _ in forwards), *head, base_of(model))
     tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=hooks)
-    for layer, reader, norm in _norms_before(model, mlps):
-        tiling.norms[reader], tiling.layers[norm] = norm, layer
-    for module in (*modules, *attentions(model)):
+    for module in modules:
         setattr(module, TILING, tiling)
     for module in _zero_leaves(mlps, head):
         setattr(module, LEAF, True)
@@ -167,23 +161,6 @@ def _norms(model: Any) -> list[nn.Module]:
     return [module for module in norms if not _has_other_forward(module)]
 
 
-def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """Yield (layer, reader, norm) for each module that computes the norm before it in its own tiles.
-
-    The reader is an attention in head chunks or a tiled MLP.
-    """
-    for layer in getattr(base_of(model), "layers", ()):
-        first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
-        if getattr(layer, "mlp", None) not in mlps or first is None:
-            continue
-        chunked_by_heads = hasattr(getattr(layer, "self_attn", None), STAGED)
-        if chunked_by_heads and not _has_other_forward(first):
-            yield layer, layer.self_attn, first
-        norm = next(getattr(layer, name) for name in NORMS_BEFORE_MLP if hasattr(layer, name))
-        if (chunked_by_heads or norm is not first) and not _has_other_forward(norm):
-            yield layer, layer.mlp, norm
-
-
 def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm")
 
@@ -236,11 +213,9 @@ def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
 def before_leaf(module: Any, args: tuple) -> tuple | None:
     """Prepare a leaf's call under ZeRO-3.
 
-    The parameters of the norm before it are gathered with its own. An input without gradient (LoRA in a first layer)
-    gets one: otherwise ZeRO-3 would reduce the leaf's gradients too early.
+    An input without gradient (LoRA in a first layer) gets one: otherwise ZeRO-3 would reduce the leaf's gradients too
+    early.
     """
-    if (tiling := getattr(module, TILING, None)) is not None:
-        tiling.lend(module)
     needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):
         return (args[0].detach().requires_grad_(), *args[1:])
@@ -258,28 +233,4 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     context = current()
     if tiles == 1 or (context is not None and context.has_all_tokens):
         return untiled(module, x)
-    is_norm = _is_norm(module)
-    if is_norm and tiling.defers(module) and _keeps_dtype(module, untiled, x):
-        return tiling.defer(x, module, untiled)
-    if is_norm:
-        check_read(tiling.state)
-    source = None if is_norm else tiling.source(x, module)
-    # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
-    in_layer = context is not None and context.recomputed and checkpoints.current() is not None
-    used_up = source is not None and in_layer and tiling.readers(source.norm) == 1
-    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
-
-
-def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> bool:
-    with torch.no_grad():
-        return untiled(norm, x[:, :1]).dtype == x.dtype
-
-
-@between_graphs
-def normed(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the input of an attention module: x, or the output of the norm before it if that was deferred."""
-    tiling = getattr(module, TILING, None)
-    source = None if tiling is None else tiling.source(x, module)
-    if source is None:
-        return x
-    return tiled(lambda tile, _: tile, x, [], tile_count(x.shape[0] * x.shape[1], x.shape[2]), source)
+    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles)

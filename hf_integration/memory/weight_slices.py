@@ -46,23 +46,18 @@ class Slice:
         module: The attention module.
         head_chunks: All head chunks.
         index: The number of this one.
-        norm: (module, forward) of the norm that is applied to the input first; None: there is none.
         grad: Whether gradients are needed; if not, the lists of leaves are empty.
 
     Attributes:
         inward: Name -> a projection with only the rows that make the head chunk's q, k, v.
         outward: The output projection with only the columns of the head chunk's heads.
         twin: A copy of the module with the head chunk's heads, for what is computed between projections.
-        normed: The norm that is applied to the input first.
-        leaves_in: The leaves of `inward` and of the norm.
+        leaves_in: The leaves of `inward`.
         leaves_out: The leaves of `outward`.
         leaves_between: The leaves of `twin`.
     """
 
-    def __init__(
-        self, module: Any, head_chunks: Sequence[HeadChunk], index: int, norm: tuple[Any, Callable[..., Tensor]] | None,
-        grad: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, module: Any, head_chunks: Sequence[HeadChunk], index: int, grad: bool) -> None:
         self.grad, heads, dim = grad, head_chunks[index], module.head_dim
         q, kv = (slice(span.start * dim, span.stop * dim) for span in heads)
         self.inward: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -77,10 +72,6 @@ class Slice:
                 self.inward[name] = functools.partial(_concatenated, projections)
             elif name in INWARD:
                 self.inward[name] = self.rows(child, q if name == "q_proj" else kv)
-        self.normed: Callable[[Tensor], Tensor] = lambda x: x
-        if norm is not None:
-            weights = {name: self.leaf(self.leaves_in, p) for name, p in norm[0].named_parameters(recurse=False)}
-            self.normed = functools.partial(norm[1], _copy_with(norm[0], **weights))
         self.outward = self.columns(getattr(module, OUTWARD), q, index == 0)
         self.twin = self.twin_of(module, heads, len(head_chunks))
 
@@ -142,9 +133,8 @@ class Slice:
         outputs: dict[str, Tensor] = {}
         with torch.no_grad():
             for cut in cuts:
-                normed = self.normed(x[:, cut])
                 for name, projection in self.inward.items():
-                    tile = projection(normed)
+                    tile = projection(x[:, cut])
                     if name not in outputs:
                         outputs[name] = tile.new_empty(*x.shape[:2], tile.shape[-1])
                     outputs[name][:, cut] = tile

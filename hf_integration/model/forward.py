@@ -34,7 +34,6 @@ from ..families import base_of, is_causal_lm, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts
-from ..memory.tiled_loss import check_read
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
@@ -353,8 +352,6 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
             _agree_on_finite(patch)
         return output
     is_base, is_whole = module is base_of(inner), context.spec is not None
-    if is_base and not patch.in_graph:
-        between_graphs(check_read)(context.state)
     if is_base and patch.experts is not None and not torch.compiler.is_compiling():
         context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:

@@ -4,7 +4,8 @@ import contextlib
 
 import torch.distributed as dist
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar import SequenceParallel
+from ds_seqpar.config.deepspeed_json import read_config
 from tests import oracle
 from tests.dist.ranks import SECONDS, assert_all_refused, assert_exact, differ, make, planned
 from tests.launch import on_each_of
@@ -26,7 +27,7 @@ def in_folder_with(tmp_path, content, name):
 def test_a_plan_by_hand_is_exact_and_sends_what_it_says(tmp_path):
     with in_folder_with(tmp_path, STAR, "star.plan") as setting:
         section = {"size": 3, "ulysses": 1, "schedule": setting}
-        config = SequenceParallelConfig.from_deepspeed({"train_batch_size": 3, "sequence_parallel": section})
+        config = read_config({"train_batch_size": 3, "sequence_parallel": section})
         sp = SequenceParallel(config)
     assert_exact(sp, oracle.tensors(1, 24, HEADS))
     kv = 2 * 8 * HEADS[1] * 8  # elements of a block

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.config.deepspeed_json import read_config
 from ds_seqpar.config.settings import setting_names
 from hf_integration.look.facts import TESTED
 from tests import scripts
@@ -103,7 +103,7 @@ def test_the_diffs_lead_to_what_runs():
 
 @pytest.mark.parametrize("snippet", JSON)
 def test_json_snippet_is_a_configuration(snippet):
-    config = SequenceParallelConfig.from_deepspeed(json.loads(snippet))
+    config = read_config(json.loads(snippet))
     assert config.resolve(4, heads=(8, 2)).ulysses == 2
 
 

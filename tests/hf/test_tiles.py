@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ds_seqpar
 from hf_integration.memory import tiled_modules
@@ -139,7 +137,6 @@ def seen(part, kind, checkpointing, section):
 
 @on_each_of(1)
 def test_hooks_see_numbers():
-    """A norm whose output or gradient somebody looks at is computed by itself."""
     for part, kind, checkpointing in (
         ("input_layernorm", "forward", False),
         ("post_attention_layernorm", "before", True),
@@ -153,64 +150,6 @@ def test_hooks_see_numbers():
         errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, plain, strict=True)]
         assert errors, (part, kind)
         assert all(error < 1e-5 for error in (*errors, gap(grads, right))), (part, kind)  # NaN is not
-
-
-def by_hand(section):
-    """(whether what a norm and an MLP are given is the same after backward, its gradient), in a user's checkpoint."""
-    sp = make(size=1, **section)
-    layer = small().patch_attention(sp).model.layers[0]
-    x = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    given = 2 * x
-    before = given.detach().clone()
-    sp.checkpoint(lambda x: layer.mlp(layer.post_attention_layernorm(x)), given).square().sum().backward()
-    return torch.equal(given, before), x.grad
-
-
-@on_each_of(1)
-def test_a_checkpoint_of_a_users_keeps_what_it_is_given():
-    """In a layer's own checkpoint the gradient takes the place of what the MLP's norm is given; nobody else has it."""
-    kept, gradient = by_hand(TILES)
-    assert kept
-    torch.testing.assert_close(gradient, by_hand({})[1])
-
-
-class Adapted(torch.nn.Module):
-    """An MLP with something beside it that reads the same."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, x):
-        return self.mlp(x) + 0.5 * x
-
-
-class WithResidual(LlamaDecoderLayer):
-    """A layer that reads a norm once more than llama's."""
-
-    def forward(self, hidden_states, **kwargs):
-        x = self.input_layernorm(hidden_states)
-        x = hidden_states + x + self.self_attn(hidden_states=x, **kwargs)[0]
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def with_other_readers(how, section):
-    sp, model = make(size=1, **section), small(num_key_value_heads=4)
-    layer = model.model.layers[0]
-    if how == "layer":
-        layer.__class__ = WithResidual
-    model.patch_attention(sp)
-    if how == "reader":
-        layer.mlp = Adapted(layer.mlp)
-    model(**sp.shard_batch(batch_of("odd"))).loss.backward()
-    return {name.replace("mlp.mlp", "mlp"): x for name, x in gradients(model).items()}
-
-
-@on_each_of(1)
-def test_a_norm_with_readers_of_other_kinds_is_computed():
-    for how in ("reader", "layer"):
-        plain, mine = (with_other_readers(how, section) for section in ({}, {"mlp_tiles": 3, "head_chunks": 2}))
-        assert gap(mine, plain) < 1e-5, how
 
 
 # --- under ZeRO
@@ -463,23 +402,3 @@ def test_a_trainer_trains_evaluates_and_predicts_as_without_tiles(tmp_path):
         assert len(figures) == 2 + 2 + 1 + 1
         assert mine == pytest.approx(figures, rel=1e-5)
         torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
-
-
-class Deaf(LlamaDecoderLayer):
-    """A layer whose MLP does not read the norm before it."""
-
-    def forward(self, hidden_states, **kwargs):
-        return hidden_states + self.post_attention_layernorm(hidden_states)
-
-
-Deaf.__module__ = Deaf.forward.__module__ = LlamaDecoderLayer.__module__  # as if another release of transformers had it
-
-
-@on_each_of(1)
-def test_a_last_norm_that_nobody_has_read_is_refused():
-    sp, model, ids = make(size=1, mlp_tiles=3), small(), torch.arange(48)[None]
-    model.model.layers[0].__class__ = Deaf
-    model.model.norm = nn.Identity()  # which would notice it first
-    model.patch_attention(sp)
-    refused = refusal(model, **sp.shard_batch({"input_ids": ids, "labels": ids.clone()}))
-    assert lacking(refused, "ConfigError", "read by attention or the MLP alone") == []

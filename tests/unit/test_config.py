@@ -10,6 +10,7 @@ import pytest
 
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.heads import even_ulysses, legal_ulysses
+from ds_seqpar.config.deepspeed_json import read_config
 from ds_seqpar.config.settings import KERNELS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, SeqParError
 from ds_seqpar.runtime.kernels import KERNELS as KERNEL_OBJECTS
@@ -97,7 +98,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_all_keys():
 
 @pytest.mark.parametrize("section", [[], 4, "ring", None, True])
 def test_a_section_is_an_object(section):
-    assert f"got {section!r}" in _message(Config.from_deepspeed, {"sequence_parallel": section})
+    assert f"got {section!r}" in _message(read_config, {"sequence_parallel": section})
 
 
 def test_from_a_deepspeed_dict_or_file(tmp_path):
@@ -106,25 +107,25 @@ def test_from_a_deepspeed_dict_or_file(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(whole), encoding="utf-8")
     for source in (whole, path, str(path)):
-        assert Config.from_deepspeed(source) == Config(**section)
-    assert Config.from_deepspeed({"train_batch_size": 8}) == Config()
+        assert read_config(source) == Config(**section)
+    assert read_config({"train_batch_size": 8}) == Config()
 
 
 @pytest.mark.parametrize("key", ["sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sp"])
 def test_a_misspelt_section_is_named(key):
     """It was passed over, and the run took every default."""
-    message = _message(Config.from_deepspeed, {"train_batch_size": 8, key: {"size": 4}})
+    message = _message(read_config, {"train_batch_size": 8, key: {"size": 4}})
     assert missing(message, '"sequence_parallel"', f'got "{key}"', "rename") == []
 
 
 def test_keys_of_deepspeed_that_are_near_are_no_misspelling():
     whole = {"sequence_parallel_size": 1, "seq_parallel_communication_data_type": "fp32", "data_parallel_size": 2}
     others = {"tensor_parallel": {}, "expert_parallel": {}, "pipeline": {}, "sequence_parallel": {"size": 4}}
-    assert Config.from_deepspeed({**whole, **others}) == Config(size=4)
+    assert read_config({**whole, **others}) == Config(size=4)
 
 
 def test_a_section_inside_another_is_found():
-    message = _message(Config.from_deepspeed, {"zero_optimization": {"stage": 3, "sequence_parallel": {"size": 4}}})
+    message = _message(read_config, {"zero_optimization": {"stage": 3, "sequence_parallel": {"size": 4}}})
     assert missing(message, "at the top", '"sequence_parallel"', 'inside "zero_optimization"') == []
 
 
@@ -144,8 +145,8 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, content, words):
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for given in (path, str(path)):
-        assert missing(_message(Config.from_deepspeed, given), *(word.format(path=path) for word in words)) == []
-    assert f"{tmp_path}: Is a directory" in _message(Config.from_deepspeed, tmp_path)
+        assert missing(_message(read_config, given), *(word.format(path=path) for word in words)) == []
+    assert f"{tmp_path}: Is a directory" in _message(read_config, tmp_path)
 
 
 PLACES = ('"ring"', '"collectives_intra"', '"ulysses_intra"', '"ring_intra"', '"attention2d"', '"mesh"', '"wallfacer"')

@@ -5,7 +5,6 @@ import torch
 
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.runtime import work
-from ds_seqpar.runtime.kernels import fused
 from ds_seqpar.runtime.work import out_with_rowsum
 from ds_seqpar.testing import attention
 from tests.oracle import dense, errors, tensors
@@ -44,7 +43,7 @@ def test_the_projection_has_the_delta_of_the_true_output_and_is_no_longer(dtype,
 def test_on_devices_pieces_are_large_and_have_every_row_once(monkeypatch):
     x = torch.empty(2, 5, 3, 8, device="meta")
     assert work._pieces(x) is None
-    monkeypatch.setattr(fused, "AT_ONCE", 2 * 2 * 3 * 8)  # two tokens
+    monkeypatch.setattr(work, "AT_ONCE", 2 * 2 * 3 * 8)  # two tokens
     seen, pieces = torch.zeros(2, 5, 3), [*work._pieces(x)]
     for piece in pieces:
         seen[piece] += 1

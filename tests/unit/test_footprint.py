@@ -116,11 +116,10 @@ def test_logits_are_there_three_times_or_those_of_a_tile():
 
 
 def test_a_tile_of_the_mlp_is_six_of_its_intermediates():
-    """With tiles, and where layers are not checkpointed, the gradient of its input beside them: else it takes the place
-    of the input."""
-    steps = _step({"mlp_tiles": 1}), _step({"mlp_tiles": 4}), _step({"mlp_tiles": 4}, checkpointing=False)
+    """With tiles, the gradient of its input beside them."""
+    steps = _step({"mlp_tiles": 1}), _step({"mlp_tiles": 4})
     parts = [_moments(step)["backward: layer 3, MLP"].bytes_by_item["mlp"] for step in steps]
-    assert parts == [6 * 16 * 16 * 4, 6 * 16 * 16 * 4 // 4, 6 * 16 * 16 * 4 // 4 + 512]
+    assert parts == [6 * 16 * 16 * 4, 6 * 16 * 16 * 4 // 4 + 512]
 
 
 def test_zero_3_gathers_a_layer_and_what_it_may_keep():

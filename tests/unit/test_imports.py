@@ -16,6 +16,7 @@ OWN_ROOM = {
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
     "ds_seqpar.on_devices": "errors",
+    "ds_seqpar.seams": "errors",
     "ds_seqpar.runtime.log": "errors",
     "ds_seqpar.__main__": "cli",
     "hf_integration": "hf.names",
@@ -31,6 +32,7 @@ ENGINE = (
     "compiler",
     "config",
     "runtime.kernels",
+    "kernels",
     "runtime",
     "data",
     "saving",
@@ -51,7 +53,6 @@ LATER = {
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
     "runtime.labels": "calls while a profiler is on",
-    "config.deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
@@ -59,7 +60,7 @@ LATER = {
     "runtime.devices": "the command that compiles DeepSpeed's op, which loads no torch of its own",
     "runtime.out_of_memory": "a rank out of memory, and what is said of it then",
     "runtime.offload": "offload_checkpoints true",
-    "runtime.kernels.triton_ops": "calls on GPUs, where there is Triton",
+    "kernels.triton_ops": "calls on GPUs, where there is Triton",
 }
 # what knows nothing of schedules
 TRANSPORT = {"comm", "groups", "devices", "agreement", "journal", "process_exit", "profiling", "kernels"}
@@ -72,24 +73,18 @@ CORE = {
     *(f"runtime.{name}" for name in ("attention", "buffers", "call_io", "comm", "devices", "groups", "input_checks")),
     *(f"runtime.{name}" for name in ("kernels.accumulate", "kernels.reference", "runtime", "walk", "work")),
 }
-BASE = {"errors", "compat", "files", "on_devices", "runtime.log"}
+BASE = {"errors", "compat", "files", "on_devices", "runtime.log", "seams"}
 BESIDE = {
     "compiler.compile": {"compiler.overlap.overlap"},
-    "compiler.schedules": {"compiler.schedules.text"},
-    "config.settings": {"config.deepspeed_json"},
     "runtime.attention": {"runtime.checkpoints"},
     "runtime.call_io": {"runtime.latent"},
     "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},
     "runtime.groups": {"runtime.interfaces", "runtime.process_exit", "runtime.waits"},
     "runtime.input_checks": {f"runtime.{name}" for name in ("agreement", "checkpoints", "latent", "mismatch_hints")},
-    "runtime.kernels": {"runtime.kernels.flash"},
-    "runtime.kernels.accumulate": {"runtime.kernels.fused"},
     "runtime.runtime": {
         *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.journal"),
-        "runtime.kernels.fused",
     },
     "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},
-    "runtime.work": {"runtime.kernels.fused"},
 }
 
 

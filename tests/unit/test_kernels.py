@@ -10,7 +10,7 @@ import torch
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import KernelError
 from ds_seqpar.runtime import log, runtime
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select, slower_for
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select, slowness
 from ds_seqpar.testing import attention
 from tests.cuda_models import flash_attn, packages
 from tests.kernel_suite import KernelSuite, LowerRight, cases
@@ -130,16 +130,16 @@ def test_flash_attention_3_is_first_on_hopper_alone(capability, name, fresh, mon
 def test_what_auto_misses_has_a_sentence(spec, capability, words, fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    said = slower_for(select("auto", spec), spec)
+    said = slowness(select("auto", spec), spec)
     assert missing(said, *words) == [] if words else said == ""
     with flash_attn():
-        assert slower_for(select("auto", spec), spec) == ""
+        assert slowness(select("auto", spec), spec) == ""
 
 
 @pytest.mark.parametrize(("kernel", "lines"), [("auto", 1), ("chunked", 0)])
 def test_a_call_says_so_once_unless_its_kernel_is_named(kernel, lines, monkeypatch, caplog):
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(runtime, "slower_for", lambda kernel, spec: f"{kernel.name} is slow here, as on a GPU")
+    monkeypatch.setattr(runtime, "slowness", lambda kernel, spec: f"{kernel.name} is slow here, as on a GPU")
     for tokens in (8, 16):
         q = torch.zeros(1, tokens, 2, 8)
         attention(SequenceParallelConfig(size=2, kernel=kernel), q, q, q, q, softcap=30.0)

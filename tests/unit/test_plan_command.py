@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.config.deepspeed_json import read_config
 from tests.unit.commands import assert_refused, run, with_options
 from tests.words import missing
 
@@ -20,7 +20,7 @@ def test_what_is_printed_can_be_pasted(capsys, place):
     assert (err, code) == ("", 0)
     assert missing(out.splitlines()[0], "16384 tokens", "4 ranks of h100-ib") == []
     content = json.loads(re.search(r"^ds_config\.json:\n\n(\{\n.*?^\})$", out, re.MULTILINE | re.DOTALL)[1])
-    config = SequenceParallelConfig.from_deepspeed(content).resolve(4, (8, 2))
+    config = read_config(content).resolve(4, (8, 2))
     assert config.size == 4
     assert content["zero_optimization"] == {"stage": 3}
     assumed = "bfloat16; ZeRO-3; gradient checkpointing on; AdamW; micro-batch 1; 1 sequence (16,384 tokens) a step"

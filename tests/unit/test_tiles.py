@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_seqpar.errors import ConfigError
 from hf_integration.memory.tiled_function import GradientSums, tile_slices, tiled, tiled_sum
-from hf_integration.memory.tiled_loss import Tiling, check_read
 from tests.live import Live
 
 WIDTH, INNER = 8, 48
@@ -279,40 +277,3 @@ def test_hooks_stay_where_backward_fails():
     with contextlib.suppress(RuntimeError):
         out.sum().backward()
     assert len(module.up.weight._backward_hooks) == 1
-
-
-@pytest.mark.parametrize("used_up", [False, True])
-def test_a_norm_is_computed_by_the_tiles_of_what_reads_it(used_up):
-    """Output and all gradients are those of norm and MLP; the norm's own output has no memory. With `used_up` the
-    gradient of the norm's input takes that input's place."""
-    torch.manual_seed(0)
-    norm, mlp = nn.LayerNorm(8).double(), nn.Linear(8, 8).double()
-    x, grad = torch.randn(2, 2, 12, 8, dtype=torch.float64)
-    given = x.clone().requires_grad_()
-    right = torch.autograd.grad(mlp(norm(given)), [given, *norm.parameters(), *mlp.parameters()], grad)
-    tiling = Tiling(mlp="auto", loss=1, modules=(), norms={mlp: norm})
-    real = x.clone().requires_grad_()
-    deferred = tiling.defer(real * 1, norm, type(norm).forward)
-    assert deferred.shape == x.shape
-    assert deferred.isnan().all()
-    assert deferred.untyped_storage().nbytes() == 8
-    source = tiling.source(deferred, mlp)
-    inside = source.x
-    out = tiled(lambda tile, _: mlp(tile), deferred, list(mlp.parameters()), 3, source, used_up)
-    torch.testing.assert_close(out, mlp(norm(x)))
-    found = torch.autograd.grad(out, [real, *norm.parameters(), *mlp.parameters()], grad)
-    for a, b in zip(found, right, strict=True):
-        torch.testing.assert_close(a, b)
-    assert torch.equal(inside, found[0] if used_up else x)
-
-
-def test_a_norm_that_is_read_elsewhere_is_refused():
-    norm, mlp = nn.LayerNorm(8), nn.Linear(8, 8)
-    tiling = Tiling(mlp="auto", loss=1, modules=(), norms={mlp: norm})
-    deferred = tiling.defer(torch.randn(2, 4, 8), norm, type(norm).forward)
-    with pytest.raises(ConfigError, match="read by attention or the MLP alone"):
-        check_read(tiling.state)  # as the next norm does
-    assert tiling.source(deferred, mlp) is not None
-    check_read(tiling.state)
-    with pytest.raises(ConfigError, match="checkpoint whole layers"):
-        tiling.source(deferred, mlp)  # as a checkpoint of the MLP alone would

@@ -10,6 +10,7 @@ import pytest
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.compiler import schedules
+from ds_seqpar.config.deepspeed_json import read_config
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention
@@ -41,7 +42,7 @@ def test_it_is_configured_in_the_json_as_in_python(tmp_path):
     path = tmp_path / "ds.json"
     section = {"size": 8, "ulysses": 2, "schedule": "carousel", "seats": 4}
     path.write_text(json.dumps({"train_batch_size": 8, "sequence_parallel": section}), encoding="utf-8")
-    config = Config.from_deepspeed(path)
+    config = read_config(path)
     assert config == Config(**section) == dataclasses.replace(Config(**{**section, "seats": 2}), seats=4)
     assert hash(config) == hash(Config(**section))
     assert config != Config(**{**section, "seats": 2})

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import launches
+from ds_seqpar.kernels import fused
 from ds_seqpar.runtime import log
-from ds_seqpar.runtime.kernels import fused
 from tests.fake_cuda import no_device
 from tests.words import missing
 
@@ -55,7 +55,7 @@ def source(kernel, dtypes, width, options):
     from triton import next_power_of_2
     from triton.compiler import ASTSource
 
-    from ds_seqpar.runtime.kernels.triton_ops import ELEMENTS
+    from ds_seqpar.kernels.triton_ops import ELEMENTS
 
     constants = {"ROWS": max(1, ELEMENTS // next_power_of_2(width)), "WIDTH": next_power_of_2(width)}
     signature, ones, aligned = {}, {}, []
@@ -81,7 +81,7 @@ def resources(name, capability, dtypes, width, tmp_path):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from ds_seqpar.runtime.kernels import triton_ops
+    from ds_seqpar.kernels import triton_ops
 
     given = source(getattr(triton_ops, name), dtypes, width, triton_ops.OPTIONS)
     compiled = triton.compile(given, target=GPUTarget("cuda", capability, 32), options=triton_ops.OPTIONS)

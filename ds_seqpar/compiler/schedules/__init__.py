@@ -1,8 +1,8 @@
 """The registry of schedules.
 
 Every file and folder here defines one `Schedule` or a family of them, and is found automatically; `register` adds
-others, and `text` reads files. A `Schedule` contains everything that is specific to it, its own layouts too; no other
-module contains its name.
+others. A module may also read schedules whose names have a prefix of its own (`READERS`). A `Schedule` contains
+everything that is specific to it, its own layouts too; no other module contains its name.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 from ...errors import SECTION, ConfigError, check_choice
 from ..sharding import layout
-from . import text
 from .base import Schedule, Setting
 
 DEFAULT = "ring"  # the schedule of "auto"
 SCHEDULES: dict[str, Schedule] = {}
+# prefix of names -> the function (name, schedules) that returns the schedule of such a name
+READERS: dict[str, Callable[[str, Iterable[Schedule]], Schedule]] = {}
 
 
 def register(schedule: Schedule) -> None:
@@ -62,15 +63,15 @@ def schedule(name: str) -> Schedule:
         ConfigError: No schedule has this name; the message has the nearest one.
         PlanError: The file has no plans of exact attention.
     """
-    if isinstance(name, str) and name.startswith(text.FILE):
-        return _from_file(name)
-    check_choice(f"{SECTION}.schedule", name, ("auto", f"{text.FILE}PATH", *SCHEDULES))
+    if isinstance(name, str) and any(map(name.startswith, READERS)):
+        return _read(name)
+    check_choice(f"{SECTION}.schedule", name, ("auto", *(f"{prefix}PATH" for prefix in READERS), *SCHEDULES))
     return SCHEDULES[DEFAULT if name == "auto" else name]
 
 
 @functools.cache
-def _from_file(name: str) -> Schedule:
-    return text.read(name, SCHEDULES.values())
+def _read(name: str) -> Schedule:
+    return next(read for prefix, read in READERS.items() if name.startswith(prefix))(name, SCHEDULES.values())
 
 
 def settings() -> dict[str, tuple[Setting, Schedule]]:
@@ -87,6 +88,8 @@ def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
 _MODULES = [importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
 for _schedule in schedules_in(_MODULES):
     register(_schedule)
+for _module in _MODULES:
+    READERS |= getattr(_module, "READERS", {})
 
 
 __all__ = ["SCHEDULES", "Schedule", "Setting", "register", "remove", "schedule", "settings"]

@@ -209,3 +209,6 @@ def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
         shown = ", ".join(map(str, sorted(groups)[:3]))
         raise PlanError(f"its collectives are along no axes of a grid of ranks: they join {shown}, use > and < instead")
     return topology.axes, collective_axes
+
+
+READERS = {FILE: read}

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from ...compiler.tiles import launches
 from ...compiler.tiles.launches import KernelSupport
 from ...errors import ConfigError, KernelError, check_choice
-from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3
+from ...seams import load
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, is_deterministic
 
-# the order in which "auto" tries them: the fast ones for GPUs, where memory-efficient attention takes what flash does
-# not, then those for CPUs
-ORDER: tuple[Kernel, ...] = (
-    *(FlashAttn3(), FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient()),
-    *(CpuFlash(), Chunked(), Reference()),
-)
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
+# in the order in which "auto" tries them
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Chunked(), Reference())}
+# functions (kernel, spec) -> why a kernel that "auto" chose is slow for such blocks, and what to install; or ""
+SLOW: list[Callable[[Kernel, BlockSpec], str]] = []
 
 
 def register(kernel: Kernel) -> None:
-    """Add a kernel, which the configuration can then choose by its name.
+    """Add a kernel, which the configuration can then choose by its name. "auto" tries it last.
 
     Call it on every rank, before any configuration is made.
 
@@ -37,6 +35,13 @@ def register(kernel: Kernel) -> None:
     KERNELS[kernel.name] = kernel
     launches.KERNELS.append(kernel.name)
     select.cache_clear()
+
+
+def register_first(*kernels: Kernel) -> None:
+    """Add kernels that "auto" tries first, in this order. `launches.KERNELS` has their names already."""
+    others = dict(KERNELS)
+    KERNELS.clear()
+    KERNELS.update({kernel.name: kernel for kernel in kernels} | others)
 
 
 def remove(name: str) -> None:
@@ -87,23 +92,9 @@ def candidates(spec: BlockSpec) -> list[str]:
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
 
-def slower_for(kernel: Kernel, spec: BlockSpec) -> str:
+def slowness(kernel: Kernel, spec: BlockSpec) -> str:
     """Return why a kernel that "auto" chose is slow for such blocks, and what to install; "" where it is not."""
-    if spec.device != "cuda":
-        return ""
-    if kernel.name == "chunked":
-        return (
-            f'attention of {spec} runs by "kernel": "chunked", which is slow: no other that is installed caps scores, '
-            f"install flash-attn ({FlashAttn.install})"
-        )
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if not hopper or kernel.name not in ("flash_attn", "cuda_flash"):
-        return ""
-    return (
-        f'attention runs by FlashAttention 2 ("kernel": "{kernel.name}"), which leaves up to half of a Hopper GPU '
-        f"(capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let `ds-seqpar tune` measure the "
-        "others"
-    )
+    return next(filter(None, (slow(kernel, spec) for slow in SLOW)), "")
 
 
 def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
@@ -122,5 +113,7 @@ __all__ = [
     "register",
     "remove",
     "select",
-    "slower_for",
+    "slowness",
 ]
+
+load("kernels")

@@ -16,8 +16,20 @@ import torch
 from torch import Tensor
 
 from ...compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
-from . import fused
 from .reference import Kernel
+
+# elements that torch's operations take at once on a device. Each temporary of theirs has 256 MiB in fp32 then: a merge
+# needs none of that size, a delta two, and an output from delta three
+AT_ONCE = 1 << 26
+# of add-ons: functions that return a namespace with `merge_`, `rowsum` and `out_with_rowsum`, each in one launch, where
+# these take a tensor, else None
+FUSED: list[Callable[[Tensor], Any]] = []
+
+
+def fused(x: Tensor) -> Any:
+    """Return the namespace of fused ops that take x; None where there is none, and torch's operations do."""
+    return next(filter(None, (ops(x) for ops in FUSED)), None)
+
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
@@ -313,7 +325,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         new_out: Of out's shape, in any dtype.
         new_lse: Of lse's shape.
     """
-    if ops := fused.ops(out):
+    if ops := fused(out):
         ops.merge_(out, lse, new_out, new_lse)
     else:
         in_pieces(_merge_, out, new_out, lse, new_lse)
@@ -338,10 +350,10 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 
     So the function's temporaries, and torch's own where dtypes differ, take at most a 16th of the first tensor's size
     on CPUs, and stay in their caches. On devices, where a call may cost more than its elements, a piece has
-    `fused.AT_ONCE` elements. The last dimension is not cut.
+    `AT_ONCE` elements. The last dimension is not cut.
     """
     x = tensors[0]
-    limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else fused.AT_ONCE)
+    limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else AT_ONCE)
     dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
     if x.numel() <= limit or x.shape[dim] == 1:
         function(*tensors)

@@ -22,12 +22,13 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ... import compat
-from ...compiler.tiles.launches import KernelSupport
-from ...compiler.tiles.tiles import Segments
-from ...errors import KernelError
-from ...on_devices import DeviceCache
-from .reference import BlockSpec, Reference, is_deterministic
+from .. import compat
+from ..compiler.tiles.launches import KernelSupport
+from ..compiler.tiles.tiles import Segments
+from ..errors import KernelError
+from ..on_devices import DeviceCache
+from ..runtime import kernels
+from ..runtime.kernels.reference import BlockSpec, Kernel, Reference, is_deterministic
 
 
 class CpuFlash:
@@ -482,3 +483,27 @@ def _random_state(q: Tensor) -> Tensor:
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Return k or v with each head repeated for all of its query heads."""
     return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+
+def _slowness(kernel: Kernel, spec: BlockSpec) -> str:
+    if spec.device != "cuda":
+        return ""
+    if kernel.name == "chunked":
+        return (
+            f'attention of {spec} runs by "kernel": "chunked", which is slow: no other that is installed caps scores, '
+            f"install flash-attn ({FlashAttn.install})"
+        )
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not hopper or kernel.name not in ("flash_attn", "cuda_flash"):
+        return ""
+    return (
+        f'attention runs by FlashAttention 2 ("kernel": "{kernel.name}"), which leaves up to half of a Hopper GPU '
+        f"(capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let `ds-seqpar tune` measure the "
+        "others"
+    )
+
+
+# the fast ones for GPUs, where memory-efficient attention takes what flash does not, then that for CPUs
+FAST = (FlashAttn3(), FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash())
+kernels.register_first(*FAST)
+kernels.SLOW.append(_slowness)

@@ -1,5 +1,4 @@
-"""Where the Triton kernels of `triton_ops` are used. Without them a GPU computes the same in several of torch's
-operations."""
+"""Register the Triton kernels of `triton_ops`. Without them a GPU computes the same in several operations."""
 
 from __future__ import annotations
 
@@ -9,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# elements that torch's operations take at once on a device. Each temporary of theirs has 256 MiB in fp32 then: a merge
-# needs none of that size, a delta two, and an output from delta three
-AT_ONCE = 1 << 26
+from ..runtime.kernels import accumulate
+from ..runtime.log import log_once
 
 
 def ops(x: Tensor) -> Any:
     """Return the namespace of the ops where they take x, else None. They compute in fp32, on CUDA's devices."""
-    return torch.ops.ds_seqpar if x.is_cuda and x.dtype != torch.float64 and not missing() else None
+    if not x.is_cuda or x.dtype == torch.float64:
+        return None
+    if why := missing():
+        log_once(f"partial results are merged in several operations each, which takes longer than in one: {why}")
+        return None
+    return torch.ops.ds_seqpar
 
 
 @functools.cache
@@ -38,3 +41,6 @@ def missing() -> str:
     except Exception as error:
         return f"Triton cannot be used, {type(error).__name__}: {error}"
     return ""
+
+
+accumulate.FUSED.append(ops)
