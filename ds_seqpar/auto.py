@@ -6,10 +6,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,16 +20,14 @@ from .runtime.log import log_once
 
 if TYPE_CHECKING:
     from .config.deepspeed_json import DeepSpeedJson
-    from .planner.auto import Job as Job
     from .planner.machine import Machine
+    from .planner.request import Job as Job
     from .planner.request import Model as Model
-
-Orders: TypeAlias = Mapping[str, tuple[str, ...]]  # of kernels, by case: see `planner.machine.Machine`
 
 
 def job_of(json: DeepSpeedJson) -> Job:
     """Return the planner's job of a DeepSpeed JSON."""
-    from .planner.auto import Job
+    from .planner.request import Job
 
     return Job.of(json)
 
@@ -48,18 +45,6 @@ def named_machine(config: SequenceParallelConfig) -> Machine | None:
     return Machine.load(config.machine)
 
 
-def measured_orders(machine: Machine | None, device: torch.device) -> Orders:
-    """Return the orders of kernels that a machine has for this kind of device; {} where it has none, which rank 0
-    says of a machine that has some for others."""
-    if machine is None or not machine.kernels:
-        return {}
-    name = devices.device_name(device)
-    if name not in machine.kernels:
-        line = f"sequence_parallel: {machine.name} has the order of kernels of {', '.join(machine.kernels)}, none of "
-        log_once(f"{line}this device, {name}; the built-in order holds")
-    return machine.kernels.get(name, {})
-
-
 def planned_by_all(
     world: dist.ProcessGroup,
     config: SequenceParallelConfig,
@@ -70,27 +55,32 @@ def planned_by_all(
     """Return the configuration that the planner makes. Every rank plans for the hosts of all ranks, then they compare.
 
     Args:
+        world: The group of all ranks.
+        config: The configuration.
         machine: The one that the configuration names.
+        job: What is to be trained, if anything is known of it.
         call: What the user called, for errors.
     """
     from .planner.auto import line_of, resolve_with_plan
 
-    hosts: list[devices.Host] = [
-        host for _, host in all_gather_objects(world, ("SequenceParallel", devices.this_host()))
-    ]
+    hosts = hosts_of_all(world)
     error, compared = None, {}
     try:
-        detect = functools.partial(detected_machine, hosts=hosts, named=machine)
-        resolved, plan = resolve_with_plan(config, job, len(hosts), detect)
+        resolved, plan = resolve_with_plan(config, job, len(hosts), lambda: detected_machine(hosts, machine))
         compared = {f"planned {name}": value for name, value in resolved.settings().items()}
         compared |= {"tokens": plan.request.seq}  # each rank has read the length for itself
     except Exception as reason:
         error = as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=call)
     log_once(line_of(plan))
-    if job and job.documents and not plan.request.documents:
+    if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
+
+
+def hosts_of_all(world: dist.ProcessGroup) -> list[devices.Host]:
+    """Return the host of each rank, by rank. Collective."""
+    return [host for _, host in all_gather_objects(world, ("SequenceParallel", devices.this_host()))]
 
 
 def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Module], Job]) -> None:
@@ -116,18 +106,17 @@ def _memory_in_words(
         return ""
     batch, tokens, *_ = last[0][0]
     job = dataclasses.replace(job_with_sizes(model), batch=batch)
-    machine = detected_machine(job.dtype, [devices.this_host()], named_machine(sp.config))
+    machine = detected_machine([devices.this_host()], named_machine(sp.config))
     return memory_in_words(sp.config, job, tokens * sp.size, dist.get_world_size(), machine)
 
 
-def detected_machine(dtype: str, hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:
+def detected_machine(hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:
     """Guess the machine when the config names none. Every rank computes the same guess.
 
     With accelerators it is the preset of rank 0's device, with the least memory of all; without, a machine of the
     smallest host's cores and memory.
 
     Args:
-        dtype: A dtype that the machine must have rates of.
         hosts: The host of each rank, by rank.
         named: The machine that the config names. It is returned with the ranks per node that there are.
     """
@@ -137,7 +126,7 @@ def detected_machine(dtype: str, hosts: Sequence[devices.Host], named: Machine |
     if named is not None:
         return dataclasses.replace(named, per_node=per_node)
     if device:
-        machine = Machine.guessed(device, dtype)
+        machine = Machine.guessed(device)
         memory = min(host.device_memory for host in hosts) or machine.memory
         return dataclasses.replace(machine, per_node=per_node, memory=memory, host_memory=min(h.memory for h in hosts))
     cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}

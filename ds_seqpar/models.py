@@ -83,6 +83,11 @@ def numbers_of(place: str) -> Model:
     return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").numbers_of(place)
 
 
+def random_model(place: str) -> Any:
+    """Return a model with random weights, of the configuration that `numbers_of` reads. Raises what that raises."""
+    return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").random_model(place)
+
+
 def doctor_of_models() -> Any:
     """Return the module with the doctor's checks of models. Raises ConfigError where transformers is not installed."""
     return imported(f"{PACKAGES['PreTrainedModel']}.doctor.checks")

@@ -89,7 +89,7 @@ class SequenceParallel(Sharding):
         with explaining_failure(MAKING, groups.all_ranks()):  # which may make a group
             self.device, world = device, groups.control_world()
         try:
-            self.config, measured = _agreed(world, config, heads, job, device, error or no_device)
+            self.config = _agreed(world, config, heads, job, device, error or no_device)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -104,7 +104,7 @@ class SequenceParallel(Sharding):
         groups.bind_thread()
         self.comm = TorchComm(created)
         ulysses_rank = self.topology.index(rank, "ulysses")
-        self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank, measured)
+        self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
         self.calls, self.checker = self.runtime.calls, self.runtime.checker
         self.watched = watch(self.config)
         self.accumulation_steps: int | None = None
@@ -509,24 +509,21 @@ def _agreed(
     job: Job | None,
     device: torch.device,
     error: SeqParError | None,
-) -> tuple[SequenceParallelConfig, auto.Orders]:
-    """(the configuration with every "auto" but the kernel's replaced; the measured orders by which kernel "auto" is
-    chosen). error: of this rank, which all ranks then raise. Raises on every rank where one rank's settings do not fit.
-    Where the settings ask for a plan, each rank plans for itself, and rank 0 prints the result."""
+) -> SequenceParallelConfig:
+    """Return the configuration with every "auto" but the kernel's replaced. error: of this rank, which all ranks then
+    raise. Raises on every rank where one rank's settings do not fit. Where the settings ask for a plan, each rank plans
+    for itself, and rank 0 prints the result."""
     settings: dict[str, Any] = {}
-    measured: auto.Orders = {}
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved, machine = config.resolve(ranks, heads), auto.named_machine(config)
         settings = {**config.settings(), "heads": heads, "plan": config.chosen_schedule.digest}
         if config.kernel == "auto":
-            measured = auto.measured_orders(machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
-            settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
-    return auto.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved, measured
+    return auto.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved
 
 
 def _config(given: object) -> SequenceParallelConfig:

@@ -20,9 +20,9 @@ from benchmarks.memory import peers
 from ds_seqpar.auto import detected_machine
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.planner.auto import Job, resolve_with_plan
+from ds_seqpar.planner.auto import resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
-from ds_seqpar.planner.request import TrainingStep
+from ds_seqpar.planner.request import Job, TrainingStep
 from ds_seqpar.runtime.devices import this_host
 
 MIB = 2**20
@@ -52,7 +52,7 @@ def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Traini
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)
     if config.asks_for_plan:
         hosts = [this_host()] * world
-        config, _ = resolve_with_plan(config, Job(**trained), world, lambda dtype: detected_machine(dtype, hosts))
+        config, _ = resolve_with_plan(config, Job(**trained), world, lambda: detected_machine(hosts))
     else:
         config = config.resolve(world, heads)
     return TrainingStep(config=config, world=world, **trained)

@@ -1,4 +1,4 @@
-"""The settings page: hardware x model x length -> the section to paste, as the planner predicts it. Nothing is run.
+"""The settings page: hardware x model x length -> the section to paste, as `plan` would choose it. Nothing is run.
 
     python -m benchmarks.planner.settings  # writes the table of docs/settings_reference.md anew
 
@@ -14,10 +14,11 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from benchmarks import tables
+from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
-from ds_seqpar.planner.request import Model, Request
+from ds_seqpar.planner.request import Job, Model, Request
 from hf_integration.trainer.job import config_sizes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings_reference.md"
@@ -41,17 +42,18 @@ def model_of(name: str) -> Model:
 
 
 def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
-    """(section, seconds a sequence, GiB a GPU) of what is predicted to be fastest."""
+    """(section, seconds a sequence, GiB a GPU) of what is estimated to be fastest."""
     machine = Machine.load(place)
-    request = Request(model=model_of(name), machine=machine, world=NODES[name] * machine.per_node, seq=seq)
+    job = Job(model=model_of(name), seq=seq, zero=Zero(stage=3), checkpointing=True)
+    request = Request(job=job, machine=machine, world=NODES[name] * machine.per_node)
     try:
         choice = plan(request)
     except ConfigError:
         return "does not fit", "", ""
     # a section that does not say them has a ring, and on one rank no Ulysses
-    unsaid = {"schedule": "ring"} | ({"ulysses": 1} if choice.section["size"] == 1 else {})
-    section = {key: value for key, value in choice.section.items() if unsaid.get(key) != value}
-    found = choice.best
+    found, given = choice.best, choice.best.config.section()
+    unsaid = {"schedule": "ring"} | ({"ulysses": 1} if given["size"] == 1 else {})
+    section = {key: value for key, value in given.items() if unsaid.get(key) != value}
     return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", f"{found.memory.peak.total / 2**30:.0f}"
 
 

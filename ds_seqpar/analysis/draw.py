@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,29 +43,14 @@ def draw(
     title = f"{plan.name}{split}, {plan.direction}: {slower:.2f} x max(compute, links)"
     unit = "products of one query block and one key/value block"
     groups = [range(rank * ulysses_size, (rank + 1) * ulysses_size) for rank in range(plan.size)]
-    draw_timeline(timeline, title, file, dict(enumerate(map(ranks_in_words, groups))), costs.product, unit)
-
-
-def draw_timeline(
-    timeline: Timeline, title: str, file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
-) -> None:
-    """Write a timeline as an image.
-
-    Args:
-        rows: for each rank that is drawn, the label of its row.
-        second: the number of seconds in one `unit`.
-
-    Raises:
-        ConfigError: as `draw`.
-    """
-    height = 1.2 + 0.62 * len(rows)
+    height = 1.2 + 0.62 * plan.size
     figure = new_figure(13, height)
     from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
 
     axes = figure.add_subplot()
-    _draw_events(axes, timeline, list(rows), second)
-    axes.set_yticks(range(len(rows)), list(rows.values()))
-    axes.set_ylim(len(rows) - 0.45, -0.55)
+    _draw_events(axes, timeline, range(plan.size), costs.product)
+    axes.set_yticks(range(plan.size), [*map(ranks_in_words, groups)])
+    axes.set_ylim(plan.size - 0.45, -0.55)
     axes.set_xlabel(f"time, in {unit}")
     axes.set_title(title, fontsize=11)
     shown = {event.kind for event in timeline.events}

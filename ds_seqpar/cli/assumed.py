@@ -1,5 +1,5 @@
-"""The assumptions of an answer of `memory` or `plan`, and how to train with it: a DeepSpeed JSON and the Trainer's
-flags."""
+"""The assumptions of an answer of `memory`, `plan` or `tune`, and how to train with it: a DeepSpeed JSON, and flags of
+the Trainer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from ..config.settings import SequenceParallelConfig
 from ..files import shown
 from .options import GIB, Inputs
 
-OPTIMIZER = (
-    "AdamW"  # whose states are counted where those of the JSON's optimizer are not known, and whose time always is
-)
+OPTIMIZER = "AdamW"  # whose states are counted where those of the JSON's optimizer are not known
 # dtype -> the Trainer's flag
 HALVES = {"bfloat16": "--bf16", "float16": "--fp16"}
 

@@ -2,9 +2,9 @@
 
 `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time.
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
-`python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
+`python -m ds_seqpar plan` orders the configurations that fit by a plain estimate, before anything is launched.
 `python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
-`deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
+`deepspeed --module ds_seqpar tune` measures the best of them, a training step each, on the ranks at hand.
 `deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small copy of a model, before it trains.
 `python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
@@ -34,10 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     memory.add_parser(commands)
     plan.add_parser(commands)
     commands.add_parser("schema", help="print the JSON schema of the settings, for editors")
-    calibrate = commands.add_parser(
-        "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
+    tune = commands.add_parser(
+        "tune", help="measure a training step of the best plans, on all ranks: deepspeed --module ds_seqpar tune"
     )
-    calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
+    plan.add_request(tune, "default: what ranks see of their devices and hosts; else as of plan")
+    tune.add_argument("--top", default="4", metavar="N", help="how many plans to measure; default: 4")
+    tune.add_argument("--steps", default="1", metavar="N", help="timed steps of each, after one to warm up; default: 1")
     doctor = commands.add_parser(
         "doctor", help="examine a job before it trains, on all ranks: deepspeed --module ds_seqpar doctor"
     )
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _run_later,
+    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "tune": _run_later,
             "doctor": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
     try:
         _check_numbers(args)

@@ -22,6 +22,7 @@ from ..planner.footprint import (
     Longest,
     Moment,
     bytes_a_token,
+    cache_bytes,
     fits,
     footprint,
     longest,
@@ -29,10 +30,9 @@ from ..planner.footprint import (
 )
 from ..planner.machine import presets
 from ..planner.plan import PlanResult
-from ..planner.prompt import cache_bytes
 from ..planner.request import TRAINERS, MemoryBudget, TrainingStep
 from .assumed import Answer
-from .options import GIB, Inputs, add_options, count, tokens
+from .options import GIB, Inputs, add_options, add_ranks, count, tokens
 
 KIB = 2**10
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
@@ -47,7 +47,9 @@ def add_parser(commands: Any) -> None:
         "memory", help="predict the memory of a training step on each rank, part by part; nothing is run"
     )
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
+    add_ranks(parser)
     add_options(parser, machine, "sizes are in bytes")
+    parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what its cache takes")
     parser.add_argument("--trainer", choices=TRAINERS, help="trl's trainer of the step, for rows of --seq-len tokens")
     parser.add_argument(
         "--reference", action=argparse.BooleanOptionalAction, help="whether there is a reference model; default: trl's"
@@ -61,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
     inputs = with_trainer(Inputs.of(args), args)
     budget = machine_budget(inputs)
     config, planned = config_of(inputs)
-    step, answer = step_of(inputs, config), Answer(inputs, config)
+    on_gpu = inputs.machine is None or inputs.machine.gpus
+    step, answer = inputs.job.step(config, inputs.world, on_gpu), Answer(inputs, config)
     memory, slope = footprint(step), bytes_a_token(step)
     longest_fit = longest(step, budget) if budget else None
     next_step = None if budget is None or fits(memory, budget) else advice(inputs, config)
@@ -126,7 +129,7 @@ def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
     objective = dataclasses.replace(
         objective, reference=default if args.reference is None else args.reference, completions=completions,
         completion=inputs.seq - prompt if prompt else 0, generated=generates * batch * (job.steps or 1),
-        triton=inputs.machine is None or inputs.machine.apart,
+        triton=inputs.machine is None or inputs.machine.gpus,
     )  # fmt: skip
     seq = objective.sequence(inputs.seq)
     job = dataclasses.replace(job, model=model, batch=batch, seq=seq, objective=objective)
@@ -145,10 +148,8 @@ def machine_budget(inputs: Inputs) -> MemoryBudget | None:
 
 def advice(inputs: Inputs, config: SequenceParallelConfig) -> str:
     """Return what to do about a step that does not fit the machine."""
-    sizes = inputs.job.sizes(inputs.world) if inputs.config.size == "auto" else ()
-    assert inputs.machine is not None  # whose memory is too little
     try:
-        request = inputs.job.request(inputs.machine, inputs.world, inputs.section(), sizes, inputs.memory)
+        request = inputs.request()
     except ConfigError as reason:  # of what no plan is made for, as a dtype without rates
         return f"take more ranks, a higher ZeRO stage or a shorter sequence (nothing can be planned: {reason})"
     return what_would_fit(config, request)
@@ -162,7 +163,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
         if inputs.memory is not None:
             machine = dataclasses.replace(machine, memory=float(inputs.memory), reserve_fraction=0.0)
         asked = dataclasses.replace(config, machine="auto", seq_len=inputs.seq)
-        return resolve_with_plan(asked, inputs.job, inputs.world, lambda dtype: machine)
+        return resolve_with_plan(asked, inputs.job, inputs.world, lambda: machine)
     if config.auto_fields:
         raise ConfigError(
             f'{SECTION}.memory "auto" chooses for a machine; got none, say --machine, or say '
@@ -186,15 +187,6 @@ def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]
     if most != config.ulysses:
         lines += [f'{SECTION}: Ulysses {config.ulysses} stays in a node; "auto" alone would be {most}, over nodes']
     return lines
-
-
-def step_of(inputs: Inputs, config: SequenceParallelConfig) -> TrainingStep:
-    job = inputs.job
-    return TrainingStep(
-        model=inputs.model, config=config, world=inputs.world, seq=inputs.seq, dtype=job.dtype, zero=job.zero,
-        batch=job.objective.batch(job.batch or 1), checkpointing=job.checkpointing, objective=job.objective,
-        optimizer_states=job.optimizer_states, on_gpu=inputs.machine is None or inputs.machine.apart,
-    )  # fmt: skip
 
 
 def table(memory: Footprint, slope: float, step: TrainingStep) -> list[str]:

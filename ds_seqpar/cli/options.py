@@ -1,4 +1,4 @@
-"""Options that `memory` and `plan` share: the model, the length, the ranks, the machine and the DeepSpeed JSON."""
+"""Options that `memory`, `plan` and `tune` share: model, length, ranks, machine and DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_nam
 from ..errors import SECTION, ConfigError, did_you_mean
 from ..files import parse_json, shown
 from ..planner import limits
-from ..planner.auto import Job
 from ..planner.machine import Machine
-from ..planner.request import Model
+from ..planner.request import Job, Model, Request
 
 # the DeepSpeed JSON without --config; predictions do not depend on the learning rate, which the printed JSON needs
 DEFAULTS: dict[str, Any] = {
@@ -33,18 +32,21 @@ UNITS_HELP = "or with K (1,024) or M (1,048,576) after it"
 
 
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Add the options that `memory` and `plan` share. `machine` is the help of --machine, `units` those of --json."""
+    """Add the options that commands share. `machine` is the help of --machine, `units` those of --json."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--seq-len", metavar="N", help=f"tokens of the whole sequence, {UNITS_HELP}")
+    add_settings(parser)
+    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
+    parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a JSON file")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
+    parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how many ranks there are."""
     parser.add_argument("--ranks", metavar="P", help="ranks of the job; or say --nodes")
     parser.add_argument("--nodes", metavar="N", help="nodes of the job, all of whose ranks take part")
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
-    add_settings(parser)
-    parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what generating from it takes")
-    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
-    parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
-    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
-    parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +65,8 @@ class Inputs:
     """The inputs of a command, from its options."""
 
     content: dict[str, Any]  # the DeepSpeed JSON, as it can be pasted
-    filled: dict[str, Any]  # key of the JSON -> value that its "auto" counts as
+    counted: dict[str, Any]  # the JSON, with the values that its "auto"s count as
+    filled: dict[str, Any]  # key of the JSON -> that value
     config: SequenceParallelConfig  # from the section of the JSON
     model: Model
     seq: int  # tokens of a sequence
@@ -74,7 +77,7 @@ class Inputs:
     per_node: int | None  # ranks of a node; None: not known
 
     @classmethod
-    def of(cls, args: argparse.Namespace, seq: int | None = None, machine: str | None = None) -> Inputs:
+    def of(cls, args: argparse.Namespace, seq: int | None = None, machine: Machine | None = None) -> Inputs:
         """Return the inputs from the options.
 
         Args:
@@ -87,8 +90,8 @@ class Inputs:
         """
         content = content_of(args)
         config = SequenceParallelConfig.from_dict(DeepSpeedJson.read(content).section)
-        named = args.machine if args.machine is not None else machine if config.machine == "auto" else config.machine
-        loaded = None if named is None else Machine.load(named)
+        named = args.machine if args.machine is not None or config.machine == "auto" else config.machine
+        loaded = machine if named is None else Machine.load(named)
         per_node = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node)
         if loaded is not None and per_node is not None:
             loaded = dataclasses.replace(loaded, per_node=per_node)
@@ -96,8 +99,8 @@ class Inputs:
         seq = seq if args.seq_len is None else tokens("--seq-len", args.seq_len)
         if seq is None:
             raise ConfigError(
-                "memory and plan need --seq-len N, and plan takes --documents FILE with the lengths of those of a "
-                "sequence too; got none of them"
+                "memory, plan and tune need --seq-len N; plan and tune take --documents FILE too, with the lengths of "
+                "those of a sequence; got none of them"
             )
         from ..models import numbers_of  # imports torch, which takes seconds
 
@@ -106,14 +109,20 @@ class Inputs:
         job = Job.of(DeepSpeedJson.read(counted, args.config))
         job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing)
         return cls(
-            content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=loaded,
+            content=content, counted=counted, filled=filled, config=config, model=model, seq=seq, job=job,
+            machine=loaded,
             memory=None if args.memory is None else gibibytes("--memory", args.memory),
             per_node=(per_node := loaded.per_node if loaded else per_node), world=_world(args, per_node),
         )  # fmt: skip
 
-    def section(self) -> dict[str, Any]:
-        """Return the settings of the section that do not ask for a plan."""
-        return {name: value for name, value in self.content.get(SECTION, {}).items() if name not in PLAN_REQUESTS}
+    def request(self, job: Job | None = None) -> Request:
+        """Return the planner's request of what the section leaves open, for the machine, which is known."""
+        assert self.machine is not None
+        job = job or self.job
+        given = {name: value for name, value in self.content.get(SECTION, {}).items() if name not in PLAN_REQUESTS}
+        free = self.config.size == "auto" and job.sequences is not None
+        sizes = job.sizes(self.world) if free else ()
+        return Request(job=job, machine=self.machine, world=self.world, given=given, sizes=sizes, memory=self.memory)
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:

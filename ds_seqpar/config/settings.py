@@ -142,7 +142,7 @@ class SequenceParallelConfig:
     """Tokens of the whole sequence for which `"auto"` settings are planned. `"auto"`: with a `machine`, the longest
     that a Trainer's data set says it has."""
     machine: Annotated[str, Field(min_length=1)] = "auto"
-    """The machine for which they are planned: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote.
+    """The machine for which they are planned: a preset's name, or a JSON file of its rates, links and memory.
     `"auto"`: with a `seq_len`, what ranks see of their devices and hosts."""
     memory: Literal["given", "auto"] = "given"
     """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,

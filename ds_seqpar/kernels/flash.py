@@ -136,8 +136,6 @@ class CudaKernel:
     Attributes:
         multiples: For each dtype, the number of which head_dim must be a multiple. Heads are padded with zeros, which
             change nothing.
-        graph_per_shape: Whether the operator makes a graph for every shape of a block. With documents of any lengths it
-            would do so in every step.
     """
 
     name: str
@@ -145,7 +143,6 @@ class CudaKernel:
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF
     max_head_dim = 256
-    graph_per_shape = False
     ran_on = NOWHERE
 
     def reasons(self, spec: BlockSpec) -> list[str]:
@@ -307,8 +304,8 @@ class CudaEfficient(CudaKernel):
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, which is used where it is named, or was measured as the fastest. It takes full and causal
-    blocks of at least two rows and two keys.
+    """cuDNN's attention, which is used where it is named, or nothing before it takes the blocks. It takes full and
+    causal blocks of at least two rows and two keys.
 
     Attributes:
         lse_is_4d: Whether the operator's lse has a fourth dimension. Forward sets it, for backward.
@@ -317,7 +314,6 @@ class Cudnn(CudaKernel):
     name = "cudnn"
     support = KernelSupport(square=True)
     max_head_dim = 128
-    graph_per_shape = True
     lse_is_4d = True
 
     def reasons(self, spec: BlockSpec) -> list[str]:
@@ -502,7 +498,8 @@ def _slowness(kernel: Kernel, spec: BlockSpec) -> str:
         return ""
     return (
         f'attention runs by FlashAttention 2 ("kernel": "{kernel.name}"), which leaves up to half of a Hopper GPU '
-        f"(capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let calibrate measure the kernels"
+        f"(capability 9.x) idle: install FlashAttention 3 ({FlashAttn3.install}), or let `ds-seqpar tune` measure the "
+        "others"
     )
 
 

@@ -1,123 +1,158 @@
-"""A rough estimate of a candidate's time, from bytes and flops alone: it says which candidates are worth a price. Does
-not import torch."""
+"""A plain estimate of a training step's time, to order what fits. A rank's program of attention is followed alone: its
+products take their flops, its messages their bytes, and of the two the longer one counts between waits. docs/planner.md
+says what is left out. Does not import torch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..compiler.program.shape import ITEMSIZE, shape_of
-from ..compiler.sharding.heads import largest_share
-from ..compiler.sharding.layout import LAYOUTS, Axes, Topology, contiguous
-from ..config.settings import SequenceParallelConfig
-from .candidates import Candidate, travels
-from .machine import FLOPS_PER_PAIR, Machine
-from .price import DIRECTIONS
-from .request import Request
-from .steptime import step_time
+from ..compiler.compile import BoundProgram, side_of
+from ..compiler.program import instructions as op
+from ..compiler.program.shape import Shape, shape_of
+from ..compiler.program.ulysses import UlyssesGroup
+from ..compiler.schedules.actions import Unit
+from ..compiler.sharding.balance import shards_of
+from ..compiler.sharding.heads import busiest_ulysses_rank
+from ..compiler.sharding.layout import Topology
+from ..compiler.sharding.shards import EvenShards, Shards
+from ..compiler.tiles.launches import PLAIN_KERNEL
+from .attention_memory import compiler_of
+from .machine import Machine, Wire
+from .request import TrainingStep
+from .state_memory import state_bytes
+
+DIRECTIONS = ("forward", "backward")
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
+
+
+class Attention(NamedTuple):
+    """One layer's attention in one direction: of several ranks, the most of each."""
+
+    seconds: float
+    inside: int  # bytes received from ranks of the own node
+    between: int  # bytes received from ranks of other nodes
+    messages: int  # received
+
+    @property
+    def received(self) -> int:
+        return self.inside + self.between
 
 
 class Estimate(NamedTuple):
-    seconds: float  # of a step, divided by its sequences
-    message_seconds: float  # of one layer's messages
-    candidate: Candidate
+    """The estimate of a step, of one micro-batch on all ranks."""
+
+    seconds: float
+    forward: Attention
+    backward: Attention
 
 
-class Estimator:
-    """Estimates the time of candidates. Caches what several candidates have in common."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.products, self.seconds = functools.cache(self._products), functools.cache(self._seconds)
-        self.message_seconds: dict[tuple, tuple[float, list[float]]] = {}
-
-    def __call__(self, candidate: Candidate) -> Estimate:
-        schedule = candidate.schedule
-        key = schedule.name, *candidate.options.values(), candidate.topology
-        if key not in self.message_seconds:  # other layouts have the same
-            self.message_seconds[key] = self._exchange_seconds(candidate), self._schedule_seconds(candidate)
-        exchange, messages = self.message_seconds[key]
-        # the last rank computes about twice its share where attention is causal and blocks are contiguous. Schedules
-        # that never take keys of a later block are made for such blocks, and are balanced
-        in_order = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
-        slower = 2 if in_order and candidate.cp_size > 1 and schedule.can_compute(0, 1) else 1
-        products = self.products(candidate.size, candidate.ulysses)
-        attention = [max(slower * work, links) + exchange for work, links in zip(products, messages, strict=True)]
-        return Estimate(self.seconds(candidate.size, *attention), 2 * exchange + sum(messages), candidate)
-
-    def _products(self, size: int, ulysses: int) -> list[float]:
-        """Return the seconds of a layer's products [in forward, in backward] on the Ulysses rank with the most heads,
-        if all CP ranks compute equally much."""
-        request = self.request
-        q_heads, _ = largest_share(*request.heads, ulysses)
-        pairs = request.pairs * q_heads * request.model.head_dim * request.batch / (size // ulysses)
-        return [
-            FLOPS_PER_PAIR[direction] * pairs / request.machine.best_rate(request.dtype, direction)
-            for direction in DIRECTIONS
-        ]
-
-    def _seconds(self, size: int, forward: float, backward: float) -> float:
-        """Return the seconds of a step, divided by its sequences, from the seconds of one layer's attention."""
-        config = SequenceParallelConfig(size=size, ulysses=1).resolve(size)
-        time = step_time(self.request.step(config), self.request.machine, forward, backward)
-        return self.request.seconds_a_sequence(time.seconds, time.sequences)
-
-    def _exchange_seconds(self, candidate: Candidate) -> float:
-        """Return the seconds of Ulysses' exchanges in one direction."""
-        request, ulysses = self.request, candidate.ulysses
-        rate = request.machine.inside.rate
-        if _crossing(request.machine, candidate.topology, "ulysses"):
-            rate = _between_rate(request.machine, 1.0)  # Ulysses ranks send directly to one another
-        heads = sum(largest_share(*request.heads, ulysses))
-        elements = request.seq / candidate.size * request.batch * (ulysses - 1) * 2 * heads * request.model.head_dim
-        return elements * ITEMSIZE[request.dtype] / rate
-
-    def _schedule_seconds(self, candidate: Candidate) -> list[float]:
-        """Return the seconds in which the busiest rank receives all messages of the schedule [in forward, in backward].
-        All bytes along an axis that leaves the node count as bytes between nodes."""
-        request, schedule, topology = self.request, candidate.schedule, candidate.topology
-        machine, heads = request.machine, largest_share(*request.heads, candidate.ulysses)
-        comm_dtype = request.given.get("comm_dtype", "fp32")
-        shape = shape_of(comm_dtype, request.dtype, request.batch, (*heads, request.model.head_dim))
-        axes = tuple((name, topology.size(name)) for name in topology.cp_axes)
-        crossing = {name: _crossing(machine, topology, name) for name, _ in axes}
-        in_node = tuple((name, 1 if crossing[name] else size) for name, size in axes)
-        rate = _between_rate(machine, max(crossing.values()))
-        block = request.seq / (candidate.cp_size * schedule.blocks_per_rank)
-
-        def seconds(direction: str, side: str) -> float:
-            units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(direction).items())
-            total, inside = (_most_received(schedule.received, x, direction, side, units) for x in (axes, in_node))
-            return max(inside / machine.inside.rate, (total - inside) / rate)
-
-        return [
-            min(seconds(direction, side) for side in sides)
-            for direction, sides in travels(candidate, request.given).items()
-        ]
+def estimate(step: TrainingStep, machine: Machine) -> Estimate:
+    """Return the estimate of a step: attention of all layers, matrix products, and states that layers pass on."""
+    m, config, again = step.model, step.config, int(step.checkpointing)
+    forward, backward = (attention(step, machine, direction) for direction in DIRECTIONS)
+    seconds = m.attending * (forward.seconds * (1 + again * config.recompute_attention) + backward.seconds)
+    rows = math.ceil(step.seq / config.size) * step.batch
+    seconds += 2 * rows * ((3 + again) * m.weights + 3 * m.embedding) / machine.rates(step.dtype)[1]
+    if m.states is not None and config.size > 1:
+        states, wire = state_bytes(step), _wire(machine, config.size > machine.per_node)
+        seconds += m.states.count * 2 * (states.received + states.exchanged) / wire.rate
+    return Estimate(seconds, forward, backward)
 
 
-@functools.lru_cache(maxsize=2**14)
-def _most_received(
-    received: Callable[..., list[float]], axes: Axes, direction: str, side: str, units: tuple[tuple[str, float], ...]
-) -> float:
-    # bytes; cached, since candidates that differ only in layout or rank order share them
-    return max(received(axes, direction, side, dict(units)))
+def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention:
+    """Return one layer's attention, by the programs of a few ranks: the first, the middle and the last one of a
+    sequence, and one with the most heads."""
+    config = step.config
+    topology = config.topology(step.world)
+    ranks = topology.group(0, "ulysses", *topology.cp_axes)  # of the first sequence
+    last, busiest = len(ranks) - 1, busiest_ulysses_rank(step.model.heads, step.model.kv_heads, config.ulysses)
+    followed = sorted({0, (last + 1) // 2, last, busiest})
+    found = [_followed(step, machine, direction, topology, ranks[number]) for number in followed]
+    return Attention(*map(max, zip(*found, strict=True)))
 
 
-def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
-    """Return the share of ranks whose neighbor along this axis is in another node; 0 if a node holds the whole axis."""
-    stride = 1
-    for name, size in topology.axes:
-        if name == axis:
-            in_node = size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
-            return 0.0 if in_node else min(1.0, stride / machine.per_node)
-        stride *= size
-    return 0.0
+def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
+    """Follow one rank, whose peers do the same at the same time. A link carries one transfer after another, and each
+    has its latency once."""
+    bound = _bound(step, direction, topology, rank)
+    peers = topology.group(rank, "ulysses"), topology.group(rank, *topology.cp_axes)
+    flops, (rate, _) = FLOPS_PER_PAIR[direction] * step.batch, machine.rates(step.dtype)
+    now, messages, shape = 0.0, 0, bound.shape
+    due: dict[int, float] = {}  # ticket -> time of arrival
+    free, received = [0.0, 0.0], [0, 0]  # by whether another node sends: time from which the link is free, bytes
+    for instruction in bound.program.code:
+        match instruction:
+            case op.Enter():
+                shape = bound.shapes[instruction.head_chunk]
+            case op.Product():
+                pairs = sum(tile.pairs for tile in bound.tiles(instruction.q, instruction.kv))
+                now += flops * pairs * shape.q_heads * shape.head_dim / rate
+            case op.Wait():
+                now = max(now, due.pop(instruction.ticket))
+            case op.Post() | op.GatherStart() | op.ScatterStart() | op.ExchangeStart():
+                sizes: dict[bool, int] = defaultdict(int)
+                for peer, size in _arriving(bound, shape, instruction, *peers):
+                    sizes[not machine.is_inside(rank, peer)] += size
+                    messages += 1
+                arrivals = [now]
+                for outside, size in sizes.items():
+                    wire = _wire(machine, outside)
+                    free[outside] = max(now, free[outside]) + size / wire.rate
+                    received[outside] += size
+                    arrivals.append(free[outside] + wire.latency)
+                due[instruction.ticket] = max(arrivals)
+    return Attention(now, received[False], received[True], messages)
 
 
-def _between_rate(machine: Machine, crossing: float) -> float:
-    """Return the bytes/s of a rank to other nodes, if the share `crossing` of a node's ranks uses its uplink."""
-    if not (machine.uplink and crossing):
-        return machine.between.rate
-    return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
+def _wire(machine: Machine, outside: bool) -> Wire:
+    return machine.between if outside else machine.inside
+
+
+def _bound(step: TrainingStep, direction: str, topology: Topology, rank: int) -> BoundProgram:
+    """Return the program of a rank, as the runtime compiles it."""
+    config, m = step.config, step.model
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # the placement of ranks changes no program
+    ulysses = UlyssesGroup(config.ulysses, topology.index(rank, "ulysses"))
+    compiler = compiler_of(recipe, topology.index(rank, *topology.cp_axes), 0)
+    local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
+    saved = config.kept(config.head_chunks, step.checkpointing, not config.recompute_attention)
+    shards = _shards(step, recipe.size)
+    return compiler.bound_call(direction, step.mask, shards, local, ulysses, PLAIN_KERNEL, config.head_chunks, saved)
+
+
+def _shards(step: TrainingStep, cp_size: int) -> Shards:
+    """Return the shards of a step's sequence on CP ranks."""
+    if not step.mask.documents:
+        return EvenShards(step.config.layout, step.seq, cp_size)
+    lengths = tuple(b - a for a, b in itertools.pairwise((*step.mask.documents, step.seq)))
+    return shards_of(step.config.layout, lengths, cp_size, step.mask.parents)
+
+
+def _arriving(
+    bound: BoundProgram, shape: Shape, start: op.Started, ulysses_ranks: tuple[int, ...], cp_ranks: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
+    """Yield (rank, bytes) of each message that a rank receives, in a head chunk whose inner tensors have this shape."""
+    per_token = shape.bytes_per_token(bound.program.direction)
+
+    def size(unit: Unit) -> int:
+        return per_token[unit[0]] * bound.shards.tokens(side_of(unit[0]), unit[1])
+
+    match start:
+        case op.Post():
+            for transfer in start.receives:
+                yield cp_ranks[transfer.peer], size(transfer.unit)
+        case op.ExchangeStart():
+            sizes = bound.exchange_sizes(start.exchange)
+            for peer, elements in zip(ulysses_ranks, sizes.incoming, strict=True):
+                if peer != ulysses_ranks[bound.heads.ulysses.rank]:
+                    yield peer, elements * sizes.itemsize
+        case op.GatherStart() | op.ScatterStart():
+            collective, here = start.collective, bound.program.rank
+            for peer, key in zip(collective.ranks, collective.keys, strict=True):
+                if peer != here:
+                    own = isinstance(start, op.ScatterStart)
+                    yield cp_ranks[peer], size((collective.kind, collective.key_of(here) if own else key))

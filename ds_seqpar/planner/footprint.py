@@ -19,6 +19,7 @@ from ..compiler.program.shape import ITEMSIZE
 from ..compiler.sharding.layout import multiple
 from ..config.deepspeed_json import Zero
 from ..config.settings import HOST_PIECE, most_logits
+from ..errors import ConfigError
 from . import limits
 from .attention_memory import attention_figures, is_offloaded, projecting_head_chunks, tokens_on_rank
 from .request import MemoryBudget, Model, TrainingStep
@@ -138,6 +139,21 @@ def bytes_a_token(step: TrainingStep) -> float:
     padded = short.tokens * step.config.size  # ranks share this length equally
     long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
     return (long.footprint().peak.total - short.footprint().peak.total) / (long.rows - short.rows)
+
+
+def cache_bytes(step: TrainingStep, tokens: int) -> int:
+    """Return the bytes of keys and values that the rank with most of them keeps of a prompt of so many tokens."""
+    m, config = step.model, step.config
+    if m.states is not None:
+        raise ConfigError(
+            "--prompt is of models all of whose layers attend; got one with layers that have a state or a convolution, "
+            "leave it out"
+        )
+    unit = multiple(config.layout, config.size, config.ulysses)  # prompts are padded to a length that ranks can share
+    kept = -(-tokens // unit) * unit // config.size
+    if step.mask.window is not None:
+        kept = min(kept, step.mask.window)  # one rank may hold all tokens of a window
+    return m.attending * 2 * m.kv_heads * m.head_dim * ITEMSIZE[step.dtype] * kept
 
 
 def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[str, str] = FOOTPRINT_ITEMS) -> Moment:

@@ -16,6 +16,7 @@ MAX_PLANNED_RANKS = 2**12  # the same, in `plan`: it visits them for each of a h
 # CP ranks (size / ulysses), in `memory` and `plan`: a rank's program has a step for each other CP rank. Of a
 # longer ring `memory` computes a short one in its place, which needs as much memory
 MAX_CP_RANKS = 1024
+MAX_COMPARED_RANKS = 128  # CP ranks for which `plan` compares schedules; of more it takes the default
 MAX_OVERLAP_RANKS = 64  # CP ranks with overlap: ordering their products takes time that grows with their cube
 MAX_SHOWN_RANKS = 128  # CP ranks, in `show`: it prints and simulates all ranks in all steps
 MAX_SHOWN_OVERLAP_RANKS = 64  # the same, with overlap

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ..compiler.sharding.heads import legal_ulysses
+from ..compiler.sharding.layout import divisors
 from ..compiler.sharding.masks import CAUSAL, Mask
-from ..config.deepspeed_json import Zero
+from ..config.deepspeed_json import DeepSpeedJson, Zero
 from ..config.settings import SequenceParallelConfig
 from ..errors import ConfigError
 from . import limits
@@ -168,6 +168,61 @@ def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     return pairs
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What ranks know of a training run when they start. A `Request` needs its model and length."""
+
+    model: Model | None = None
+    seq: int | None = None  # tokens of the longest sequence; None: not known
+    documents: tuple[int, ...] = ()  # their lengths in tokens, if that sequence is a pack
+    window: int | None = None  # attention's window in tokens, the same in all layers
+    batch: int | None = None  # examples that a group of ranks trains at once
+    steps: int | None = None  # micro-batches of an optimizer step
+    sequences: int | None = None  # of an optimizer step; None: any number, and then all ranks share each sequence
+    dtype: str = "bfloat16"
+    zero: Zero = dataclasses.field(default_factory=Zero)
+    optimizer_states: int = 2  # as in `TrainingStep`
+    checkpointing: bool = False
+    objective: Objective = dataclasses.field(default_factory=Objective)
+
+    @classmethod
+    def of(cls, json: DeepSpeedJson) -> Job:
+        """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
+        (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
+        return cls(
+            batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero,
+            optimizer_states=json.optimizer_states,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def mask(self) -> Mask:
+        return Mask(window=self.window, documents=Mask.documents_of(self.documents))
+
+    def step(self, config: SequenceParallelConfig, world: int, on_gpu: bool) -> TrainingStep:
+        """Return the training step on `world` ranks, with a configuration that has no "auto"."""
+        assert self.model is not None
+        assert self.seq is not None
+        return TrainingStep(
+            model=self.model, config=config, world=world, seq=self.seq, batch=self.objective.batch(self.batch or 1),
+            dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
+            optimizer_states=self.optimizer_states, mask=self.mask, on_gpu=on_gpu,
+        )  # fmt: skip
+
+    def sizes(self, world: int) -> tuple[int, ...]:
+        """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
+        sequences."""
+        if self.sequences is None:
+            return (world,)
+        sequences_per_group = (self.batch or 1) * (self.steps or 1)
+        exact = self.batch is not None and self.steps is not None
+        trained = {size: world // size * sequences_per_group for size in divisors(world)}
+        return tuple(
+            size
+            for size, count in trained.items()
+            if (self.sequences == count if exact else self.sequences % count == 0)
+        ) or (world,)
+
+
 class MemoryBudget(NamedTuple):
     """The memory that ranks and hosts have."""
 
@@ -181,98 +236,61 @@ class MemoryBudget(NamedTuple):
         """Return the memory of a machine. If `memory` is given, it is the bytes of a rank, in place of the
         machine's."""
         limit = machine.usable if memory is None else memory
-        return cls(limit, machine.host_memory, min(world, machine.per_node), machine.apart)
+        return cls(limit, machine.host_memory, min(world, machine.per_node), machine.gpus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """What is to be trained, on which machine, and which settings are fixed."""
 
-    model: Model
+    job: Job  # whose model and length are known
     machine: Machine
     world: int  # ranks of the job
-    seq: int  # tokens of a sequence
-    documents: tuple[int, ...] = ()  # their lengths in tokens, if the sequence is a pack; () for one document
-    window: int | None = None  # attention's window in tokens
-    batch: int = 1  # examples that a group of ranks trains at once
-    dtype: str = "bfloat16"
-    zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
-    optimizer_states: int = 2  # as in `TrainingStep`
-    checkpointing: bool = True
-    objective: Objective = dataclasses.field(default_factory=Objective)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
-    sequences: int | None = None  # of an optimizer step; None: as many as the groups train at once
     sizes: tuple[int, ...] = ()  # values that `size` may take; () for all
     memory: int | None = None  # bytes of a rank; None: what the machine has for tensors
-    ignores_memory: bool = False  # whether configurations may need more memory than there is
 
     def __post_init__(self) -> None:
         limits.check("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS)
-        limits.check("the documents of a sequence", len(self.documents), limits.MAX_DOCUMENTS)
-        limits.check("the tokens of documents together", sum(self.documents), limits.MAX_PACKED_TOKENS)
+        limits.check("the documents of a sequence", len(self.job.documents), limits.MAX_DOCUMENTS)
+        limits.check("the tokens of documents together", sum(self.job.documents), limits.MAX_PACKED_TOKENS)
         sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
         if sizes:
             name = "the ranks of a sequence that is planned,"
             limits.check(name, min(sizes), limits.MAX_PLANNED_RANKS, "take a smaller size")
-            ulysses = self.given.get("ulysses", "auto")
-            limits.check_followed(
-                min(size // (max(legal_ulysses(size, self.model.heads)) if ulysses == "auto" else ulysses)
-                    for size in sizes),
-                overlap=False,
-            )  # fmt: skip
-        if self.documents and sum(self.documents) != self.seq:
-            raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
-        self.machine.rated_dtype(self.dtype)
-        if self.zero.drives and self.machine.nvme_rate is None:
-            raise ConfigError(
-                f'zero_optimization keeps states on drives ("nvme"), whose time hangs on nvme_rate; got machine '
-                f"{self.machine.name}, which has none, say it in the machine's file or take another machine"
-            )
+        if sizes and isinstance(ulysses := self.given.get("ulysses"), int):
+            limits.check_followed(min(sizes) // ulysses, overlap=False)
+        if self.job.documents and sum(self.job.documents) != self.seq:
+            raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.job.documents)}")
+        self.machine.rates(self.job.dtype)
+
+    @property
+    def model(self) -> Model:
+        assert self.job.model is not None
+        return self.job.model
+
+    @property
+    def seq(self) -> int:
+        """Tokens of a sequence."""
+        assert self.job.seq is not None
+        return self.job.seq
 
     @property
     def heads(self) -> tuple[int, int]:
         return self.model.heads, self.model.kv_heads
 
-    @functools.cached_property
-    def mask(self) -> Mask:
-        return Mask(window=self.window, documents=Mask.documents_of(self.documents))
-
-    @property
-    def limit(self) -> int:
-        return self.budget.limit
-
     @property
     def budget(self) -> MemoryBudget:
-        budget = MemoryBudget.of(self.machine, self.world, self.memory)
-        return budget._replace(limit=2**62, host=math.inf) if self.ignores_memory else budget
+        return MemoryBudget.of(self.machine, self.world, self.memory)
 
-    def memory_shortage(self, needed: float) -> str:
-        """Return the message for a configuration that needs `needed` bytes on a rank."""
-        return f"needs at least {needed / 2**30:.1f} GiB on each rank, which has {self.limit / 2**30:.1f}"
+    def step(self, config: SequenceParallelConfig) -> TrainingStep:
+        """Return the training step with a configuration that has no "auto"."""
+        return self.job.step(config, self.world, self.machine.gpus)
 
-    @functools.cached_property
-    def pairs(self) -> int:
-        """Number of (query, key) pairs of a sequence that attention computes."""
-        return visible_pairs(self.documents or (self.seq,), self.window)
-
-    @functools.cached_property
-    def flops(self) -> int:
-        """Model flops of training on a sequence, as MFU counts them: 6 per token and weight that it is multiplied with,
-        12 per visible pair and element of the heads. What checkpoints compute again is not included."""
-        m = self.model
-        weights = m.weights + m.embedding  # of the head; the embedding is read by index
-        return 6 * weights * self.seq + 12 * m.attending * m.heads * m.head_dim * self.pairs
-
-    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> TrainingStep:
-        return TrainingStep(
-            model=self.model, config=config, world=self.world, seq=self.seq, batch=self.objective.batch(self.batch),
-            dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
-            optimizer_states=self.optimizer_states, mask=self.mask if mask is None else mask, on_gpu=self.machine.apart,
-        )  # fmt: skip
-
-    def seconds_a_sequence(self, seconds: float, sequences: int) -> float:
+    def seconds_a_sequence(self, seconds: float, config: SequenceParallelConfig) -> float:
         """Return the seconds of an optimizer step divided by its sequences, if a micro-batch takes `seconds` on all
-        ranks and trains `sequences` sequences."""
-        if self.sequences is None:
-            return seconds / sequences
-        return math.ceil(self.sequences / sequences) * seconds / self.sequences
+        ranks."""
+        together = self.world // config.size * (self.job.batch or 1)  # sequences of a micro-batch
+        if self.job.sequences is None:
+            return seconds / together
+        return math.ceil(self.job.sequences / together) * seconds / self.job.sequences

@@ -70,7 +70,7 @@ def decode(
 def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
     """Return the kernel for a tile whose rows are the query heads that read the same key/value head."""
     spec = BlockSpec(q.device.type, q.dtype, k.shape[2], k.shape[2], q.shape[3], softcap)
-    return select(runtime.config.kernel, spec, (), is_deterministic())
+    return select(runtime.config.kernel, spec, is_deterministic())
 
 
 def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:

@@ -80,10 +80,7 @@ def of_kernels(by_rank: Mapping[int, Fields]) -> str:
     """Return the cause where configurations are the same, but ranks would choose other kernels."""
     if not all(name.startswith("kernels ") for name in differing(by_rank)):
         return ""
-    return (
-        "they have other kernels, or other orders of them: install the same packages and give one machine's file, or "
-        'name a "kernel"'
-    )
+    return 'they have other kernels: install the same packages, or name a "kernel"'
 
 
 def of_attention(by_rank: Mapping[int, Fields]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,6 @@ class Runtime:
         admitted: By key, what ranks compare of inputs that `input_checks` has checked.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
-        measured: For each `BlockSpec.case` that was measured, the names of kernels, the fastest first.
         handle: The handle of this object, for ops.
         finite: What looks for NaN and inf; None where `check_finite` is not set.
         differentiable: Whether there is a backward.
@@ -72,15 +71,13 @@ class Runtime:
     differentiable = True
 
     def __init__(
-        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
-        measured: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:  # fmt: skip
+        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0
+    ) -> None:
         self.checker = ConsistencyChecker(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
         self.calls = Calls(self.checker)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
-        self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(config.recipe(topology), rank, comm.early)
         self.size = self.compiler.recipe.size
@@ -146,9 +143,8 @@ class Runtime:
             inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
             kv_heads = inner.q_heads if latent else inner.kv_heads
             spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, kv_heads, local.head_dim, softcap)
-            measured = self.measured.get(spec.case(mask), ())
-            kernel = select(self.config.kernel, spec, measured, is_deterministic())
-            if self.config.kernel == "auto" and kernel.name not in measured and (missed := slowness(kernel, spec)):
+            kernel = select(self.config.kernel, spec, is_deterministic())
+            if self.config.kernel == "auto" and (missed := slowness(kernel, spec)):
                 log_once(missed)
             program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
             if check_keys := getattr(kernel, "check_keys", None):  # before anything is sent

@@ -36,8 +36,7 @@ from ..model.checkpointing import layers_of
 from .collator import PackingCollator, Packs
 
 if TYPE_CHECKING:
-    from ds_seqpar.planner.auto import Job
-    from ds_seqpar.planner.request import Model, Objective, StateLayers
+    from ds_seqpar.planner.request import Job, Model, Objective, StateLayers
 
 
 IDS = "input_ids"
@@ -73,7 +72,7 @@ def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
 
     A sequence is a row of a batch; if a collator packs documents, it is the whole batch.
     """
-    from ds_seqpar.planner.auto import Job
+    from ds_seqpar.planner.request import Job
 
     args, dataset, collator = trainer.args, trainer.train_dataset, trainer.data_collator
     batch_size, documents = args.per_device_train_batch_size, _longest_pack(dataset)
@@ -158,6 +157,13 @@ def numbers_of(place: str) -> Model:
 def config_of(place: str) -> PreTrainedConfig:
     """Return the configuration of the model in `place`, as `numbers_of` finds it, and raise what it raises."""
     return _of_config(place, lambda config: config)
+
+
+def random_model(place: str) -> PreTrainedModel:
+    """Return a model of this configuration with random weights, for training."""
+    config = config_of(place)
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _of_config(place: str, read: Callable[[PreTrainedConfig], Any]) -> Any:

@@ -145,8 +145,7 @@ COMMANDS = {
         "--sequences": (0.3, ("8",), NUMBERS),
         "--window": (0.2, ("512",), NUMBERS),
         "--documents": (0.3, ("docs",), ("nowhere", "")),
-        **COMMON,
-        "--perfetto": (0.1, ("out",), OUTPUTS),
+        **{name: values for name, values in COMMON.items() if name != "--png"},
     },
     "show": {
         "--size": (1, ("4", "8", "6", "16", "1"), NUMBERS),
@@ -166,7 +165,11 @@ COMMANDS = {
         "--png": (0.1, ("out.png",), OUTPUTS),
         "--trace": (0.15, ("out",), OUTPUTS),
     },
-    "calibrate": {"-o": (0.5, ("out",), OUTPUTS)},
+    "tune": {
+        "--model": (1, ("nowhere",), ("", "folder")),
+        "--seq-len": (1, ("512",), NUMBERS),
+        "--top": (0.5, ("2",), NUMBERS),
+    },
 }
 # file that a command line names -> good contents
 FILES = {"model": MODELS[:3], "ds.json": DEEPSPEED, "m.json": (presets()["h100-ib"], presets()["cpu"])}
@@ -175,7 +178,7 @@ FILES = {"model": MODELS[:3], "ds.json": DEEPSPEED, "m.json": (presets()["h100-i
 def case(seed):
     """Always the same of a seed. One in four is good by construction, as far as options fit one another."""
     draw = random.Random(seed)
-    spoilt, command = draw.random() < 0.75, draw.choice([*["memory", "plan"] * 8, *["show"] * 5, "calibrate"])
+    spoilt, command = draw.random() < 0.75, draw.choice([*["memory", "plan"] * 8, *["show"] * 5, "tune"])
     words, files, env = [command], {"folder": None}, {}
     for name, (chance, good, odd) in COMMANDS[command].items():
         if draw.random() < chance - 0.03 * spoilt:
@@ -188,7 +191,7 @@ def case(seed):
         )
     if "docs" in words:
         files["docs"] = draw.choice(DOCUMENTS) if spoilt else "1024 3072"
-    if command == "calibrate":
+    if command == "tune":
         launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         env = {name: draw.choice((value, value, "x")) for name, value in launched.items() if draw.random() < 0.9}
     if spoilt and draw.random() < 0.03:

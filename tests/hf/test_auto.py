@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planner.auto import Job
 from ds_seqpar.planner.machine import PRESETS
-from ds_seqpar.planner.request import Objective
+from ds_seqpar.planner.request import Job, Objective
 from hf_integration import PackingCollator, Packs, SequenceParallelMixin, job_of
 from hf_integration.trainer.job import longest_example
 from tests.dist.ranks import is_one_sentence, refusal

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.cluster import attention, net
 from benchmarks.cluster.plan import bytes_between
 from benchmarks.contenders import parse
-from benchmarks.planner import predict
 
 MHA = {"seq": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": "fp32"}
 ROW = 1024 * 64 * 4  # bytes of one head of the sequence
@@ -98,11 +97,3 @@ def test_table():
     _, _, unplanned = attention.table([{**row, "plan": None}], argparse.Namespace(nodes=2, link="40mbit")).splitlines()
     assert unplanned == "| ring | 0.500 | 0.400-0.600 | 1.00 | 2.00 | 2.10 | - | - | 0.84 |"
     assert first[:35] + " |" in attention.table(rows, argparse.Namespace(nodes=1, link="40mbit"))  # without links
-
-
-def test_predictions_are_judged_by_errors_order_and_pick():
-    rows = [("ring", [2.0, 1.0, 3.0], 2.2), ("u4", [1.0], 0.9), ("u2/ring", [0.8], 1.0)]
-    assert predict.table(rows).splitlines()[2] == "| ring | 2.000 | 1.000-3.000 | 2.200 | 1.10 |"
-    said = predict.summary(rows)
-    assert said.startswith("median error 10.0%, greatest 25.0%; rank correlation 0.50; ")
-    assert "takes 1.250 of" in said

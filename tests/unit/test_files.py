@@ -75,8 +75,8 @@ COMMANDS = {
     "dtype": ("config", {"dtype": "nothing"}, ["config.json", '"dtype": "nothing"']),
     "rope_scaling": ("config", {"rope_scaling": {"rope_type": "x"}}, ["config.json", '"rope_scaling.rope_type": "x"']),
     "model_type": ("config", {"model_type": "lama"}, ["config.json", "model_type", "did you mean 'llama'"]),
-    "memory_rate": ("machine", {"memory_rate": 10**400}, ["machine.json", "1000"]),
-    "a rate near 0": ("machine", {"memory_rate": 5e-324}, ["machine.json", "memory_rate", "5e-324"]),
+    "a rate": ("machine", {"memory": 10**400}, ["machine.json", "1000"]),
+    "a rate near 0": ("machine", {"memory": 5e-324}, ["machine.json", "memory", "5e-324"]),
     "a machine's text": ("machine", {"about": 3}, ["machine.json", "about", "got 3"]),
 }  # fmt: skip
 

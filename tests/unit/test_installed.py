@@ -44,7 +44,7 @@ for package in (ds_seqpar, hf_integration):
         importlib.import_module(module.name)
         found["modules"].append(module.name)
 from ds_seqpar.planner.machine import Machine
-Machine.guessed("", "bfloat16")  # reads its file
+Machine.guessed("")  # reads its file
 from ds_seqpar.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()) as out:
     found["code"] = main(["doctor", "--quick", "--json", *sys.argv[1:]])

@@ -18,7 +18,7 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner import attention_memory, limits
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import find_plan
-from ds_seqpar.planner.request import Model, Request, TrainingStep
+from ds_seqpar.planner.request import Job, Model, Request, TrainingStep
 from tests.unit.commands import LLAMA, run
 
 MODEL = Model(
@@ -99,20 +99,26 @@ def test_a_models_numbers(capsys, tmp_path, most, change):
 
 def _asked(world, **given):
     machine = dataclasses.replace(Machine.load("h100-ib"), memory=1e15)
-    return Request(model=MODEL, machine=machine, world=world, seq=2**16, **given)
+    return Request(job=Job(model=MODEL, seq=2**16), machine=machine, world=world, **given)
 
 
 def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):
     monkeypatch.setattr(limits, "MAX_CP_RANKS", 2)
-    found = find_plan(_asked(64))
-    assert max(one.candidate.size for one in found.ranked) <= 16  # of 8 heads
-    assert ("more than 16 ranks", "at most 4,096 ranks share a sequence, and 2 run its schedule") in found.rejected
+    monkeypatch.setattr(limits.check_followed, "__defaults__", (2, limits.MAX_OVERLAP_RANKS))
+    found = find_plan(_asked(64, given={"schedule": "ring"}))
+    assert all(one.config.size // one.config.ulysses <= 2 for one in found.ranked)
+    assert any("must be at most 2; got 4" in why for _, why in found.rejected)
     with pytest.raises(ConfigError, match="planned, must be at most 4,096; got 8192"):
         _asked(8192, sizes=(8192,))
 
 
+def test_schedules_are_compared_on_few_ranks():
+    found = find_plan(_asked(256, given={"size": 256, "ulysses": 1}))
+    assert {one.config.schedule for one in found.ranked} == {"ring"}
+
+
 def test_the_order_of_overlap_is_planned_for_few_ranks():
-    found = find_plan(_asked(64, given={"overlap": True, "size": 64, "ulysses": 1}))
+    found = find_plan(_asked(128, given={"overlap": True, "size": 128, "ulysses": 1, "schedule": "mesh"}))
     assert not found.ranked
     assert any("overlap" in why for _, why in found.rejected)
 

@@ -9,8 +9,8 @@ from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner import limits
 from ds_seqpar.planner.machine import Machine
-from ds_seqpar.planner.plan import find_plan, nearest_fits, nothing_fits, plan, with_optimiser_on_host
-from ds_seqpar.planner.request import Model, Request
+from ds_seqpar.planner.plan import find_plan, nearest_fits, nothing_fits, plan, with_length, with_optimizer_on_host
+from ds_seqpar.planner.request import Job, Model, Request
 from tests.words import missing
 
 H100 = Machine.load("h100-ib")
@@ -22,18 +22,19 @@ LARGE = Model(
 SMALL = dataclasses.replace(LARGE, layers=4, parameters=4 * LAYER + 2 * 128256 * 8192)
 
 
-def request(world, seq, per_node=8, model=LARGE, **given):
+def request(world, seq, per_node=8, model=LARGE, documents=(), **given):
     machine = dataclasses.replace(H100, per_node=per_node)
-    return Request(model=model, machine=machine, world=world, seq=seq, zero=Zero(stage=3), **given)
+    job = Job(model=model, seq=seq, documents=documents, zero=Zero(stage=3), checkpointing=True)
+    return Request(job=job, machine=machine, world=world, **given)
 
 
 def followed(asked, advice):
     """The request with one change that was advised."""
     if "offload_optimizer" in advice:
-        return with_optimiser_on_host(asked)
+        return with_optimizer_on_host(asked)
     ranks, tokens = (re.search(rf"(\d+) {what}", advice) for what in ("ranks", "tokens"))
-    changes = {"seq": int(tokens[1])} if tokens else {}
-    changes |= {"world": int(ranks[1]), "given": {**asked.given, "size": "auto"}} if ranks else {}
+    asked = with_length(asked, int(tokens[1])) if tokens else asked
+    changes = {"world": int(ranks[1]), "given": {**asked.given, "size": "auto"}} if ranks else {}
     return dataclasses.replace(asked, **changes)
 
 

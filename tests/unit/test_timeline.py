@@ -26,25 +26,6 @@ def test_seconds_are_those_of_the_last_end():
     assert Timeline(()).seconds == 0
 
 
-def test_ranks_that_do_the_same_at_the_same_times_are_alike():
-    def product(rank, start, end, label="q(0)*kv(0)"):
-        return Event(rank, "product", start, end, label)
-
-    late, other = product(3, 0.5, 1.5), Event(4, "wait", 0, 1, "")
-    short = Event(2, "wait", 0.995, 1, "")
-    line = Timeline((product(0, 0, 1), product(2, 0.002, 1, "q(2)*kv(2)"), short, late, other, product(5, 0, 1)))
-    assert line.alike() == [(0, 2, 5), (3,), (4,)]
-    assert SIMULATED.alike() == [(0, 1, 2, 3)]
-    assert Timeline(()).alike() == []
-
-
-def test_one_time_line_after_another():
-    both = SIMULATED.after(OTHER)
-    assert both.seconds == OTHER.seconds + SIMULATED.seconds
-    assert both.events[: len(OTHER.events)] == OTHER.events
-    assert min(event.start for event in both.events[len(OTHER.events) :]) == 5
-
-
 def test_what_overlaps_gets_lanes_of_its_own():
     spans = [(0, 4), (1, 2), (2, 3), (2, 5), (4, 6), (5, 5)]
     found = lanes(Event(0, "move", start, end, "") for start, end in reversed(spans))

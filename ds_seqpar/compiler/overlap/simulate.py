@@ -1,9 +1,9 @@
 """The simulator: from programs and a cost model to a timeline. It needs no process and no tensor.
 
 In this model a rank does one thing at a time. Transfers run beside it, each on the links that it occupies, and a link
-carries one transfer at a time. A transfer starts when both ends have posted it and all its links are free. `Prices`
-defines how long everything takes, and which links there are. In `Costs` each rank has one link in and one link out, and
-only products and transfers take time; `planner.call_costs` models a machine with nodes.
+carries one transfer at a time. A transfer starts when both ends have posted it and all its links are free. `Costs`
+defines how long everything takes: each rank has one link in and one link out, and only products and transfers take
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..program import instructions as op
 from ..program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
@@ -42,21 +42,9 @@ class CollectiveTimes(NamedTuple):
     seconds: tuple[float, ...]  # from start to end on each member, in the order of the members
 
 
-class Prices(Protocol):
-    """How long instructions, transfers and collectives take."""
-
-    def busy_time(self, rank: int, instruction: Instruction) -> float:
-        """Return the seconds for which an instruction keeps its rank busy, without the time it waits."""
-        ...
-
-    def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime: ...
-
-    def collective_times(self, start: Start) -> CollectiveTimes: ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Prices for one link in and one link out per rank; only products and transfers take time."""
+    """Costs of one link in and one link out per rank; only products and transfers take time."""
 
     transfer: Mapping[str, float]  # seconds to move one block, by kind
     product: float  # seconds of one (q block, kv block) product without a mask
@@ -135,7 +123,7 @@ def _with_local_exchanges(program: Program) -> Program:
     return dataclasses.replace(program, code=tuple(code))
 
 
-def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:
+def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
     """Return the timeline of all ranks, in order of time; programs[r] is that of rank r.
 
     The rank whose time is earliest is advanced. Transfers that both ends have posted occupy their links before any that
@@ -150,7 +138,7 @@ Index = tuple[int, int]  # number of an instruction in its program, and of a tra
 
 
 class _Simulation:
-    def __init__(self, programs: Sequence[Program], costs: Prices) -> None:
+    def __init__(self, programs: Sequence[Program], costs: Costs) -> None:
         self.programs, self.costs, size = programs, costs, len(programs)
         self.at, self.now = [0] * size, [0.0] * size
         self.link_free: dict[Link, float] = defaultdict(float)  # time from which a link is free

@@ -64,27 +64,6 @@ class Timeline:
         """Return a rank's events of these kinds, in their order."""
         return [event for event in self._by_rank.get(rank, ()) if event.kind in kinds]
 
-    def alike(self, share: float = 0.01) -> list[tuple[int, ...]]:
-        """Return the ranks in groups that do the same kinds of things at the same times.
-
-        Times may differ by `share` of the total time. Shorter events are ignored.
-        """
-        tolerance, groups = share * self.seconds, list[tuple[list[Event], list[int]]]()
-        for rank in self.ranks:
-            long = [event for event in self._by_rank[rank] if event.end - event.start > tolerance]
-            rank_events = sorted(long, key=lambda event: (event.kind, event.start))
-            same = (ranks for events, ranks in groups if _is_near(events, rank_events, tolerance))
-            if (ranks := next(same, None)) is not None:
-                ranks.append(rank)
-            else:
-                groups.append((rank_events, [rank]))
-        return [tuple(ranks) for _, ranks in groups]
-
-    def after(self, other: Timeline) -> Timeline:
-        """Return both timelines as one, with this one beginning where the other ends."""
-        moved = (dataclasses.replace(e, start=e.start + other.seconds, end=e.end + other.seconds) for e in self.events)
-        return Timeline((*other.events, *moved))
-
     def save(self, file: str | Path, title: str = "") -> None:
         """Write a JSON file in Chrome's trace event format, for ui.perfetto.dev.
 
@@ -102,14 +81,6 @@ class Timeline:
             events.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
             events += _process(self, rank, pid)
         write_text(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", "a trace")
-
-
-def _is_near(first: list[Event], other: list[Event], tolerance: float) -> bool:
-    """Return whether events have the same kinds, in order, with times within `tolerance` seconds of one another."""
-    return len(first) == len(other) and all(
-        a.kind == b.kind and abs(a.start - b.start) <= tolerance and abs(a.end - b.end) <= tolerance
-        for a, b in zip(first, other, strict=True)
-    )
 
 
 def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:

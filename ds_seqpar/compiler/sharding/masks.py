@@ -131,13 +131,6 @@ class Mask:
         return not self.causal and self.scale_free
 
     @property
-    def kind(self) -> str:
-        """The class that decides which kernel is fastest: "documents", else "window", "causal" or "full"."""
-        if self.documents:
-            return "documents"
-        return "window" if self.window or self.window_right is not None else "causal" if self.causal else "full"
-
-    @property
     def right(self) -> int | None:
         """The most keys after its own position that a query sees, apart from a prefix; None means no limit."""
         return 0 if self.causal else self.window_right

@@ -53,21 +53,19 @@ def remove(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), deterministic: bool | None = None) -> Kernel:
+def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Kernel:
     """Return the kernel of that name, or for "auto" the first that takes the spec, with the softcap of the spec.
 
     Args:
         name: A kernel's name, or "auto".
         spec: The blocks that the kernel must take.
-        measured: Names of kernels that "auto" tries first, the fastest first.
         deterministic: `is_deterministic()`. Kernels read it themselves; it is an argument so that a cached choice is
             used for this value only.
 
     Raises:
         KernelError: No kernel takes the spec; with the reasons of every kernel that was tried.
     """
-    possible = candidates(spec)
-    names = [name] if name != "auto" else dict.fromkeys([*(x for x in measured if x in possible), *possible])
+    names = [name] if name != "auto" else candidates(spec)
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
     for candidate, objections in reasons.items():
         if not objections:

@@ -15,7 +15,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...compiler.sharding.masks import Mask
 from ...compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 
 
@@ -34,10 +33,6 @@ class BlockSpec:
     def of(cls, q: Tensor, kv_heads: int, softcap: float = 0.0) -> BlockSpec:
         """Return the spec of q (batch, seq, q_heads, head_dim) and `kv_heads` key/value heads."""
         return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
-
-    def case(self, mask: Mask) -> str:
-        """Return the name of the case that calibration measures kernels in, such as "bfloat16 128 causal"."""
-        return f"{self.dtype_name} {self.head_dim} {mask.kind}"
 
     @property
     def dtype_name(self) -> str:
