@@ -15,7 +15,6 @@ from .. import compat
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from . import profiling
 from .comm import all_reduce_max, end_unfinished, explaining_failure
-from .process_exit import printed_by
 
 Fields = dict[str, str]
 # (fields by rank, of ranks that differ) -> a clause of a sentence, or ""; None: the difference is no error
@@ -231,15 +230,10 @@ def raise_difference(
         failures[group] = failures.get(group, 0) + 1
     global_ranks = ranks_of(group)
     sentences = [sentence for *_, sentence, _ in reports]
-    key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
     if any(sentences):
         first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
         failed_rank = global_ranks[first]
-        raise printed_by(
-            error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}"),
-            failed_rank,
-            f"{key}/{failed_rank}",
-        )
+        raise error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}")
     for place in range(max(len(values) for _, values, *_ in reports)):
         at_place = [values[place] if place < len(values) else ("no call", Fields(), "") for _, values, *_ in reports]
         calls_differ = len({name for name, *_ in at_place}) > 1
@@ -253,7 +247,7 @@ def raise_difference(
             if why is not None and (difference := differences(members, why, where)):
                 audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
                 sentence = f"{audience} must be given the same {difference}"
-                raise printed_by(DisagreementError(sentence), min(members), key)
+                raise DisagreementError(sentence)
 
 
 # how often all ranks of a group found a difference

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..errors import SeqParError
-
 PATIENCE = 60.0  # seconds, within which a long wait is reported
 CHECKS = 60  # of the current waits in that time
 # (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
@@ -64,7 +62,6 @@ class Wait:
 walk: Any = None  # the Walk that runs
 walks = 0  # how many have ended well
 call: Any = None  # the call that it belongs to, or that is about to make one
-ended: SeqParError | None = None  # why the watchdog ends this process
 
 
 class Launched(NamedTuple):

@@ -211,7 +211,7 @@ def hang():
             work = dist.all_reduce(torch.ones(1), async_op=True)
             work.wait()
         stuck = waits.oldest_open()
-        texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches)))[0])
+        texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches))))
         sp.close()
     return texts, waits.launched
 
@@ -294,9 +294,11 @@ def check_hangs(first, second):
         "rank 0 has a device that waits at step 0 of ring forward, layer 17 for kv(1):1>0 and ",
         "kv(0):0>1 with rank 1",
     )
-    assert missing(sentence, "after 1 s of waiting", *words, "rank 1, which is at test_fake_step.py:", "in told") == []
+    assert missing(sentence, *words, "after 1 s of waiting rank 1 is at test_fake_step.py:", "in told") == []
     *_, sentence = link.splitlines()
-    assert missing(sentence, "of ring forward, layer 18 for kv(", "come to it too: the link between ranks 0-1 is") == []
+    assert (
+        missing(sentence, "of ring forward, layer 18 for kv(", "with rank 0", "with rank 1", "a link is slow or") == []
+    )
     assert computes == "has a device that does not end ring forward, layer 18"
     assert not left
 
