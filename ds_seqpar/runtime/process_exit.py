@@ -3,9 +3,9 @@
 If every rank printed it, the sentence would be lost among its copies and frames of libraries. So the first rank that
 has not caught it writes it into the store, and prints it with the frames of the user's own files, the sentence last.
 Ranks that raise the same, or lose a connection then, wait until it is printed and print nothing. Where they write to
-another place, they name the rank that says it. The error is whole on every rank, for callers that catch it. An
-excepthook does that. It is set where communication begins, or when the first such error is raised, and calls the hook
-that was there before. DS_SEQPAR_TRACEBACK=full leaves all frames. torchrun's summary quotes the sentence from a file.
+another place, they name the rank that says it. While ranks cannot communicate yet, rank 0 prints it whole, and others
+their sentence. The error is whole on every rank, for callers that catch it. An excepthook does that, which calls the
+hook that was there before. DS_SEQPAR_TRACEBACK=full leaves all frames. torchrun's summary quotes the sentence.
 
 Gloo's threads drop the tensors of finished operations, for which they need the interpreter's lock. If a thread waits
 for that lock when the interpreter ends, the process aborts, whatever its exit code was to be: "terminate called without
@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import json
 import os
 import re
@@ -29,7 +28,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -38,7 +37,6 @@ from ..errors import CommunicationError, SeqParError, ranks_in_words
 from .log import log_once
 from .out_of_memory import explain
 
-Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 # how long other ranks wait for the one that prints; a launcher ends all ranks after the first
 PRINT_TIMEOUT = timedelta(seconds=5)
@@ -48,8 +46,9 @@ LOST = re.compile(
     re.IGNORECASE,
 )
 NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
-# folders of files that are not the user's: Python's, installed packages', and, by `printed_once`, ours
+# folders of files that are not the user's: Python's, installed packages', and ours
 LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+LIBRARIES.add(os.path.dirname(os.path.dirname(__file__)) + os.sep)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # in the store: the first error that ended a rank; whether it was printed; before a rank's number, its host and process
 ENDED, PRINTED, WHERE = "ds_seqpar/ended", "ds_seqpar/printed", "ds_seqpar/where/"
@@ -72,32 +71,6 @@ def ended() -> Ended | None:
     """Return the first error that ended a rank; None where there was none, or the store has ended too."""
     text = ask_store(lambda store: store.get(ENDED) if store.check([ENDED]) else None)
     return Ended(*json.loads(text)) if text else None
-
-
-def printed_once(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """Decorate a function that users call on every rank, so that one rank prints the error that all raise.
-
-    While ranks cannot communicate yet, that is rank 0, and every other prints a line with its sentence. Files in the
-    function's folder do not count as the user's.
-    """
-    LIBRARIES.add(os.path.dirname(inspect.getfile(function)) + os.sep)
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-        try:
-            return function(*args, **kwargs)
-        except SeqParError:
-            _set_hook()
-            raise
-
-    return call
-
-
-def _set_hook() -> None:
-    if not hasattr(sys.excepthook, "before"):
-        hook: Any = functools.partial(_print, sys.excepthook)
-        hook.before = sys.excepthook
-        sys.excepthook = hook
 
 
 def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
@@ -227,7 +200,10 @@ IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processo
 
 def wait_at_exit() -> None:
     """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
-    _set_hook()
+    if not hasattr(sys.excepthook, "before"):
+        hook: Any = functools.partial(_print, sys.excepthook)
+        hook.before = sys.excepthook
+        sys.excepthook = hook
     here = json.dumps([socket.gethostname(), os.getpid()])
     ask_store(lambda store: store.set(f"{WHERE}{dist.get_rank()}", here))
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(AGENT_STORE) == "True":

@@ -10,8 +10,7 @@ import functools
 import sys
 import threading
 import time
-from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -59,38 +58,7 @@ class Wait:
         return [members[(self.awaited[0] - before) % len(members)] for before in range(self.awaited[1])]
 
 
-walk: Any = None  # the Walk that runs
-walks = 0  # how many have ended well
-call: Any = None  # the call that it belongs to, or that is about to make one
-
-
-class Launched(NamedTuple):
-    """A walk that has ended on the host, and may not have on the device. It refers to no tensor."""
-
-    event: Any  # of the device, at its end
-    program: Any
-    call: Any  # as `call` was
-    number: int  # as `walks` was
-    batches: list[Any]  # of each wait, the works of its messages; None: of a collective, whose work refers to tensors
-    comm: Any  # a weak reference to the transport
-
-
-# those that nobody has seen to end, the oldest first; None: nobody looks
-launched: deque[Launched] | None = None
-MOST_LAUNCHED = 4096
-
-
-def oldest_open() -> Launched | None:
-    """Return the first walk that a device has not come to the end of."""
-    while launched:
-        try:
-            if not launched[0].event.query():
-                return launched[0]
-        except RuntimeError:  # the device has failed, as its next user is told
-            launched.clear()
-            return None
-        launched.popleft()
-    return None
+call: Any = None  # the call that waits, or is about to
 
 
 def innermost() -> Wait | None:

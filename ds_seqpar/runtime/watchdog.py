@@ -33,34 +33,27 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import compat
 from ..compiler.program import instructions as op
-from ..compiler.program.instructions import label_of
+from ..compiler.program.instructions import Program, label_of
 from ..compiler.schedules.actions import unit_name
 from ..config.settings import SequenceParallelConfig
 from ..errors import MOST_SHOWN, CommunicationError, ranks_in_words
 from . import groups, process_exit, waits
 from .log import log_once
+from .walk import Observer, Walk
 
 LEAST = 60.0  # seconds of waiting that "auto" calls too long
 TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or fewer
 ANSWER = 2.0  # seconds in which ranks write their states, once they have looked
+MOST_LAUNCHED = 4096  # walks on a device that are kept
 END = 30  # seconds after which a process that cannot print why it ends, ends all the same
 # functions in which a thread that sleeps waits for ranks: others', and the one that `_show_waits` makes
 WAITING = re.compile(rf"[/\\](torch[/\\]distributed|deepspeed[/\\]comm)[/\\]|^{re.escape(__file__)}$")
 BACKWARD = "_engine_run_backward"  # of DDP's buckets; on a device backward runs in threads of its own
 MAKING_A_GROUP = "_new_process_group_helper"  # of torch's, which does not sleep: it tries again to reach a rank
-# the end of a line is a frame's "file:function"; the innermost frame that is in one of them says what its rank does
-PLACES = {
-    r"[/\\][pb]db\.py:": "in a debugger",
-    r"torch[/\\]utils[/\\]data[/\\]": "in its data loader",
-    r":_?save(_\w+)?$": "in save",
-    r":(evaluate|evaluation_loop|predict)$": "in evaluate",
-    r"trainer_callback\.py:": "in a callback",
-    r"torch[/\\]optim[/\\]|(deepspeed|accelerate)[/\\].*:step$": "in an optimizer step",
-    r"threading\.py:_shutdown$|process_exit\.py:wait_until_idle$": "at its end",
-}
 CLOSED = "has closed its last SequenceParallel, so nobody sees what it does"
 PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 
@@ -71,12 +64,12 @@ class State(NamedTuple):
     Attributes:
         words: What it does, without its subject.
         call: What it waits in; "" where it does not wait.
-        at: How many attention calls it has ended, and where it is in the current one.
+        at: Where it is in an attention call: the number of an instruction.
     """
 
     words: str
     call: str = ""
-    at: tuple[int, int] = (0, 0)
+    at: int = 0
 
 
 def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
@@ -99,37 +92,75 @@ def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
     return "\n".join(["ds_seqpar: what all ranks do:", *clauses[: 4 * MOST_SHOWN]]), sentence
 
 
-class Watched:
-    """Keep the watchdog going. A SequenceParallel holds one until it is closed; the most patient settings count."""
+class Launched(NamedTuple):
+    """A walk that has ended on the host, and may not have on the device. It refers to no tensor."""
+
+    event: Any  # of the device, at its end
+    program: Program
+    call: Any  # as `waits.call` was
+    comm: Any
+    batches: list[Any]  # of each wait, the works of its messages; None: of a collective, whose work refers to tensors
+
+
+class Watched(Observer):
+    """Keeps the watchdog going, for as long as a SequenceParallel holds it; the most patient settings count.
+
+    Attributes:
+        walk: The walk that runs.
+        launched: Those that nobody has seen to end on the device, the oldest first.
+    """
+
+    walk: Walk | None = None
 
     def __init__(self, config: SequenceParallelConfig) -> None:
         self.is_auto, self.ends = config.watchdog_s == "auto", config.watchdog == "end"
         least = max(LEAST, groups.timeout().total_seconds() / 2)
         self.seconds = least if config.watchdog_s == "auto" else config.watchdog_s
+        self.launched: deque[Launched] = deque(maxlen=MOST_LAUNCHED)
+
+    def begin(self, walk: Walk) -> bool:
+        self.walk, self.batches = walk, list[Any]()
+        return True
+
+    def before(self, walk: Walk, instruction: op.Instruction) -> None:
+        if isinstance(instruction, op.Wait):
+            self.batches.append(getattr(walk.tickets[instruction.ticket], "batch", None))
+
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        if results is not None and self.batches and (device := walk.call.device).type != "cpu":
+            event = torch.get_device_module(device).current_stream(device).record_event()
+            self.launched.append(Launched(event, walk.program, waits.call, walk.comm, self.batches))
+        self.walk = waits.call = None
+
+    def oldest_open(self) -> Launched | None:
+        """Return the first walk that the device has not come to the end of."""
+        with contextlib.suppress(RuntimeError):  # the device has failed, as its next user is told
+            while self.launched and self.launched[0].event.query():
+                self.launched.popleft()
+            return self.launched[0] if self.launched else None
+        return None
 
 
 _dog: _Watchdog | None = None
 
 
-def watch(config: SequenceParallelConfig) -> Watched | None:
+def watch(config: SequenceParallelConfig) -> list[Observer]:
     """Watch this rank while anybody holds what this returns. Call it once ranks can communicate."""
     global _dog
     if dist.get_world_size() == 1:
-        return None
+        return []
     if _dog is None or not (_dog.is_alive() and _dog.is_of_this_job()):
         try:
             _dog = _Watchdog()
         except RuntimeError:  # as a store that is not torch's own
             log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
-            return None
+            return []
         _show_waits()
         _dog.start()
         atexit.register(_dog.stop)
     watched = Watched(config)
     _dog.users.add(watched)
-    if waits.launched is None:
-        waits.launched = deque(maxlen=waits.MOST_LAUNCHED)
-    return watched
+    return [watched]
 
 
 @functools.cache
@@ -212,10 +243,8 @@ class _Watchdog(threading.Thread):
         now, seconds = time.monotonic(), self.seconds
         passed = min(now - self.at, 2 * self.tick)  # a process that was stopped itself has not waited meanwhile
         self.at = now
-        if not self.users:
-            waits.launched = None
         self.host.look(_mark() if self.users else None, passed)
-        self.device.look(waits.oldest_open(), passed)
+        self.device.look(next(filter(None, (user.oldest_open() for user in self.users)), None), passed)
         if self.device.is_at(seconds) or (self.host.is_at(seconds) and self.host.is_at(self.limit())):
             self.store.compare_set(self.key("alarm"), "", str(self.rank))
         if self.store.check([self.key("alarm")]):
@@ -234,7 +263,8 @@ class _Watchdog(threading.Thread):
         """Write this rank's state, and read the report, which the rank of the alarm writes."""
         writer = int(self.store.get(self.key("alarm")))
         stuck = self.device.mark if self.device.seconds >= self.seconds / 2 else None
-        state = _state(stuck) if self.users else State(CLOSED)
+        walk = next((user.walk for user in self.users if user.walk is not None), None)
+        state = _state(walk, stuck) if self.users else State(CLOSED)
         self.store.set(self.key("state", self.rank), json.dumps(state))
         if self.rank == writer:
             self.wait_for_all("state")
@@ -319,19 +349,18 @@ def _waits(frames: list[FrameType]) -> bool:
     return code.co_name == MAKING_A_GROUP or (bool(WAITING.search(code.co_filename)) and _slept().startswith("S"))
 
 
-def _state(stuck: waits.Launched | None = None) -> State:
-    """Return what this rank does. stuck: a walk that its device does not come to the end of."""
-    frames, wait, walk, call = _frames(), waits.innermost(), waits.walk, waits.call  # which go on meanwhile
+def _state(walk: Walk | None, stuck: Launched | None = None) -> State:
+    """Return what this rank does, in a walk. stuck: a walk that its device does not come to the end of."""
+    frames, wait, call = _frames(), waits.innermost(), waits.call  # which go on meanwhile
     if stuck is not None:  # which came before whatever the host does
-        return State(_on_device(stuck), "a walk on the device", (stuck.number, 0))
+        return State(_on_device(stuck), "a walk on the device")
     if not frames:
         return State("has ended the thread that communicates")
     user = next((x for x in frames if not process_exit.is_of_library(x)), frames[0])
     line = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno}, in {user.f_code.co_name}"
-    place, at = "" if call is None else f", {call.place}", (waits.walks, 0)
+    place, at = "" if call is None else f", {call.place}", 0 if walk is None else walk.at
     if walk is not None:
-        code, at = walk.program.code, (waits.walks, walk.at)
-        step = code[: walk.at + 1][-1].step  # after the last instruction the results are joined
+        step = walk.program.code[: at + 1][-1].step  # after the last instruction the results are joined
         place = f" at step {step} of {walk.program.name} {walk.program.direction}{place}"
     if wait is not None:
         return State(f"waits in {wait.what}{place} for {wait.whom()} ({line})", wait.what, at)
@@ -340,18 +369,18 @@ def _state(stuck: waits.Launched | None = None) -> State:
         names = [x.f_code.co_name for x in inside if "wrapper" not in x.f_code.co_name]  # no decorators
         what = f"{names[-1] if names else 'backward'} ({line})"
         return State(f"waits in {what}", what, at)
-    names = [f"{x.f_code.co_filename}:{x.f_code.co_name}" for x in frames]
-    words = next((words for name in names for where, words in PLACES.items() if re.search(where, name)), "")
-    return State(f"is {words} ({line}){place}" if words else f"is at {line}{place}")
+    function = f"{frames[0].f_globals.get('__name__')}.{frames[0].f_code.co_name}"
+    in_library = process_exit.is_of_library(frames[0])
+    return State(f"is in {function} ({line}){place}" if in_library else f"is at {line}{place}")
 
 
-def _on_device(stuck: waits.Launched) -> str:
+def _on_device(stuck: Launched) -> str:
     """Return the words of a rank whose device is in a walk: what it waits for there, and with whom."""
     program, of_call = stuck.program, "" if stuck.call is None else f", {stuck.call.place}"
     at = [x for x in program.code if isinstance(x, op.Wait)]
     ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]
-    comm, first, place = stuck.comm(), max(ended, default=0), f"{program.name} {program.direction}{of_call}"
-    if comm is None or first == len(at):  # it waits for nobody
+    comm, first, place = stuck.comm, max(ended, default=0), f"{program.name} {program.direction}{of_call}"
+    if first == len(at):  # it waits for nobody
         return f"has a device that does not end {place}"
     begun = next(x for x in program.code if isinstance(x, op.Started) and x.ticket == at[first].ticket)
     if isinstance(begun, op.Post):

@@ -171,11 +171,13 @@ def hang():
     """What is said of a device that does not end what its host has launched: while another rank's host stays away; and
     once it has come, but its device ends nothing either. What is said of a device that has all messages."""
     from ds_seqpar import compat
-    from ds_seqpar.runtime import waits, watchdog
+    from ds_seqpar.runtime import watchdog
     from tests.stand_in.streams import Streams
 
     settings = {"size": 2, "ulysses": 1, "schedule": "ring", "watchdog": "report", "watchdog_s": 1.0}
     sp, store, texts = SequenceParallel(SequenceParallelConfig(**settings), heads=(8, 2)), compat.default_store(), []
+
+    (watched,) = watchdog._dog.users
 
     def attend(layer, stuck):
         streams.current.is_stuck, sp.calls.layer = stuck, layer
@@ -203,17 +205,17 @@ def hang():
         told(1)
         if sp.rank == 1:
             attend(17, stuck=True)
-        waits.launched.clear()
+        watched.launched.clear()
         attend(18, stuck=True)
         told(2)
         with unset_fake_temporarily():
             dist.all_reduce(torch.ones(1))
             work = dist.all_reduce(torch.ones(1), async_op=True)
             work.wait()
-        stuck = waits.oldest_open()
+        stuck = watched.oldest_open()
         texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches))))
         sp.close()
-    return texts, waits.launched
+    return texts, sp.runtime.observers
 
 
 CONFIG = {

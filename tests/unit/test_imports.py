@@ -50,7 +50,6 @@ LATER = {
     "auto": "types alone, in models",
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
-    "runtime.labels": "calls while a profiler is on",
     "config.deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
@@ -80,7 +79,7 @@ BESIDE = {
     "runtime.attention": {"runtime.checkpoints"},
     "runtime.call_io": {"runtime.latent"},
     "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},
-    "runtime.groups": {"runtime.interfaces", "runtime.process_exit", "runtime.waits"},
+    "runtime.groups": {"runtime.interfaces", "runtime.process_exit"},
     "runtime.input_checks": {f"runtime.{name}" for name in ("agreement", "checkpoints", "latent", "mismatch_hints")},
     "runtime.kernels": {"runtime.kernels.flash"},
     "runtime.kernels.accumulate": {"runtime.kernels.fused"},
@@ -88,7 +87,6 @@ BESIDE = {
         *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.journal"),
         "runtime.kernels.fused",
     },
-    "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},
     "runtime.work": {"runtime.kernels.fused"},
 }
 
