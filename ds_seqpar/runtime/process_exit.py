@@ -49,7 +49,6 @@ NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate me
 # folders of files that are not the user's: Python's, installed packages', and ours
 LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 LIBRARIES.add(os.path.dirname(os.path.dirname(__file__)) + os.sep)
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # in the store: the first error that ended a rank; whether it was printed; before a rank's number, its host and process
 ENDED, PRINTED, WHERE = "ds_seqpar/ended", "ds_seqpar/printed", "ds_seqpar/where/"
 
@@ -118,7 +117,7 @@ def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
             server = server.underlying_store
         if hasattr(server, "host"):  # for each call to a server that has ended torch prints a stack of C++
             socket.create_connection((server.host, server.port), timeout=1.0).close()
-        return ask(store)
+        return ask(store.clone())  # a connection of its own: another thread may block that of the job
     except (OSError, RuntimeError, ValueError):
         return None
 
@@ -206,7 +205,10 @@ def wait_at_exit() -> None:
         sys.excepthook = hook
     here = json.dumps([socket.gethostname(), os.getpid()])
     ask_store(lambda store: store.set(f"{WHERE}{dist.get_rank()}", here))
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(AGENT_STORE) == "True":
+    if (
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
         log_once(  # it keeps the store, with addresses of ended ranks
             "torchrun --max-restarts hangs or fails when it starts ranks again, for they find addresses of the ended "
             "ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and say --rdzv-backend c10d"

@@ -47,15 +47,8 @@ class Wait:
         """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
         if self.awaited is None or self.group is None:
             return "another rank"
-        ranks = self.ranks()
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the {len(ranks)} ranks up to rank {ranks[0]}"
-
-    def ranks(self) -> list[int]:
-        """Return the global ranks of which any may be awaited, the last first."""
-        members = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        if self.awaited is None:
-            return [rank for rank in members if rank != dist.get_rank()]
-        return [members[(self.awaited[0] - before) % len(members)] for before in range(self.awaited[1])]
+        members, (last, count) = dist.get_process_group_ranks(self.group), self.awaited
+        return f"rank {members[last]}" if count == 1 else f"one of the {count} ranks up to rank {members[last]}"
 
 
 call: Any = None  # the call that waits, or is about to
@@ -85,12 +78,8 @@ def _report_long() -> None:  # in `_watch` its frame would refer to the last wai
     for wait in list(_now.values()):
         if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
             _reported.add(wait.what)
-            print(line_of(wait), file=sys.stderr, flush=True)
-
-
-def line_of(wait: Wait) -> str:
-    """Return the line that reports a long wait."""
-    return (
-        f"ds_seqpar: rank {dist.get_rank()} has waited {PATIENCE:g} s in {wait.what} for {wait.whom()}, which did not "
-        "take part in it so far, as all ranks must; it waits on"
-    )
+            line = (
+                f"ds_seqpar: rank {dist.get_rank()} has waited {PATIENCE:g} s in {wait.what} for {wait.whom()}, which "
+                "did not take part in it so far, as all ranks must; it waits on"
+            )
+            print(line, file=sys.stderr, flush=True)

@@ -304,7 +304,8 @@ class _Watchdog(threading.Thread):
         for place in ("ready", "told"):  # all ranks know why connections are lost, before one is
             with contextlib.suppress(RuntimeError):  # the rank that has the store did not wait for this one
                 self.store.set(self.key(place, self.rank), "")
-                self.wait_for_all(place)
+                if place == "ready" or self.rank == 0:  # which may have it, and ends last
+                    self.wait_for_all(place)
             if place == "ready":
                 sys.excepthook(CommunicationError, CommunicationError(sentence), None)
                 sys.stdout.flush()
