@@ -109,16 +109,22 @@ def _was_printed() -> bool:
     return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
 
 
+_store: Any = None  # a connection of its own to the job's store: another thread may block torch's
+
+
 def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
     """Return what `ask` returns of the job's store; None where that has ended with its rank, or never was."""
     try:
-        store = server = compat.default_store()
+        server = _store
         while hasattr(server, "underlying_store"):
             server = server.underlying_store
         if hasattr(server, "host"):  # for each call to a server that has ended torch prints a stack of C++
-            socket.create_connection((server.host, server.port), timeout=1.0).close()
-        return ask(store.clone())  # a connection of its own: another thread may block that of the job
-    except (OSError, RuntimeError, ValueError):
+            with socket.create_connection((server.host, server.port), 1.0) as seen, contextlib.suppress(TimeoutError):
+                seen.settimeout(0.02)
+                seen.recv(1)  # one that is about to end closes this
+                return None
+        return None if _store is None else ask(_store)
+    except (OSError, RuntimeError):
         return None
 
 
@@ -199,10 +205,13 @@ IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processo
 
 def wait_at_exit() -> None:
     """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
+    global _store
     if not hasattr(sys.excepthook, "before"):
         hook: Any = functools.partial(_print, sys.excepthook)
         hook.before = sys.excepthook
         sys.excepthook = hook
+    with contextlib.suppress(RuntimeError, ValueError):  # there is no job yet, or its store has no other connection
+        _store = compat.default_store().clone()
     here = json.dumps([socket.gethostname(), os.getpid()])
     ask_store(lambda store: store.set(f"{WHERE}{dist.get_rank()}", here))
     if (
