@@ -170,7 +170,8 @@ def on_link(sender, receiver, start):
         real, dist.isend = dist.isend, None
 
         def isend(tensor, group=None, tag=0, group_dst=None):
-            if waits.call is None or waits.call.layer != 1 or group_dst != receiver or tag >= comm.TAGS:
+            in_walk = any(user.walk for user in watchdog._dog.users) and waits.call.layer == 1
+            if not in_walk or group_dst != receiver or tag >= comm.TAGS:
                 return real(tensor, group=group, tag=tag, group_dst=group_dst)
             dist.isend = real
             return start(lambda to=receiver: real(tensor, group=group, tag=tag, group_dst=to))
