@@ -31,7 +31,7 @@ from .runtime import groups
 from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import explaining_failure
 from .runtime.devices import local_rank, set_device
-from .runtime.process_exit import printed_once, wait_at_exit
+from .runtime.process_exit import wait_at_exit
 from .saving import EngineCheckpoints
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")  # e
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
-@printed_once
 def initialize(
     *,
     model: torch.nn.Module,

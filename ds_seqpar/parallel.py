@@ -24,9 +24,10 @@ from .runtime import attention, cached, checkpoints, custom_ops, devices, groups
 from .runtime.agreement import assert_ranks_agree
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
+from .runtime.labels import Labels
 from .runtime.latent import expanded
 from .runtime.mismatch_hints import of_kernels
-from .runtime.process_exit import printed_once
+from .runtime.process_exit import wait_at_exit
 from .runtime.watchdog import watch
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ class SequenceParallel(Sharding):
     # returns this rank's shard of a mask that has zeros. vocabularies: patched model -> a function that reads how many
     # tokens and labels it knows. store: host memory of offloaded checkpoints.
 
-    @printed_once
     def __init__(
         self,
         config: SequenceParallelConfig | None = None,
@@ -78,6 +78,7 @@ class SequenceParallel(Sharding):
         job: Job | None = None,
         error: SeqParError | None = None,
     ) -> None:
+        wait_at_exit()
         if not dist.is_initialized():
             launched = "RANK" in os.environ
             found = "it is not, call" if launched else "got no launcher, start the script with torchrun and call"
@@ -106,7 +107,7 @@ class SequenceParallel(Sharding):
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
         self.calls, self.checker = self.runtime.calls, self.runtime.checker
-        self.watched = watch(self.config)
+        self.runtime.observers += [Labels(), *watch(self.config)]
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()
@@ -124,7 +125,7 @@ class SequenceParallel(Sharding):
         try:
             self.checker.flush(last=True)
         finally:
-            self.watched = None
+            self.runtime.observers.clear()
             self.comm.groups.close()
 
     def bind_to_thread(self) -> None:

@@ -9,6 +9,7 @@ from packaging.version import Version
 from ds_seqpar.cpu_launch import op_lock as op_lock
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import HOW, imported
+from ds_seqpar.runtime.process_exit import LIBRARIES
 
 try:
     import transformers
@@ -37,6 +38,7 @@ LATER = {
     "prepare_loader": "loaders",
 }
 
+LIBRARIES.add(os.path.dirname(__file__) + os.sep)
 for method in (patch_attention, unpatch_attention):
     setattr(PreTrainedModel, method.__name__, method)
 

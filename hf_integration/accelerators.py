@@ -32,7 +32,6 @@ from ds_seqpar.engine import assert_same_training, count_by_rank, count_sequence
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.input_checks import describe
-from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.saving import EngineCheckpoints
 from ds_seqpar.whole import plain
 
@@ -290,7 +289,6 @@ def _same_in_groups(values: Tensor) -> bool:
     return bool(torch.isclose(values, first, rtol=tolerance, atol=tolerance * largest, equal_nan=True).all())
 
 
-@printed_once
 def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAccelerator:
     """Make an Accelerator whose processes are the groups of ranks that share sequences.
 
@@ -361,7 +359,6 @@ def _guard() -> None:
         compat.watch_member(name, functools.partial(_check, name, counts))
 
 
-@printed_once
 def _check(name: str, counts: Callable[..., bool], accelerator: Accelerator, caller: str, args: tuple) -> None:
     """Raise ConfigError where a caller uses a member that counts ranks, of an Accelerator that shares sequences."""
     if not counts(*args) or (caller.partition(".")[0] in EXEMPT_CALLERS and caller != "accelerate.local_sgd"):

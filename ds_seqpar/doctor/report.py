@@ -14,7 +14,6 @@ from ..config.deepspeed_json import DeepSpeedJson, without_auto
 from ..data.first_use import FirstUse
 from ..errors import ConfigError
 from ..models import doctor_of_models, patcher_of_class, unwrapped
-from ..runtime.process_exit import printed_by
 from ..runtime.random_states import random_state, set_random_state
 from . import RANKS_CHECKS, data
 from .findings import Finding, Job, Status, examine
@@ -71,8 +70,7 @@ def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], 
     for finding in findings:
         if finding.status == "fail":
             sentence = f"the doctor must find no fault before training; got {finding.check}: {finding.detail}"
-            error = ConfigError(f"{sentence}, {finding.advice}" if finding.advice else sentence)
-            raise printed_by(error, 0, f"doctor/{finding.check}")
+            raise ConfigError(f"{sentence}, {finding.advice}" if finding.advice else sentence)
 
 
 def table(findings: Sequence[Finding]) -> str:

@@ -15,7 +15,6 @@ from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from ..fingerprint import Fingerprint
 from . import profiling
 from .comm import all_reduce_max, explaining_failure
-from .process_exit import printed_by
 
 Fields = dict[str, str]
 # (fields by rank, of ranks that differ) -> a clause of a sentence, or ""; None: the difference is no error
@@ -212,15 +211,10 @@ def _difference(
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
     global_ranks = ranks_of(group)
     sentences = [sentence for *_, sentence, _ in reports]
-    key = f"{group and group.group_name}/{Fingerprint.of(reports)}"
     if any(sentences) and not values_may_differ:
         first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
         failed_rank = global_ranks[first]
-        return printed_by(
-            error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}"),
-            failed_rank,
-            f"{key}/{failed_rank}",
-        )
+        return error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}")
     for place in range(max(len(values) for _, values, *_ in reports)):
         at_place = [values[place] if place < len(values) else ("no call", Fields(), "") for _, values, *_ in reports]
         calls_differ = len({name for name, *_ in at_place}) > 1
@@ -236,7 +230,7 @@ def _difference(
             if why is not None and (difference := differences(members, why, where)):
                 audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
                 sentence = f"{audience} must be given the same {difference}"
-                return printed_by(DisagreementError(sentence), min(members), key)
+                return DisagreementError(sentence)
     return None
 
 

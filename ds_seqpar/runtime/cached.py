@@ -60,7 +60,7 @@ def decode(
     call.work = _Decode(kernel, scores.scale, *local.values())
     call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
     call.work.softcap = scores.softcap
-    out, lse = Walk(bound, call, runtime.comm).run()
+    out, lse = Walk(bound, call, runtime.comm, runtime.observers).run()
     out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
     if options.sinks is not None:
         merge_sinks_(out, lse, options.sinks)

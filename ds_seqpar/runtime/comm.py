@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, ConfigError, SeqParError
-from . import profiling, waits
+from . import profiling
 from .devices import communicator_device
 from .groups import Groups, is_up, timeout
 from .process_exit import LOST, ended, is_out_of_memory
@@ -157,8 +157,6 @@ class explaining_failure(Wait):  # a class, since a generator would cost time at
         self.end()
         if isinstance(error, SeqParError) or is_out_of_memory(error):
             return
-        if waits.ended is not None and isinstance(error, RuntimeError):
-            raise waits.ended from error
         if isinstance(error, ValueError) and not is_up(self.group):
             raise ConfigError(f"{self.what} {DESTROYED}") from error
         if isinstance(error, RuntimeError):

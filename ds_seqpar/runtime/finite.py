@@ -26,7 +26,7 @@ from ..errors import InputError, ranks_in_words
 from .agreement import Entry, all_gather_objects, assert_ranks_agree, raise_difference, ranks_of
 from .comm import Group, TorchComm
 from .kernels import Scores
-from .walk import Walk
+from .walk import Observer, Walk
 
 NAME = "numbers that must be finite"
 SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
@@ -223,68 +223,67 @@ def not_finite(x: object, negative: bool = False) -> str:
     return f"{float(x.detach()[wrong][0])} in {count} of {x.numel()} numbers" if count else ""
 
 
-class FiniteWalk(Walk):
-    """A walk that looks at what arrives, once it has, and at what each instruction makes."""
+class LooksAtWalks(Observer):
+    """Looks at what arrives in a walk, once it has, and at what each instruction makes."""
 
-    def __init__(self, *args: Any, finite: Finite) -> None:
-        super().__init__(*args)
+    def __init__(self, finite: Finite) -> None:
         self.finite = finite
         self.started: dict[int, op.Started] = {}  # the instructions that started transfers, by ticket
 
-    def run(self) -> list[Tensor]:
-        results = super().run()
-        for x in results[:1] if self.program.direction == "forward" else results:
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        self.started.clear()
+        for x in (results or [])[: 1 if walk.program.direction == "forward" else None]:
             self.finite.look(f"the result of {self.finite.call}", "which was made there", x, ADVICE, MADE)
-        return results
 
-    def advance(self) -> None:
-        instruction = self.program.code[self.at]
+    def after(self, walk: Walk, instruction: op.Instruction) -> None:
+        where = f"in {self.finite.call}, {walk.program.name} step {instruction.step}"
         if isinstance(instruction, op.Started):
             self.started[instruction.ticket] = instruction
-        super().advance()
-        where = f"in {self.finite.call}, {self.program.name} step {instruction.step}"
         if isinstance(instruction, op.Wait):
-            for rank, what, x in self.arrived(self.started.pop(instruction.ticket)):
+            for rank, what, x in _arrived(walk, self.started.pop(instruction.ticket)):
                 how, advice = f"which came over the wire from rank {rank} {where}", f"see its link to rank {rank}"
                 self.finite.look(what, how, x, advice, instruction.step, rank)
             return
-        for what, x in self.made(instruction):
+        for what, x in _made(walk, instruction):
             self.finite.look(what, f"made {where}", x, ADVICE, instruction.step)
 
-    def fields(self, kind: str) -> list[str]:
-        return [field.name for field in self.bound.shape.fields(self.program.direction, kind)]
 
-    def arrived(self, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield the global rank, the name and the tensor of all that arrived from other ranks."""
-        groups = cast(TorchComm, self.comm).groups
-        if isinstance(started, op.ExchangeStart):
-            sizes = self.bound.exchange_sizes(started.exchange)
-            received = self.buffers.elements(started.received, sizes.dtype)[: sum(sizes.incoming)]
-            for rank, x in enumerate(received.split(list(sizes.incoming))):
-                yield ranks_of(groups.ulysses)[rank], " and ".join(started.exchange.fields), x
-            return
-        if isinstance(started, op.Post):
-            units = [(t.peer, t.unit, self.buffers.tensors(t.slot, t.unit)) for t in started.receives]
-        else:  # of an all-gather each rank's block, of an all-to-all the partial results of this rank's
-            kind, key_of, local = started.collective.kind, started.collective.key_of, self.program.rank
-            gathers = isinstance(started, op.GatherStart)
-            ranks = [rank for rank in self.comm.order(started.ranks) if gathers or rank != local]
-            keys = [key_of(rank if gathers else local) for rank in ranks]
-            parts = self.buffers.parts(started.received, kind, keys)
-            units = [(rank, (kind, key), x) for rank, key, x in zip(ranks, keys, parts, strict=True)]
-        for rank, unit, tensors in units:
-            for field, x in zip(self.fields(unit[0]), tensors, strict=True):
-                yield ranks_of(groups.inner)[groups.cp_order[rank]], f"{unit_name(unit)}'s {field}", x
+def _fields(walk: Walk, kind: str) -> list[str]:
+    return [field.name for field in walk.bound.shape.fields(walk.program.direction, kind)]
 
-    def made(self, instruction: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor of all that an instruction has computed."""
-        label = label_of(instruction)
-        if isinstance(instruction, op.Finish):
-            names = [name for kind in ACCUMULATORS[self.program.direction] for name in self.fields(kind)]
-            yield from ((f"{label}'s {name}", x) for name, x in zip(names, self.result, strict=True))
-        units = [unit for unit, _ in instruction.results] if isinstance(instruction, op.Product) else []
-        units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold | op.Assemble) else []
-        for unit in units:
-            if unit in self.results:
-                for name, x in zip(self.fields(unit[0]), self.results[unit].written, strict=True):
-                    yield f"{label}'s {name}", x
+
+def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the global rank, the name and the tensor of all that arrived from other ranks."""
+    groups = cast(TorchComm, walk.comm).groups
+    if isinstance(started, op.ExchangeStart):
+        sizes = walk.bound.exchange_sizes(started.exchange)
+        received = walk.buffers.elements(started.received, sizes.dtype)[: sum(sizes.incoming)]
+        for rank, x in enumerate(received.split(list(sizes.incoming))):
+            yield ranks_of(groups.ulysses)[rank], " and ".join(started.exchange.fields), x
+        return
+    if isinstance(started, op.Post):
+        units = [(t.peer, t.unit, walk.buffers.tensors(t.slot, t.unit)) for t in started.receives]
+    else:  # of an all-gather each rank's block, of an all-to-all the partial results of this rank's
+        kind, key_of, local = started.collective.kind, started.collective.key_of, walk.program.rank
+        gathers = isinstance(started, op.GatherStart)
+        ranks = [rank for rank in walk.comm.order(started.ranks) if gathers or rank != local]
+        keys = [key_of(rank if gathers else local) for rank in ranks]
+        parts = walk.buffers.parts(started.received, kind, keys)
+        units = [(rank, (kind, key), x) for rank, key, x in zip(ranks, keys, parts, strict=True)]
+    for rank, unit, tensors in units:
+        for field, x in zip(_fields(walk, unit[0]), tensors, strict=True):
+            yield ranks_of(groups.inner)[groups.cp_order[rank]], f"{unit_name(unit)}'s {field}", x
+
+
+def _made(walk: Walk, instruction: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of all that an instruction has computed."""
+    label = label_of(instruction)
+    if isinstance(instruction, op.Finish):
+        names = [name for kind in ACCUMULATORS[walk.program.direction] for name in _fields(walk, kind)]
+        yield from ((f"{label}'s {name}", x) for name, x in zip(names, walk.result, strict=True))
+    units = [unit for unit, _ in instruction.results] if isinstance(instruction, op.Product) else []
+    units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold | op.Assemble) else []
+    for unit in units:
+        if unit in walk.results:
+            for name, x in zip(_fields(walk, unit[0]), walk.results[unit].written, strict=True):
+                yield f"{label}'s {name}", x

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from .. import compat
 from ..compiler.sharding.layout import Topology
 from ..errors import ConfigError
-from . import waits
 from .devices import backends, bind_device, communicator_device
 from .interfaces import gloo_meets_hosts
 from .process_exit import IDLE_TIMEOUT, wait_at_exit
@@ -138,8 +137,6 @@ class Groups:
 
     def close(self) -> None:
         """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
-        if waits.launched:
-            waits.launched.clear()  # whose groups may be these
         if one_ring := vars(self).pop("one_ring", None):
             one_ring.close()
         groups = list(vars(self).get("made", ()))

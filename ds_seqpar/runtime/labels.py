@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from torch import Tensor
+
 from ..compiler.compile import BoundProgram
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import Transfer, label_of, name_of_kind
 from ..compiler.schedules.actions import name_of, unit_name
+from . import profiling
+from .walk import Observer, Walk
+
+
+class Labels(Observer):
+    """Gives each instruction a label in the profiler's trace, inside one for the program, while a profiler is on."""
+
+    def begin(self, walk: Walk) -> bool:
+        if not profiling.is_on():
+            return False
+        program, self.labels, self.spans = walk.program, iter(labels_of(walk.bound)), contextlib.ExitStack()
+        self.spans.enter_context(
+            profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}")
+        )
+        return True
+
+    def before(self, walk: Walk, instruction: op.Instruction) -> None:
+        self.span = profiling.span(next(self.labels))
+        self.span.__enter__()
+
+    def after(self, walk: Walk, instruction: op.Instruction) -> None:
+        self.span.__exit__(None, None, None)
+
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        self.spans.close()
 
 
 def labels_of(bound: BoundProgram) -> list[str]:

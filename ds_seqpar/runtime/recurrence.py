@@ -279,7 +279,7 @@ def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: 
     bound = bound_states(peers.rank, shards, reach, dataclasses.replace(shape, transition=0) if ordered else shape)
     work = (_InOrder if ordered else _AtOnce)(bound, local[0], local[1], reach)
     with all_digits(states.device.type):
-        Walk(bound, _StatesCall(work), peers.comm).run()
+        Walk(bound, _StatesCall(work), peers.comm, peers.observers).run()
         entering = work.entering()
     return entering.flip(1) if reverse else entering
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +26,10 @@ from .backward import Calls
 from .call_io import BackwardCall, ForwardCall, Saved
 from .comm import Comm, OneRing, TorchComm
 from .consistency import ConsistencyChecker
-from .finite import Finite, FiniteWalk
+from .finite import Finite, LooksAtWalks
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select, slowness
 from .log import log_once
-from .walk import Walk
+from .walk import Observer, Walk
 from .work import common_part, has_common, moments, takes_common_off
 
 ATTENTION = "attention"  # the name of a call in errors
@@ -64,6 +63,7 @@ class Runtime:
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         handle: The handle of this object, for ops.
+        observers: Those that are told of walks.
         finite: What looks for NaN and inf; None where `check_finite` is not set.
         differentiable: Whether there is a backward.
     """
@@ -84,7 +84,7 @@ class Runtime:
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
         self.finite = finite = Finite() if config.check_finite else None
-        self.walk: Callable[..., Walk] = Walk if finite is None else functools.partial(FiniteWalk, finite=finite)
+        self.observers: list[Observer] = [] if finite is None else [LooksAtWalks(finite)]
 
     @property
     def call_name(self) -> str:
@@ -245,7 +245,7 @@ class Runtime:
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
         call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse, expansion)
-        return self.walk(bound, call, self.comm)
+        return Walk(bound, call, self.comm, self.observers)
 
     def backward_walk(
         self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
@@ -258,7 +258,7 @@ class Runtime:
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands(local, latent)
         call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
-        return self.walk(bound, call, self.comm)
+        return Walk(bound, call, self.comm, self.observers)
 
 
 def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:

@@ -10,12 +10,9 @@ import functools
 import sys
 import threading
 import time
-from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
-
-from ..errors import SeqParError
 
 PATIENCE = 60.0  # seconds, within which a long wait is reported
 CHECKS = 60  # of the current waits in that time
@@ -50,50 +47,11 @@ class Wait:
         """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
         if self.awaited is None or self.group is None:
             return "another rank"
-        ranks = self.ranks()
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the {len(ranks)} ranks up to rank {ranks[0]}"
-
-    def ranks(self) -> list[int]:
-        """Return the global ranks of which any may be awaited, the last first."""
-        members = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        if self.awaited is None:
-            return [rank for rank in members if rank != dist.get_rank()]
-        return [members[(self.awaited[0] - before) % len(members)] for before in range(self.awaited[1])]
+        members, (last, count) = dist.get_process_group_ranks(self.group), self.awaited
+        return f"rank {members[last]}" if count == 1 else f"one of the {count} ranks up to rank {members[last]}"
 
 
-walk: Any = None  # the Walk that runs
-walks = 0  # how many have ended well
-call: Any = None  # the call that it belongs to, or that is about to make one
-ended: SeqParError | None = None  # why the watchdog ends this process
-
-
-class Launched(NamedTuple):
-    """A walk that has ended on the host, and may not have on the device. It refers to no tensor."""
-
-    event: Any  # of the device, at its end
-    program: Any
-    call: Any  # as `call` was
-    number: int  # as `walks` was
-    batches: list[Any]  # of each wait, the works of its messages; None: of a collective, whose work refers to tensors
-    comm: Any  # a weak reference to the transport
-
-
-# those that nobody has seen to end, the oldest first; None: nobody looks
-launched: deque[Launched] | None = None
-MOST_LAUNCHED = 4096
-
-
-def oldest_open() -> Launched | None:
-    """Return the first walk that a device has not come to the end of."""
-    while launched:
-        try:
-            if not launched[0].event.query():
-                return launched[0]
-        except RuntimeError:  # the device has failed, as its next user is told
-            launched.clear()
-            return None
-        launched.popleft()
-    return None
+call: Any = None  # the call that waits, or is about to
 
 
 def innermost() -> Wait | None:
@@ -120,12 +78,8 @@ def _report_long() -> None:  # in `_watch` its frame would refer to the last wai
     for wait in list(_now.values()):
         if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
             _reported.add(wait.what)
-            print(line_of(wait), file=sys.stderr, flush=True)
-
-
-def line_of(wait: Wait) -> str:
-    """Return the line that reports a long wait."""
-    return (
-        f"ds_seqpar: rank {dist.get_rank()} has waited {PATIENCE:g} s in {wait.what} for {wait.whom()}, which did not "
-        "take part in it so far, as all ranks must; it waits on"
-    )
+            line = (
+                f"ds_seqpar: rank {dist.get_rank()} has waited {PATIENCE:g} s in {wait.what} for {wait.whom()}, which "
+                "did not take part in it so far, as all ranks must; it waits on"
+            )
+            print(line, file=sys.stderr, flush=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
-from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +17,28 @@ from ..compiler.schedules.actions import ACCUMULATORS, Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
 from ..errors import CommunicationError
-from . import profiling, waits
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call_io import Call
 from .comm import Comm, Handle, Message
 from .kernels.accumulate import Accumulator
 from .work import ALL, Work
+
+
+class Observer:
+    """What is told of walks, for as long as `Runtime.observers` has it."""
+
+    def begin(self, walk: Walk) -> bool:
+        """Return whether to be told of what follows of a walk of real ranks."""
+        return True
+
+    def before(self, walk: Walk, instruction: op.Instruction) -> None:
+        """Called before an instruction is executed."""
+
+    def after(self, walk: Walk, instruction: op.Instruction) -> None:
+        """Called once it was, before slots are freed."""
+
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        """Called at the end of a walk, with the call's results; None where an error ended it."""
 
 
 class Walk:
@@ -34,7 +47,6 @@ class Walk:
     Attributes:
         at: The number of the next instruction, or of the one that failed.
         tickets: The transfers that were started and not yet waited for, by ticket.
-        batches: Of each wait on a device, the works of its messages, or None; None where nobody looks at them.
         results: The accumulator of each unit.
         entered: Whether a head chunk was entered and not yet left.
     """
@@ -42,14 +54,13 @@ class Walk:
     work: Work  # of the head chunk that was entered
     result: Tensors  # of the head chunk, until `leave`
 
-    def __init__(self, bound: BoundProgram, call: Call, comm: Comm) -> None:
+    def __init__(self, bound: BoundProgram, call: Call, comm: Comm, observers: Iterable[Observer] = ()) -> None:
+        self.observers = list(observers)
         self.bound, self.program, self.call, self.comm = bound, bound.program, call, comm
         self.buffers = Buffers(bound, call.device)
         self.tickets: dict[int, Handle] = {}
         self.results: dict[Unit, Accumulator] = {}
         self.at, self.entered = 0, False
-        # of each wait, what `waits.Launched` has of it
-        self.batches: list[Any] | None = None if waits.launched is None or call.device.type == "cpu" else []
 
     def run(self) -> list[Tensor]:
         """Execute all instructions and return the call's results. For real ranks, whose waits block.
@@ -58,19 +69,15 @@ class Walk:
         which ranks.
         """
         device_type, count = self.call.device.type, len(self.program.code)
-        waits.walk = self
-        autocast = torch.is_autocast_enabled(device_type)
+        self.observers = [x for x in self.observers if x.begin(self)]
+        autocast, results = torch.is_autocast_enabled(device_type), None
         try:
             # dtypes are chosen already, and sums stay in fp32
             with torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
-                if profiling.is_on():
-                    self.run_labelled()
                 while self.at < count:
                     self.advance()
-                if self.batches and waits.launched is not None:
-                    self.mark_end(waits.launched, self.batches)
-                waits.walks += 1
-                return self.call.results()
+                results = self.call.results()
+                return results
         except Exception as error:
             place = self.program.where(self.at)
             if isinstance(error, CommunicationError):
@@ -78,28 +85,17 @@ class Walk:
             error.add_note(place)
             raise
         finally:
-            waits.walk = waits.call = None
-
-    def mark_end(self, launched: deque[waits.Launched], batches: list[Any]) -> None:
-        """Let the watchdog see when the device has done this walk."""
-        event = torch.get_device_module(self.call.device).current_stream(self.call.device).record_event()
-        of_comm = weakref.ref(self.comm)
-        launched.append(waits.Launched(event, self.program, waits.call, waits.walks, batches, of_comm))
-
-    def run_labelled(self) -> None:
-        """Execute all instructions, with a label for each in the profiler's trace, inside one for the program."""
-        from .labels import labels_of  # here: few runs are profiled
-
-        program = self.program
-        with profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}"):
-            for label in labels_of(self.bound):
-                with profiling.span(label):
-                    self.advance()
+            for observer in self.observers:
+                observer.end(self, results)
 
     def advance(self) -> None:
         program, at = self.program, self.at
         instruction = program.code[at]
+        for observer in self.observers:
+            observer.before(self, instruction)
         EXECUTE[type(instruction)](self, instruction)
+        for observer in self.observers:
+            observer.after(self, instruction)
         if program.frees[at]:
             self.free(program.frees[at])
         self.at = at + 1
@@ -176,11 +172,8 @@ class Walk:
         return Message(peer, kind, elements, self.buffers.raw(slot, size), tag)
 
     def wait(self, instruction: op.Wait) -> None:
-        handle = self.tickets[instruction.ticket]
-        handle.wait()
+        self.tickets[instruction.ticket].wait()
         del self.tickets[instruction.ticket]
-        if self.batches is not None:
-            self.batches.append(getattr(handle, "batch", None))
 
     def gather_start(self, instruction: op.GatherStart) -> None:
         gather, kind = instruction.collective, instruction.collective.kind

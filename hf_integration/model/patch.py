@@ -22,7 +22,6 @@ from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.buffers import sum_dtype
 from ds_seqpar.runtime.input_checks import AttentionOptions
-from ds_seqpar.runtime.process_exit import printed_once
 
 from .. import accelerators, dropout, mixers
 from ..context import ForwardContext, current
@@ -60,7 +59,6 @@ from .weights import check_not_flattened
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
 
 
-@printed_once
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     """Make every attention of a model exact over sequences that are shared by `sp.size` ranks.
 
@@ -168,7 +166,6 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     generate.install(inner)
 
 
-@printed_once
 def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel:
     """Make a SequenceParallel, and patch a model with it.
 

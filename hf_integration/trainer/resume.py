@@ -18,7 +18,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson
 from ds_seqpar.errors import ConfigError, as_seqpar_error
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
-from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.saving import LoadingRun, fault_of, inspect_engine, is_whole, recover
 
 LAST = True  # not a string: a folder may have any name
@@ -60,7 +59,6 @@ class CheckpointReport:
     random: str = ""  # name of the rank's file of random states, if that is missing or damaged
 
 
-@printed_once
 def checkpoint_of(
     group: dist.ProcessGroup, resume_from_checkpoint: object, output: str, run: ResumingRun
 ) -> tuple[str | None, int]:

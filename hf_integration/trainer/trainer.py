@@ -39,7 +39,7 @@ from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_err
 from ds_seqpar.runtime import mismatch_hints
 from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
-from ds_seqpar.runtime.process_exit import printed_once
+from ds_seqpar.runtime.process_exit import wait_at_exit
 from ds_seqpar.saving import Aside, is_whole, written_aside
 from ds_seqpar.whole import plain
 
@@ -97,7 +97,6 @@ class SequenceParallelMixin(rollouts.Rollouts):
     preprocess_logits_for_metrics: Any
     _tr_loss: Any
 
-    @printed_once
     def __init__(
         self,
         *args: Any,
@@ -106,6 +105,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         group_generation_over: int | None = None,
         **kwargs: Any,
     ) -> None:
+        wait_at_exit()
         compat.check_trainer(Trainer)
         checks.check_kind(type(self))
         rollouts.check_length(self, group_generation_over)

@@ -1,4 +1,4 @@
-"""How processes of a launch end: a refusal is read once, not once a rank, and last; it ends by exit code 1."""
+"""How processes of a launch end: a refusal is read once, not once a rank; it ends by exit code 1."""
 
 import json
 import os
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_seqpar import SequenceParallelConfig
+from ds_seqpar import SequenceParallelConfig, compat
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.runtime import process_exit
 from tests import scripts
 from tests.dist.ranks import make
 from tests.launch import free_port, on_each_of, on_ranks
@@ -36,8 +37,7 @@ def slowly(*error):
     time.sleep(1.0)
     usual(*error)
 
-if dist.get_rank() == 0:
-    sys.excepthook = slowly
+sys.excepthook = slowly
 SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
@@ -75,68 +75,44 @@ def test_the_end_waits_for_gloos_threads_but_not_for_ever():
 BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 
 
-@pytest.mark.parametrize(("ranks", "busy", "times"), [(2, 0, 1), pytest.param(6, 4, 1, marks=pytest.mark.whole)])
-def test_a_refusal_ends_every_rank_by_exit_code_1(ranks, busy, times, tmp_path):
-    """It was SIGABRT, "terminate called without an active exception", on one rank of four. No rank ends before rank 0
+@pytest.mark.parametrize(("ranks", "busy"), [(2, 0), pytest.param(6, 4, marks=pytest.mark.whole)])
+def test_a_refusal_ends_every_rank_by_exit_code_1(ranks, busy, tmp_path):
+    """It was SIGABRT, "terminate called without an active exception", on one rank of four. No rank ends before another
     has printed the sentence, for a launcher ends all ranks after the first."""
     (tmp_path / "refused.py").write_text(REFUSED)
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
     try:
-        for _ in range(times):
-            ended, summaries = run_ranks(ranks, tmp_path / "refused.py")
-            assert [code for code, *_ in ended] == [1] * ranks, ended
-            assert all("ConfigError" in by_rank_0 for *_, by_rank_0 in ended), ended
-            *_, last, line = ended[0][1].splitlines()
-            assert last == LAUNCHER_ENDS
-            assert line == summaries[0]
-            assert f"size 4 on {ranks}" in line
-            assert summaries[1:] == ["see rank 0"] * (ranks - 1)
-            said = "".join(text for _, text, _ in ended)
-            assert "terminate called" not in said
-            assert said.count(f"size 4 on {ranks}") == 2  # in the traceback, and last
-            assert said.count("Traceback") == 1
-            assert f"[rank{ranks - 1}]: ConfigError, see rank 0\n" in said
+        codes, printed, summaries = run_ranks(ranks, tmp_path / "refused.py")
     finally:
         for process in busy:
             process.kill()
             process.wait()
-
-
-LAUNCHER_ENDS = "the launcher has ended its ranks"
-# prints after its ranks, as launchers do; the ranks write to files of their own, and it to that of rank 0
-LAUNCHER = f"""
-import json, os, subprocess, sys
-script, *files = sys.argv[1:]
-processes, ended = [], []
-for rank, file in enumerate(files):
-    with open(file, "ab") as printed:
-        own = {{"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": file + ".json"}}
-        command, given = [sys.executable, script], os.environ | own
-        processes.append(subprocess.Popen(command, env=given, stdout=printed, stderr=printed))
-for process in reversed(processes):
-    ended.insert(0, (process.wait(), open(files[0]).read()))
-with open(files[0], "a") as printed:
-    print("{LAUNCHER_ENDS}", file=printed)
-print(json.dumps(ended))
-"""
+    assert codes == [1] * ranks, printed
+    said = "".join(printed)
+    (teller,) = (rank for rank, text in enumerate(printed) if "Traceback" in text)
+    assert f"size 4 on {ranks}" in printed[teller].splitlines()[-1]
+    assert "terminate called" not in said
+    assert said.count(f"size 4 on {ranks}") == said.count("Traceback") == 1
+    assert said.count(f"ConfigError, see rank {teller}\n") == ranks - 1
+    assert printed[teller].endswith(f"{summaries.pop(teller)}\n")
+    assert summaries == [f"see rank {teller}"] * (ranks - 1)
 
 
 def run_ranks(world, script):
-    """(exit code, what it printed, what rank 0 had printed when it ended) of every rank, and what a launcher of
-    torch's would say of it."""
+    """Of every rank, in a file of its own: its exit code, what it printed, and what torchrun would say of it."""
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"OMP_NUM_THREADS": "1", "CROSS_SIZE": "1"}
-    files = [script.with_name(f"{rank}.txt") for rank in range(world)]
-    ran = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, script, *files], env=os.environ | shared, stdout=subprocess.PIPE, timeout=200
-    )
-    until = time.monotonic() + 60
-    while files[0].read_text().splitlines()[-1] == LAUNCHER_ENDS and time.monotonic() < until:
+    files, ranks = [script.with_name(f"{rank}.txt") for rank in range(world)], []
+    for rank, file in enumerate(files):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": f"{file}.json"}
+        with file.open("w") as printed:
+            given = {**os.environ, **shared, **own, "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen([sys.executable, script], env=given, stdout=printed, stderr=printed))
+    while all(rank.poll() is None for rank in ranks):
         time.sleep(0.01)
-    ends = zip(files, json.loads(ran.stdout), strict=True)
-    ended = [(code, file.read_text(), by_rank_0) for file, (code, by_rank_0) in ends]
+    assert any("ConfigError: " in file.read_text() for file in files)
+    codes = [rank.wait(200) for rank in ranks]
     summaries = [json.loads(file.with_name(f"{file.name}.json").read_text())["message"]["message"] for file in files]
-    return ended, summaries
+    return codes, [file.read_text() for file in files], summaries
 
 
 DISAGREE = """
@@ -152,17 +128,14 @@ SequenceParallel(SequenceParallelConfig(size=2)).attention(q, q, q, scale=1.0 + 
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("launcher", "options", "copies"),
-    [("deepspeed", [], 2), ("torchrun", [], 3), ("accelerate", ["--use_deepspeed"], 3)],
+    [("deepspeed", [], 1), ("torchrun", [], 2), ("accelerate", ["--use_deepspeed"], 2)],
 )
-def test_the_sentence_is_the_last_line_of_a_launch(launcher, options, copies, tmp_path):
-    """Where it was raised it is printed with the lines that led there, and the summary of torch's launcher has it."""
+def test_a_launch_prints_the_sentence_once_and_torchs_launcher_in_its_summary(launcher, options, copies, tmp_path):
     (tmp_path / "disagree.py").write_text(DISAGREE)
     ran = scripts.launch(launcher, 2, tmp_path, *options, tmp_path / "disagree.py", threads=1)
     assert ran.failed
-    sentence = ran.stderr.splitlines()[-1]
-    assert sentence.startswith("DisagreementError: "), ran.stderr[-2000:]
-    assert ran.stderr.count(sentence) == copies, ran.stderr
-    assert ran.stderr.count("DisagreementError: ") == copies
+    assert ran.stderr.count("DisagreementError: all ranks must be given the same") == copies, ran.stderr
+    assert ran.stderr.count("DisagreementError") == copies, ran.stderr
 
 
 def prints(error, file):
@@ -225,6 +198,8 @@ def test_a_refusal_is_told_once_where_ranks_write_to_one_place(tmp_path, monkeyp
             SequenceParallelConfig(size=f"2{number}")
         except ConfigError as error:
             prints(error, tmp_path / f"{number}{places[me]}")
+        dist.barrier()
+        compat.default_store().delete_key(process_exit.ENDED)
         dist.barrier()
         said = "".join((tmp_path / f"{number}{place}").read_text() for place in sorted({*places}))
         assert said.count("Traceback") == said.count(f"got '2{number}'\n") == 1, said

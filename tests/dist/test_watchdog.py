@@ -14,7 +14,6 @@ from unittest.mock import ANY
 import pytest
 import torch
 import torch.distributed as dist
-from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from ds_seqpar.runtime import call_io, waits, watchdog
 from ds_seqpar.runtime.kernels import KERNELS
@@ -119,16 +118,6 @@ def in_backward(hang, sp, model):
     step(model, sp)
 
 
-def in_a_callback(hang, sp, model):
-    class Sleeps(TrainerCallback):
-        def on_log(self, *args, **kwargs):
-            hang.told()
-
-    if hang.late:
-        CallbackHandler([Sleeps()], None, None, None, None).call_event("on_log", None, None, None)
-    step(model, sp)
-
-
 def in_save(hang, sp, model):
     class Disk(io.BytesIO):
         def write(self, data):
@@ -140,28 +129,12 @@ def in_save(hang, sp, model):
     step(model, sp)
 
 
-def in_evaluate(hang, sp, model):
-    def evaluate():
-        hang.told()
-
-    if hang.late:
-        evaluate()
-    step(model, sp)
-
-
-def in_an_optimizer_step(hang, sp, model):
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    step(model, sp)
-    if hang.late:
-        optimizer.register_step_pre_hook(lambda *_: hang.told())
-    optimizer.step()
-    step(model, sp)
-
-
 def before_a_group_is_made(hang, sp, model):
     if hang.late:
         hang.told()
-    dist.destroy_process_group(dist.new_group())
+    group = dist.new_group()
+    dist.barrier()  # nobody leaves the group while others are still connecting to it
+    dist.destroy_process_group(group)
 
 
 def before_a_future(hang, sp, model):
@@ -197,7 +170,8 @@ def on_link(sender, receiver, start):
         real, dist.isend = dist.isend, None
 
         def isend(tensor, group=None, tag=0, group_dst=None):
-            if waits.walk is None or waits.call.layer != 1 or group_dst != receiver:
+            in_walk = any(user.walk for user in watchdog._dog.users) and waits.call.layer == 1
+            if not in_walk or group_dst != receiver:
                 return real(tensor, group=group, tag=tag, group_dst=group_dst)
             dist.isend = real
             return start(lambda to=receiver: real(tensor, group=group, tag=tag, group_dst=to))
@@ -231,26 +205,23 @@ def to_a_wrong_peer(hang, sp, model):
     step(model, sp)
 
 
-LINK = "which has come to it too: the link between ranks 1-2 is slow or down"
+LINK = "in different calls, or a link is slow or down"
 RELEASED = {
-    in_its_loader: ("for rank 2, which is in its data loader (",),
-    in_a_debugger: ("for rank 2, which is in a debugger (", "in in_a_debugger"),
-    stopped: ("of ring forward, layer 1 for kv(", "rank 2, which is stopped, by a signal"),
+    in_its_loader: ("rank 2 is at test_watchdog.py:", "in told; "),
+    in_a_debugger: ("rank 2 is in ", "(test_watchdog.py:", "in in_a_debugger)"),
+    stopped: ("rank 2 is stopped, by a signal", "of ring forward, layer 1 for rank 2 ("),
     in_backward: (
-        "of ring backward, layer 0 for ",
-        "rank 2, which is at ",
+        "rank 2 is at ",
         "in told at step 0 of ring backward, layer 0",
+        "of ring backward, layer 0 for ",
     ),
-    in_a_callback: ("rank 2, which is in a callback (", "in told"),
-    in_save: ("rank 2, which is in save (", "in told)"),
-    in_evaluate: ("rank 2, which is in evaluate (",),
-    in_an_optimizer_step: ("rank 2, which is in an optimizer step (",),
-    before_a_group_is_made: ("waits in new_group (called by ", "for rank 2, which is at ", "in told"),
-    before_a_future: ("waits in before_a_future (called by ", "for rank 2, which is at ", "in told"),
-    on_a_dead_link: ("rank 2", "ring forward, layer 1 for kv(1) from rank 1", LINK),
-    on_a_slow_link: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
-    to_a_wrong_peer: ("step 0 of ring forward, layer 1 for kv(1) ", LINK),
-    after_close: ("waits in barrier (called by ", "for rank 2, which has closed its last SequenceParallel"),
+    in_save: ("rank 2 is at test_watchdog.py:", "in told"),
+    before_a_group_is_made: ("rank 2 is at ", "in told", " in new_group (test_watchdog.py"),
+    before_a_future: ("rank 2 is at ", "in told", "ranks 0-1, 3 wait in wait (test_watchdog.py", "in before_a_future)"),
+    on_a_dead_link: ("rank 2 waits in a transfer", "of ring forward, layer 1 for rank 1 (", LINK),
+    on_a_slow_link: ("rank 2 waits in a transfer at step 0 of ring forward, layer 1 for rank 1 (", LINK),
+    to_a_wrong_peer: ("rank 2 waits in a transfer at step 0 of ring forward, layer 1 for rank 1 (", LINK),
+    after_close: ("rank 2 has closed its last SequenceParallel", "ranks 0-1, 3 wait in barrier ("),
 }
 
 
@@ -307,13 +278,12 @@ def one_sequence_fewer(sp, model):
         dist.all_reduce(parameter.grad)
 
 
-OTHER = "rank 2 is in another call than the others"
 # what ends the job -> (ranks that share a sequence, words)
 ENDS = {
-    one_layer_fewer: (4, "rank 2, which waits in backward of attention", "over ranks, layer 1 for", OTHER),
-    one_micro_batch_fewer: (4, "rank 2, which waits in all_reduce (called by ", "waits in shard_batches", OTHER),
-    an_error_that_was_caught: (4, "ring forward, layer 1 for kv(", "rank 2, which waits in shard_batches for", OTHER),
-    one_sequence_fewer: (2, "rank 3", "waits in all_reduce (called by ", "waits in shard_batches"),
+    one_layer_fewer: (4, "of waiting rank 2 waits in backward of attention", "over ranks, layer 1 for"),
+    one_micro_batch_fewer: (4, "of waiting rank 2 waits in all_reduce (test_watchdog.py", "wait in shard_batches"),
+    an_error_that_was_caught: (4, "rank 2 waits in shard_batches for", "ring forward, layer 1 for rank"),
+    one_sequence_fewer: (2, "ranks 2-3 wait in all_reduce (test_watchdog.py", "in shard_batches"),
 }
 
 
@@ -353,10 +323,10 @@ def test_a_report_ends_the_job_where_nothing_else_would(case, tmp_path):
 def ended_without_its_store():
     """Of a rank whose report comes after the rank that has the store has ended."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dog = object.__new__(watchdog._Watchdog)
-    dog.store, dog.seconds, dog.world = dist.TCPStore("127.0.0.1", server.port, is_master=False), 1.0, 1
+    dog = watchdog._Watchdog()
+    dog.store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     del server
-    dog.end("the sentence", 0, "0/")
+    dog.end("the sentence")
 
 
 def test_a_rank_ends_though_its_store_has_ended():
@@ -377,7 +347,7 @@ def test_a_forked_process_sees_its_own_thread():
 def wait_soundly():
     """For a child, at the end of a program, and in a group that may wait longer than the others."""
     with make(size=2), watched("end", size=2):  # of several the most patient settings count
-        assert (watchdog._dog.seconds, watchdog._dog.ends) == (60.0, True)
+        assert watchdog._dog.seconds == 60.0
     sp, slow = watched("end", size=2), dist.get_rank() == 1
     assert watchdog._dog.seconds == 1.0
     if os.fork() == 0:
@@ -385,9 +355,10 @@ def wait_soundly():
         os._exit(0)
     os.wait()
     results = call_io.ForwardCall.results
-    call_io.ForwardCall.results = lambda call: (time.sleep(2 * slow), watchdog._state(), results(call))[-1]
+    call_io.ForwardCall.results = lambda call: (time.sleep(2 * slow), watchdog._state(None), results(call))[-1]
     sp.attention(*torch.randn(3, 1, 8, 1, 8))
-    watchdog._dog.seconds, watchdog._dog.is_auto = 1.0, True
+    for user in watchdog._dog.users:
+        user.is_auto = True
     group = dist.new_group(timeout=timedelta(hours=3))
     time.sleep(3 * slow)
     dist.barrier(group=group)

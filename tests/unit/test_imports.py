@@ -53,7 +53,6 @@ LATER = {
     "auto": "types alone, in models",
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
-    "runtime.labels": "calls while a profiler is on",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
@@ -80,12 +79,11 @@ BESIDE = {
     "runtime.attention": {"runtime.checkpoints"},
     "runtime.call_io": {"runtime.latent"},
     "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},
-    "runtime.groups": {"runtime.interfaces", "runtime.process_exit", "runtime.waits"},
+    "runtime.groups": {"runtime.interfaces", "runtime.process_exit"},
     "runtime.input_checks": {f"runtime.{name}" for name in ("agreement", "checkpoints", "latent", "mismatch_hints")},
     "runtime.runtime": {
         *("compiler.memory", "runtime.agreement", "runtime.backward", "runtime.finite", "runtime.consistency"),
     },
-    "runtime.walk": {"runtime.labels", "runtime.profiling", "runtime.waits"},
 }
 
 
