@@ -94,8 +94,12 @@ class Comm(Protocol):
         """
         ...
 
-    def parts_of_all(self, x: Tensor) -> Tensor:
-        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them."""
+    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them.
+
+        Args:
+            what: the operation, for errors.
+        """
         ...
 
 
@@ -467,15 +471,15 @@ class TorchComm:
     def _works(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> Works:
         return Works(what, group, works, tensors, self.journal.before_waiting)
 
-    def parts_of_all(self, x: Tensor) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
         group = self.groups.sp
         if group is None:
             return x[None]
         gathered = x.new_empty(dist.get_world_size(group), len(x))
         self.journal.before_sending()
-        with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
+        with profiling.span(what.removeprefix("the ")), explaining_failure(what, group):
             works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group, self.journal)
-        self._works("the sum of keys over ranks", group, works, [x, gathered]).wait()
+        self._works(what, group, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
 

@@ -35,6 +35,7 @@ from .walk import Walk
 from .work import common_part, has_common, moments, takes_common_off
 
 ATTENTION = "attention"  # the name of a call in errors
+SUM = "the sum of keys over ranks"
 MOST_ADMITTED = 16  # keys of inputs that were checked
 
 
@@ -203,7 +204,7 @@ class Runtime:
         try:
             common = None
             if self.takes_common_off(q.dtype, settings):
-                common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+                common = common_part(self.comm.parts_of_all(moments(k), SUM), k.shape[2])
             results = self.forward_walk(q, k, v, sinks, settings, common).run()
             self.journal.before_waiting()  # a rank may have nothing to send
         except DisagreementError:

@@ -122,7 +122,7 @@ OTHER_MODES = [("auto", 2), ("deferred", 1), ("always", 1), ("always", 2)]
 def test_every_rank_is_told_before_anything_is_computed_of_it(agreement, ulysses):
     sp = make(agreement=agreement, ulysses=ulysses)
     assert_told(sp)
-    assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count])).unique()) == 1  # which errors name calls by
+    assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count]), "the counts").unique()) == 1  # which errors name calls by
     assert attention_error(sp) < 1e-10
 
 
@@ -138,7 +138,7 @@ class OnDevice(TorchComm):
 
     all_gather = all_to_all = exchange = post
 
-    def parts_of_all(self, x):
+    def parts_of_all(self, x, what):
         return x.expand(2, -1)
 
 
