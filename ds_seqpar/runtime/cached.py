@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -45,44 +46,46 @@ def decode(
         check_no_gradients(options.backward)
     else:
         _agree(runtime, q, k, v, counts, options)
-    scores = Scores(q.shape[3] ** -0.5 if options.scale is None else options.scale, options.softcap or 0.0)
-    with torch.autocast(q.device.type, enabled=False):
-        part = _part(_kernel(runtime, q, k, scores.softcap), scores, q, k, v, counts)
-        parts = runtime.comm.parts_of_all(part.view(-1), STEP).view(-1, *part.shape)
-        return _merged(parts, options.sinks).to(q.dtype)
+    q, k, v = readable({"q": q, "k": k, "v": v}).values()
+    scores = Scores(q.shape[3] ** -0.5 if options.scale is None else float(options.scale), float(options.softcap or 0))
+    kernel, autocast = _kernel(runtime, q, k, scores.softcap), torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        part = _part(kernel, scores, q, k, v, counts)
+    parts = runtime.comm.parts_of_all(part.view(-1), STEP).view(-1, *part.shape)
+    return _merged(parts, options.sinks).to(q.dtype)
 
 
 def _part(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None) -> Tensor:
     """Return out and lse of a step's queries and this rank's keys, (rows, 1, heads, v_dim + 1) in the dtype of sums."""
-    part = q.new_empty(*q.shape[:3], v.shape[3] + 1, dtype=sum_dtype(q.dtype))
-    end = 0
-    for (first, last), rows in itertools.groupby(counts or [(0, k.shape[1])] * len(q)):
+    if counts is None:
+        return _attend(kernel, scores, q, k, v)
+    parts, end = [], 0
+    for (first, last), rows in itertools.groupby(counts):
         start, end = end, end + len([*rows])  # rows that have the same range of keys are computed together
-        chosen = slice(start, end)
-        out, lse = _attend(kernel, scores, q[chosen], k[chosen, first:last], v[chosen, first:last])
-        part[chosen, ..., :-1], part[chosen, ..., -1] = out, lse
-    return part
+        parts.append(_attend(kernel, scores, q[start:end], *(x[start:end, first:last] for x in (k, v))))
+    return torch.cat(parts)
 
 
-def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | float, Tensor | float]:
-    """Return out (rows, 1, heads, v_dim) and lse (rows, 1, heads) over all of these keys."""
-    if not k.shape[1]:
-        return 0.0, -torch.inf
-    if v.shape[3] != q.shape[3]:  # kernels would need a padded copy of all keys or values
-        return attend_densely(q, k, v, False, *scores)
-    # the queries of a key/value head are a tile's rows
-    out, lse = kernel.forward(q.reshape(len(q), k.shape[2], -1, q.shape[3]).transpose(1, 2), k, v, False, scores.scale)
-    return out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:3])
+def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return `_part` of rows over all of these keys."""
+    rows, keys, kv_heads, dim = k.shape
+    if not keys:
+        out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q.dtype))
+    elif v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
+        out, lse = attend_densely(q, k, v, False, *scores)
+    else:  # the queries of a key/value head are a tile's rows
+        out, lse = kernel.forward(q.reshape(rows, kv_heads, -1, dim).transpose(1, 2), k, v, False, scores.scale)
+        out, lse = out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:3])
+    return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
 
 
 def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the output (rows, 1, heads, v_dim) of all ranks' parts (ranks, rows, 1, heads, v_dim + 1)."""
-    lse = parts[..., -1]
-    whole = lse.logsumexp(0)
-    if sinks is not None:
-        whole = torch.logaddexp(whole, sinks.to(whole.dtype))
-    weights = (lse - whole).exp_().nan_to_num_()  # where no rank has a key, -inf - -inf
-    return (parts[..., :-1] * weights.unsqueeze(-1)).sum(0)
+    out, lses = parts.split([parts.shape[-1] - 1, 1], -1)
+    if sinks is not None:  # one more score, whose value is 0
+        lses = torch.cat([lses, sinks[:, None].to(lses.dtype).expand_as(lses[:1])])
+    weights = lses.softmax(0).nan_to_num_()  # NaN where there is no score
+    return (out * weights[: len(out)]).sum(0)
 
 
 def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
