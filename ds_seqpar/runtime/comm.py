@@ -53,10 +53,8 @@ class Comm(Protocol):
         """Return the CP ranks in the order that they have in a collective."""
         ...
 
-    def all_gather(
-        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
-    ) -> Handle:
-        """Start an all-gather of bytes.
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
+        """Start an all-gather of bytes, of which all ranks send as many.
 
         Args:
             ranks: the CP ranks that take part.
@@ -64,7 +62,6 @@ class Comm(Protocol):
             elements: how many elements arrive from other ranks, for counting.
             sent: this rank's bytes.
             received: filled with the bytes of all ranks, in `order`.
-            sizes: how many bytes each rank sends, in `order`.
         """
         ...
 
@@ -389,16 +386,12 @@ def _all_to_all_over_gloo(
     return [*((work, ((rank - distance) % size, 1)) for distance, work in receives.items()), *sends]
 
 
-def _all_gather(
-    received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group, agreement: Agreement
-) -> list[Started]:
+def _all_gather(received: Tensor, sent: Tensor, group: Group, agreement: Agreement) -> list[Started]:
     """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
-    if sent.device.type == "cpu":
-        return _all_to_all_over_gloo(received.split(list(sizes)), [sent] * len(sizes), group, agreement)
-    if len(set(sizes)) == 1:
+    if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
-    outgoing, repeated = [sent.numel()] * len(sizes), sent.repeat(len(sizes))
-    return [(dist.all_to_all_single(received, repeated, [*sizes], outgoing, group=group, async_op=True), None)]
+    parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
+    return _all_to_all_over_gloo(parts, [sent] * len(parts), group, agreement)
 
 
 def _all_to_all(
@@ -478,7 +471,7 @@ class TorchComm:
         gathered = x.new_empty(dist.get_world_size(group), len(x))
         self.journal.before_sending()
         with profiling.span(what.removeprefix("the ")), explaining_failure(what, group):
-            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group, self.journal)
+            works = _all_gather(gathered.view(-1), x, group, self.journal)
         self._works(what, group, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
@@ -486,13 +479,11 @@ class TorchComm:
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.collectives[ranks].order
 
-    def all_gather(
-        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
-    ) -> Handle:
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
         group = self.groups.collectives[ranks].group
         self.journal.before_sending()
         with explaining_failure("an all-gather", group):
-            works = _all_gather(received, sent, sizes, group, self.journal)
+            works = _all_gather(received, sent, group, self.journal)
         self._count(kind, elements, received.numel() - sent.numel())
         return self._works("an all-gather", group, works, [sent, received])
 

@@ -283,7 +283,7 @@ class FiniteWalk(Walk):
             names = [name for kind in ACCUMULATORS[self.program.direction] for name in self.fields(kind)]
             yield from ((f"{label}'s {name}", x) for name, x in zip(names, self.result, strict=True))
         units = [unit for unit, _ in instruction.results] if isinstance(instruction, op.Product) else []
-        units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold | op.Assemble) else []
+        units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold) else []
         for unit in units:
             if unit in self.results:
                 for name, x in zip(self.fields(unit[0]), self.results[unit].written, strict=True):

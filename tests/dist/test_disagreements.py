@@ -122,7 +122,8 @@ OTHER_MODES = [("auto", 2), ("deferred", 1), ("always", 1), ("always", 2)]
 def test_every_rank_is_told_before_anything_is_computed_of_it(agreement, ulysses):
     sp = make(agreement=agreement, ulysses=ulysses)
     assert_told(sp)
-    assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count]), "the counts").unique()) == 1  # which errors name calls by
+    counts = sp.comm.parts_of_all(torch.tensor([sp.calls.count]), "the counts")  # by which errors name calls
+    assert len(counts.unique()) == 1
     assert attention_error(sp) < 1e-10
 
 
