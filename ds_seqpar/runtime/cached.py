@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..compiler.program import instructions as op
+from ..compiler.schedules.actions import Gather
 from ..compiler.sharding.heads import check_heads
 from ..errors import InputError, SeqParError, as_seqpar_error
-from . import attention, input_checks
+from . import attention, input_checks, waits
 from .buffers import sum_dtype
 from .groups import check_thread
 from .input_checks import AttentionOptions, admit, check_kept, check_no_gradients, describe
@@ -52,6 +55,9 @@ def decode(
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         part = _part(kernel, scores, q, k, v, counts)
     parts = runtime.comm.parts_of_all(part.view(-1), STEP).view(-1, *part.shape)
+    if waits.launched is not None and not q.is_cpu:
+        waits.mark_end(q.device, _program(runtime.rank, runtime.size), [None], runtime.comm)
+    waits.walks += 1
     return _merged(parts, options.sinks).to(q.dtype)
 
 
@@ -86,6 +92,16 @@ def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
         lses = torch.cat([lses, sinks[:, None].to(lses.dtype).expand_as(lses[:1])])
     weights = lses.softmax(0).nan_to_num_()  # NaN where there is no score
     return (out * weights[: len(out)]).sum(0)
+
+
+@functools.cache
+def _program(rank: int, size: int) -> op.Program:
+    """Return what a device is given in a step, as the watchdog reads it."""
+    gather = Gather(ranks=tuple(range(size)), kind="out", keys=tuple((block,) for block in range(size)))
+    return op.Program(
+        name="decode", direction="forward", rank=rank, size=size, words=(), slots=(), frees=(),
+        code=(op.GatherStart(0, 0, gather, 0, 0), op.Wait(0, 0)),
+    )  # fmt: skip
 
 
 def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:

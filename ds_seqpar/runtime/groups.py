@@ -133,7 +133,7 @@ class Groups:
         return dataclasses.replace(
             self, made=tuple(made), sp=group, inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
             cp_order=tuple(map(self.sp_order.index, range(size))), ulysses=None,
-            collectives={},
+            collectives={tuple(range(size)): CollectiveGroup(group, self.sp_order)},
         )  # fmt: skip
 
     def close(self) -> None:

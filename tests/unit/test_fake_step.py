@@ -212,6 +212,8 @@ def hang():
             work.wait()
         stuck = waits.oldest_open()
         texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches)))[0])
+        sp.decode_attention(q[:, :1], q, q, agreed=True)
+        texts.append(watchdog._on_device(waits.launched[-1])[0])
         sp.close()
     return texts, waits.launched
 
@@ -287,7 +289,7 @@ def test_on_devices_that_are_not_there():
 
 def check_hangs(first, second):
     """Hosts have gone on, so only the device's event says that it hangs."""
-    (away, link, computes), left = first
+    (away, link, computes, decodes), left = first
     assert first == second
     *_, sentence = away.splitlines()
     words = (
@@ -298,6 +300,7 @@ def check_hangs(first, second):
     *_, sentence = link.splitlines()
     assert missing(sentence, "of ring forward, layer 18 for kv(", "come to it too: the link between ranks 0-1 is") == []
     assert computes == "has a device that does not end ring forward, layer 18"
+    assert decodes == "has a device that waits at step 0 of decode forward for Gather(out(0,1)) with"
     assert not left
 
 
