@@ -72,10 +72,8 @@ class _VirtualComm:
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return ranks[1:] + ranks[:1]  # differs from the order of `ranks`, as that of a real group does
 
-    def all_gather(
-        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
-    ) -> _Receives:
-        buffers = [sent] * len(ranks), received.split(list(sizes))
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> _Receives:
+        buffers = [sent] * len(ranks), received.split(sent.numel())
         return self._collective(self.order(ranks), kind, elements, *buffers)
 
     def all_to_all(
@@ -90,7 +88,7 @@ class _VirtualComm:
         buffers = sent.split(list(sizes[0])), received.split(list(sizes[1]))
         return self._collective(peers, kind, sum(sizes[1]) - local_elements, *buffers, EXCHANGE_TAG)
 
-    def parts_of_all(self, x: Tensor) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
         raise NotImplementedError("virtual ranks are given the common part of their keys")
 
     def _collective(

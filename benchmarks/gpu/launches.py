@@ -129,6 +129,10 @@ class Nowhere:
 
     all_gather = all_to_all = exchange = post
 
+    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+        self.started += 1
+        return x.new_empty(RING["size"], len(x))
+
     def wait(self) -> None:
         """What never arrives is there at once."""
 

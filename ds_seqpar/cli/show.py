@@ -11,7 +11,7 @@ from typing import Any
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler import decode, states
+from ..compiler import states
 from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.instructions import HeadExchange
@@ -41,9 +41,6 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
 """
 
-DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduces, @ gathers)
-"""
-
 AT_ONCE = "(kv(1) says what rank 1 does to a state in its runs of tokens; q(2)*kv(1): rank 2 folds that)"
 IN_ORDER = "(kv(2) is the state behind the first run of rank 1; q(4)*kv(2): the first run of rank 2 maps that)"
 STATES_LEGEND = """{}
@@ -69,7 +66,6 @@ def add_parser(commands: Any) -> None:
         "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
     )
     show.add_argument("--full", action="store_true", help="without a causal mask")
-    show.add_argument("--decode", action="store_true", help="a decode step, which is the same with every schedule")
     show.add_argument(
         "--states", choices=("delta", "decay"), help="layers with a state: delta rules, or Mamba-2's kind"
     )
@@ -113,12 +109,8 @@ def run(args: argparse.Namespace) -> None:
         given["rank_order"] = given["rank_order"][0]
     config = SequenceParallelConfig(**given)
     _check_limits(args)
-    if args.decode:
-        _check_depends(args, given, "decode", {"size", "comm_dtype"}, set())
-    elif args.states:
-        _check_depends(
-            args, given, "states", {"size", "layout", "ulysses", "recurrent_layers"}, {"documents", "states"}
-        )
+    if args.states:
+        _check_depends(args, given)
     elif args.documents:
         raise ConfigError("show takes --documents with --states alone; got no --states, say it too")
     config = config.resolve(args.size, heads=tuple(args.heads))
@@ -136,11 +128,7 @@ def run(args: argparse.Namespace) -> None:
     head_split = HeadSplit(ulysses_size, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     legend = LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1)
-    if args.decode:
-        recipe, shards, mask = decode.recipe(args.size), decode.shards(args.size, args.heads[0]), FULL
-        shape = local = shape_of(config.comm_dtype, "float32", 1, (1, 1, HEAD_DIM))
-        directions, legend = ("forward",), DECODE_LEGEND
-    elif args.states:
+    if args.states:
         segments, state_heads = _segments(args, config, shards)
         ulysses_size, head_split = 1, UNSPLIT
         transition, reach = HEAD_DIM**2 if args.states == "delta" else 1, segments.reach()
@@ -203,17 +191,14 @@ def _check_limits(args: argparse.Namespace) -> None:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
 
 
-def _check_depends(
-    args: argparse.Namespace, given: dict[str, Any], command: str, settings: set[str], options: set[str]
-) -> None:
-    """Raise ConfigError for options that a plan of decode steps or of states does not depend on."""
-    defaults = {"ulysses": 1, "overlap": False}
-    others = {name: getattr(args, name) for name in ("full", "seq", "documents", "states")}
-    others["direction"] = args.direction != "both"
+def _check_depends(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Raise ConfigError for options that a plan of states does not depend on."""
+    settings, defaults = {"size", "layout", "ulysses", "recurrent_layers"}, {"ulysses": 1, "overlap": False}
+    others = {"full": args.full, "seq": args.seq, "direction": args.direction != "both"}
     wrong = [name for name, value in given.items() if name not in settings and value != defaults.get(name)]
-    if wrong := [*wrong, *(name for name, value in others.items() if value and name not in options)]:
-        allowed = ", ".join(map(_flag, ["heads", *sorted((settings | options) - {command})]))
-        raise ConfigError(f"show --{command} takes {allowed} alone; got {', '.join(map(_flag, wrong))}, leave it out")
+    if wrong := [*wrong, *(name for name, value in others.items() if value)]:
+        allowed = ", ".join(map(_flag, ["heads", *sorted({*settings, "documents"})]))
+        raise ConfigError(f"show --states takes {allowed} alone; got {', '.join(map(_flag, wrong))}, leave it out")
 
 
 def _segments(args: argparse.Namespace, config: SequenceParallelConfig, shards: Shards) -> tuple[Segments, int]:

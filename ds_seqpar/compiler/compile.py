@@ -110,8 +110,7 @@ def _plan(
     recipe: Recipe, direction: str, block_mask: BlockMask, moving_side: str, sizes: tuple[tuple[str, int], ...]
 ) -> Plan:
     steps = recipe.schedule.build(recipe.topology, block_mask, direction, moving_side)
-    schedule = recipe.schedule
-    plan = Plan.of(schedule.name, direction, recipe.size, steps, schedule.blocks_per_rank, schedule.shares_queries)
+    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.blocks_per_rank)
     if not recipe.overlap:
         return plan
     # imported lazily: it imports the simulator too, which training without overlap does not need
@@ -296,7 +295,7 @@ class Compiler:
             ahead = self.receive_ahead if self.recipe.overlap else 0
             return lower(
                 schedule.name, direction, self.rank, self.recipe.size, steps, comm_in_accum_dtype,
-                schedule.blocks_per_rank, ahead, schedule.shares_queries,
+                schedule.blocks_per_rank, ahead,
             )  # fmt: skip
 
         return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)

@@ -130,8 +130,6 @@ class _Tracker:
     def assemble(self, instruction: op.Assemble) -> None:
         self.outs.pop(instruction.into, None)
         self.make(instruction.into)
-        if instruction.unit[0] in ACCUMULATORS[self.program.direction]:
-            self.results[instruction.unit] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)
 
     def export(self, instruction: op.Export) -> None:
         result = self.results.pop(instruction.unit, _Result())
@@ -141,8 +139,6 @@ class _Tracker:
         self.make(instruction.into)
 
     def fold(self, instruction: op.Fold) -> None:
-        if instruction.unit not in self.results:  # the first one is kept where it arrived
-            self.results[instruction.unit] = _Result(all_rows=True, in_accum_dtype=True, in_slot=True, end=INF)
         self.note(
             self.merging(self.bound.tokens(*instruction.unit), narrow=self.shape.comm_dtype != self.shape.accum_dtype)
         )

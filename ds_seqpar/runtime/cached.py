@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..compiler.decode import bound_decode
-from ..compiler.program.shape import shape_of
-from ..compiler.program.ulysses import SavedForBackward
+from ..compiler.program import instructions as op
+from ..compiler.schedules.actions import Gather
 from ..compiler.sharding.heads import check_heads
-from ..compiler.tiles.tiles import Tile
 from ..errors import InputError, SeqParError, as_seqpar_error
 from . import attention, input_checks
-from .buffers import Tensors, sum_dtype
-from .call_io import ForwardCall
+from .buffers import sum_dtype
 from .groups import check_thread
 from .input_checks import AttentionOptions, admit, check_kept, check_no_gradients, describe
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
-from .kernels.accumulate import Accumulator, merge_sinks_
 from .kernels.reference import attend as attend_densely
 from .runtime import Runtime, readable
-from .walk import Walk
-from .work import Forward
 
+STEP = "the all-gather of a decode step"
 Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys among those that are kept
 
 
@@ -43,28 +40,68 @@ def attend(
 def decode(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions, agreed: bool
 ) -> Tensor:
-    """Compute `SequenceParallel.decode_attention`."""
+    """Compute `SequenceParallel.decode_attention`.
+
+    All ranks have the queries, and attend with their own keys. Partial results are sent to all ranks, which merge them.
+    """
     runtime = runtime.one_ring
     if agreed:
         check_no_gradients(options.backward)
     else:
         _agree(runtime, q, k, v, counts, options)
-    rows, _, heads, dim = q.shape
-    scores = Scores(dim**-0.5 if options.scale is None else float(options.scale), float(options.softcap or 0.0))
-    shape = shape_of(
-        runtime.config.comm_dtype, str(sum_dtype(q.dtype)).removeprefix("torch."), rows, (1, 1, v.shape[3])
-    )
-    bound, kernel = bound_decode(runtime.size, runtime.rank, heads, shape), _kernel(runtime, q, k, scores.softcap)
-    local = readable({"q": q, "k": k, "v": v})
-    call = _DecodeCall(bound, kernel, scores, local, None, None, SavedForBackward.NOTHING, False)
-    call.work = _Decode(kernel, scores.scale, *local.values())
-    call.work.counts = [(0, k.shape[1])] * rows if counts is None else counts
-    call.work.softcap = scores.softcap
-    out, lse = Walk(bound, call, runtime.comm, runtime.observers).run()
-    out, lse = out.view(rows, 1, heads, -1), lse.view(rows, 1, heads)
-    if options.sinks is not None:
-        merge_sinks_(out, lse, options.sinks)
-    return out
+    q, k, v = readable({"q": q, "k": k, "v": v}).values()
+    scores = Scores(q.shape[3] ** -0.5 if options.scale is None else float(options.scale), float(options.softcap or 0))
+    kernel, autocast = _kernel(runtime, q, k, scores.softcap), torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        part = _part(kernel, scores, q, k, v, counts)
+    parts = runtime.comm.parts_of_all(part.view(-1), STEP).view(-1, *part.shape)
+    if not q.is_cpu:
+        for observer in runtime.observers:
+            observer.sent(q.device, _program(runtime.rank, runtime.size), [None], runtime.comm)
+    return _merged(parts, options.sinks).to(q.dtype)
+
+
+def _part(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None) -> Tensor:
+    """Return out and lse of a step's queries and this rank's keys, (rows, 1, heads, v_dim + 1) in the dtype of sums."""
+    if counts is None:
+        return _attend(kernel, scores, q, k, v)
+    parts, end = [], 0
+    for (first, last), rows in itertools.groupby(counts):
+        start, end = end, end + len([*rows])  # rows that have the same range of keys are computed together
+        parts.append(_attend(kernel, scores, q[start:end], *(x[start:end, first:last] for x in (k, v))))
+    return torch.cat(parts)
+
+
+def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return `_part` of rows over all of these keys."""
+    rows, keys, kv_heads, dim = k.shape
+    if not keys:
+        out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q.dtype))
+    elif v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
+        out, lse = attend_densely(q, k, v, False, *scores)
+    else:  # the queries of a key/value head are a tile's rows
+        out, lse = kernel.forward(q.reshape(rows, kv_heads, -1, dim).transpose(1, 2), k, v, False, scores.scale)
+        out, lse = out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:3])
+    return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+
+
+def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the output (rows, 1, heads, v_dim) of all ranks' parts (ranks, rows, 1, heads, v_dim + 1)."""
+    out, lses = parts.split([parts.shape[-1] - 1, 1], -1)
+    if sinks is not None:  # one more score, whose value is 0
+        lses = torch.cat([lses, sinks[:, None].to(lses.dtype).expand_as(lses[:1])])
+    weights = lses.softmax(0).nan_to_num_()  # NaN where there is no score
+    return (out * weights[: len(out)]).sum(0)
+
+
+@functools.cache
+def _program(rank: int, size: int) -> op.Program:
+    """Return what a device is given in a step, as the watchdog reads it."""
+    gather = Gather(ranks=tuple(range(size)), kind="out", keys=tuple((block,) for block in range(size)))
+    return op.Program(
+        name="decode", direction="forward", rank=rank, size=size, words=(), slots=(), frees=(),
+        code=(op.GatherStart(0, 0, gather, 0, 0), op.Wait(0, 0)),
+    )  # fmt: skip
 
 
 def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
@@ -106,42 +143,3 @@ def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:
             f"a decode step needs counts (first, end) for each of {len(q)} rows, ints within {k.shape[1]} kept keys; "
             f"got {counts!r:.80}"
         )
-
-
-class _DecodeCall(ForwardCall):
-    """A decode step: a `ForwardCall` whose tokens are query heads. Its results are out (B, Hq, 1, Dv) and lse."""
-
-    work: _Decode
-
-    def enter(self, head_chunk: int) -> _Decode:
-        return self.work
-
-
-class _Decode(Forward):
-    """The product of a decode step: q (B, 1, Hq, D) with the keys (B, n, Hkv, D) that this rank has kept."""
-
-    counts: Counts
-    softcap: float
-
-    def product(
-        self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
-    ) -> None:
-        runs, end = [], 0  # rows that have the same range of keys are computed together
-        for (first, last), rows in itertools.groupby(self.counts):
-            start, end = end, end + len([*rows])
-            runs.append(self.rows(q[0][start:end], *(x[start:end, first:last] for x in kv)))
-        part = runs[0] if len(runs) == 1 else tuple(map(torch.cat, zip(*runs, strict=True)))
-        results[0].add(part, launches[0].sides[0], q[0].shape[2])
-
-    def rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-        """Return (out, lse) of rows over all of these keys, with heads on dim 1."""
-        batch, _, heads, dim = q.shape
-        if not k.shape[1]:
-            lse = q.new_full((batch, heads, 1), -torch.inf, dtype=sum_dtype(q.dtype))
-            return q.new_zeros(batch, heads, 1, v.shape[3]), lse
-        if v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
-            out, lse = attend_densely(q, k, v, False, self.scale, self.softcap)
-            return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
-        tile = q.reshape(batch, k.shape[2], -1, dim).transpose(1, 2)
-        out, lse = self.kernel.forward(tile, k, v, False, self.scale)
-        return out.transpose(1, 2).reshape(batch, heads, 1, dim), lse.transpose(1, 2).reshape(batch, heads, 1)

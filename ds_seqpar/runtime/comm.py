@@ -52,10 +52,8 @@ class Comm(Protocol):
         """Return the CP ranks in the order that they have in a collective."""
         ...
 
-    def all_gather(
-        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
-    ) -> Handle:
-        """Start an all-gather of bytes.
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
+        """Start an all-gather of bytes, of which all ranks send as many.
 
         Args:
             ranks: the CP ranks that take part.
@@ -63,7 +61,6 @@ class Comm(Protocol):
             elements: how many elements arrive from other ranks, for counting.
             sent: this rank's bytes.
             received: filled with the bytes of all ranks, in `order`.
-            sizes: how many bytes each rank sends, in `order`.
         """
         ...
 
@@ -93,8 +90,12 @@ class Comm(Protocol):
         """
         ...
 
-    def parts_of_all(self, x: Tensor) -> Tensor:
-        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them."""
+    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them.
+
+        Args:
+            what: the operation, for errors.
+        """
         ...
 
 
@@ -285,14 +286,12 @@ def _all_to_all_over_gloo(
     return [*((work, ((rank - distance) % size, 1)) for distance, work in receives.items()), *sends]
 
 
-def _all_gather(received: Tensor, sent: Tensor, sizes: Sequence[int], group: Group) -> list[Started]:
+def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
     """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
-    if sent.device.type == "cpu":
-        return _all_to_all_over_gloo(received.split(list(sizes)), [sent] * len(sizes), group)
-    if len(set(sizes)) == 1:
+    if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
-    outgoing, repeated = [sent.numel()] * len(sizes), sent.repeat(len(sizes))
-    return [(dist.all_to_all_single(received, repeated, [*sizes], outgoing, group=group, async_op=True), None)]
+    parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
+    return _all_to_all_over_gloo(parts, [sent] * len(parts), group)
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
@@ -358,26 +357,24 @@ class TorchComm:
             handle.batch = [work for work, _ in works]
         return handle
 
-    def parts_of_all(self, x: Tensor) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
         group = self.groups.sp
         if group is None:
             return x[None]
         gathered = x.new_empty(dist.get_world_size(group), len(x))
-        with profiling.span("sum of keys over ranks"), explaining_failure("the sum of keys over ranks", group):
-            works = _all_gather(gathered.view(-1), x, [len(x)] * len(gathered), group)
-        Works("the sum of keys over ranks", group, works, [x, gathered]).wait()
+        with profiling.span(what.removeprefix("the ")), explaining_failure(what, group):
+            works = _all_gather(gathered.view(-1), x, group)
+        Works(what, group, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.collectives[ranks].order
 
-    def all_gather(
-        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sequence[int]
-    ) -> Handle:
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
         group = self.groups.collectives[ranks].group
         with explaining_failure("an all-gather", group):
-            works = _all_gather(received, sent, sizes, group)
+            works = _all_gather(received, sent, group)
         self._count(kind, elements, received.numel() - sent.numel())
         return Works("an all-gather", group, works, [sent, received])
 

@@ -282,7 +282,7 @@ def _made(walk: Walk, instruction: Any) -> Iterator[tuple[str, Tensor]]:
         names = [name for kind in ACCUMULATORS[walk.program.direction] for name in _fields(walk, kind)]
         yield from ((f"{label}'s {name}", x) for name, x in zip(names, walk.result, strict=True))
     units = [unit for unit, _ in instruction.results] if isinstance(instruction, op.Product) else []
-    units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold | op.Assemble) else []
+    units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold) else []
     for unit in units:
         if unit in walk.results:
             for name, x in zip(_fields(walk, unit[0]), walk.results[unit].written, strict=True):

@@ -130,7 +130,7 @@ class Groups:
             group, made = maker.own("layers with a state", range(size)) or group, maker.made
             _warm_up({group}, made)
         return dataclasses.replace(
-            self, made=tuple(made), inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
+            self, made=tuple(made), sp=group, inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
             cp_order=tuple(map(self.sp_order.index, range(size))), ulysses=None,
             collectives={tuple(range(size)): CollectiveGroup(group, self.sp_order)},
         )  # fmt: skip

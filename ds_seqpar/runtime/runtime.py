@@ -33,6 +33,7 @@ from .walk import Observer, Walk
 from .work import common_part, has_common, moments, takes_common_off
 
 ATTENTION = "attention"  # the name of a call in errors
+SUM = "the sum of keys over ranks"
 MOST_ADMITTED = 16  # keys of inputs that were checked
 
 
@@ -194,7 +195,7 @@ class Runtime:
             self.finite.begin(f"{name} (call {self.calls.count})", tensors, settings.scores, sinks)
         common = None
         if self.takes_common_off(q.dtype, settings):
-            common = common_part(self.comm.parts_of_all(moments(k)), k.shape[2])
+            common = common_part(self.comm.parts_of_all(moments(k), SUM), k.shape[2])
         results = self.forward_walk(q, k, v, sinks, settings, common).run()
         self.agree_on_finite()
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..compiler.compile import BoundProgram, side_of
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import LOCAL, Transfer, methods_of
 from ..compiler.program.ulysses import COUNTERS
-from ..compiler.schedules.actions import ACCUMULATORS, Unit
+from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
 from ..errors import CommunicationError
@@ -39,6 +40,14 @@ class Observer:
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
         """Called at the end of a walk, with the call's results; None where an error ended it."""
+
+    def sent(self, device: torch.device, program: op.Program, batches: list[Any], comm: Comm) -> None:
+        """Called where a device was given messages outside of a walk.
+
+        Args:
+            program: Says which.
+            batches: Of each wait in it, the works of its messages, or None.
+        """
 
 
 class Walk:
@@ -178,12 +187,10 @@ class Walk:
     def gather_start(self, instruction: op.GatherStart) -> None:
         gather, kind = instruction.collective, instruction.collective.kind
         elements, size = self.bound.unit_size(instruction.sent, kind, gather.key_of(self.program.rank))
-        keys = [gather.key_of(rank) for rank in self.comm.order(gather.ranks)]
-        counts, sizes = zip(*(self.bound.unit_size(instruction.received, kind, key) for key in keys), strict=True)
-        sent, received = self.buffers.raw(instruction.sent, size), self.buffers.raw(instruction.received, sum(sizes))
-        self.tickets[instruction.ticket] = self.comm.all_gather(
-            gather.ranks, kind, sum(counts) - elements, sent, received, sizes
-        )
+        sent = self.buffers.raw(instruction.sent, size)
+        received = self.buffers.raw(instruction.received, size * len(gather.ranks))
+        others = elements * (len(gather.ranks) - 1)
+        self.tickets[instruction.ticket] = self.comm.all_gather(gather.ranks, kind, others, sent, received)
 
     def assemble(self, instruction: op.Assemble) -> None:
         gather, kind, blocks = instruction.collective, instruction.collective.kind, instruction.collective.blocks
@@ -194,8 +201,6 @@ class Walk:
             for target, tensor in zip(whole, tensors, strict=True):
                 for rows, piece in _rows_and_pieces(target, tensor, self.rows(kind, blocks, key)):
                     rows.copy_(piece)
-        if kind in ACCUMULATORS[self.program.direction]:
-            self.accumulator((kind, blocks), instruction.into).add_(*whole)
 
     def product(self, instruction: op.Product) -> None:
         launches = self.bound.launches(instruction.q, instruction.kv)
@@ -259,7 +264,7 @@ class Walk:
         kind, key = instruction.unit
         accumulator = self.accumulator(instruction.unit, instruction.accumulator)
         for tensors in self.buffers.parts(instruction.received, kind, [key] * instruction.parts):
-            (accumulator.merge if accumulator.held else accumulator.add_)(*tensors)
+            accumulator.merge(*tensors)
 
     def finish(self, instruction: op.Finish) -> None:
         if self.program.blocks_per_rank == 1:

@@ -42,6 +42,7 @@ from ..compiler.schedules.actions import unit_name
 from ..config.settings import SequenceParallelConfig
 from ..errors import MOST_SHOWN, CommunicationError, ranks_in_words
 from . import groups, process_exit, waits
+from .comm import Comm
 from .log import log_once
 from .walk import Observer, Walk
 
@@ -128,9 +129,12 @@ class Watched(Observer):
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
         if results is not None and self.batches and (device := walk.call.device).type != "cpu":
-            event = torch.get_device_module(device).current_stream(device).record_event()
-            self.launched.append(Launched(event, walk.program, waits.call, walk.comm, self.batches))
+            self.sent(device, walk.program, self.batches, walk.comm)
         self.walk = waits.call = None
+
+    def sent(self, device: torch.device, program: Program, batches: list[Any], comm: Comm) -> None:
+        event = torch.get_device_module(device).current_stream(device).record_event()
+        self.launched.append(Launched(event, program, waits.call, comm, batches))
 
     def oldest_open(self) -> Launched | None:
         """Return the first walk that the device has not come to the end of."""

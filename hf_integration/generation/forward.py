@@ -28,6 +28,7 @@ from ds_seqpar.on_devices import to_device
 from ds_seqpar.runtime.input_checks import AttentionOptions, describe
 from ds_seqpar.runtime.kernels.accumulate import merge_
 
+from ..graph_breaks import between_graphs
 from ..look.facts import Facts, text_config
 from .cache import SERVES, Held, KeptTokens, Row, sharded, slices_of
 
@@ -134,6 +135,7 @@ class CachedForward:
 
     # ---- attention
 
+    @between_graphs
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None
     ) -> Tensor:
@@ -152,6 +154,8 @@ class CachedForward:
         if number == len(held):
             held.append(Held())
         attend = self._decode if self.is_decode else self._prefill
+        if not torch.is_grad_enabled():
+            return attend(held[number], q, k, v, options, chunk)
         with torch.no_grad():
             out = attend(held[number], q, k, v, options, chunk)
         return _WithoutGradient.apply(out, q, k, v)

@@ -355,7 +355,7 @@ def _attention(
     if not torch.compiler.is_compiling():
         sp.calls.layer = getattr(module, "layer_idx", None)
     if cached is not None:
-        return between_graphs(cached.attend)(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
+        return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
         return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None

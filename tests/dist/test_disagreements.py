@@ -115,7 +115,8 @@ def assert_told(sp, words_of=lambda number: ()):
 def test_every_rank_is_told_before_anything_is_computed_of_it(ulysses):
     sp = make(ulysses=ulysses)
     assert_told(sp)
-    assert len(sp.comm.parts_of_all(torch.tensor([sp.calls.count])).unique()) == 1  # which errors name calls by
+    counts = sp.comm.parts_of_all(torch.tensor([sp.calls.count]), "the counts")  # by which errors name calls
+    assert len(counts.unique()) == 1
     assert attention_error(sp) < 1e-10
 
 

@@ -164,6 +164,8 @@ def hang():
             work.wait()
         stuck = watched.oldest_open()
         texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches))))
+        sp.decode_attention(q[:, :1], q, q, agreed=True)
+        texts.append(watchdog._on_device(watched.launched[-1]))
         sp.close()
     return texts, sp.runtime.observers
 
@@ -231,7 +233,7 @@ def test_on_devices_that_are_not_there():
 
 def check_hangs(first, second):
     """Hosts have gone on, so only the device's event says that it hangs."""
-    (away, link, computes), left = first
+    (away, link, computes, decodes), left = first
     assert first == second
     *_, sentence = away.splitlines()
     words = (
@@ -244,6 +246,7 @@ def check_hangs(first, second):
         missing(sentence, "of ring forward, layer 18 for kv(", "with rank 0", "with rank 1", "a link is slow or") == []
     )
     assert computes == "has a device that does not end ring forward, layer 18"
+    assert decodes == "has a device that waits at step 0 of decode forward for Gather(out(0,1)) with"
     assert not left
 
 

@@ -77,7 +77,6 @@ def test_bytes_are_those_that_ranks_count_at_any_length(capsys, kind, ulysses, w
         (["--overlap"], "--overlap"),
         (["--schedule", "ring"], "--schedule"),
         (["--seq", 8], "--seq"),
-        (["--decode"], "--states"),
         (["--ulysses", 2], "--recurrent-layers"),
         (["--heads", 3, 3, "--ulysses", 2, "--recurrent-layers", "heads"], "3 heads"),
         (["--layout", "striped"], "consecutive"),

@@ -102,7 +102,7 @@ def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
     They are those of one Ulysses rank, since all Ulysses ranks do the same at the same time; head chunks are alike.
     """
     inner = [
-        lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.blocks_per_rank, 0, plan.shares_queries)
+        lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.blocks_per_rank)
         for rank, steps in enumerate(plan.ranks)
     ]
     ulysses_size, head_chunks, saved, overlap = head_split

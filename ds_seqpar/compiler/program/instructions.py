@@ -78,7 +78,7 @@ class GatherStart(NamedTuple):
 
 
 class Assemble(NamedTuple):
-    """Put a gathered operand, or the parts of an accumulator, in order of position."""
+    """Put a gathered operand in order of position."""
 
     step: int
     collective: Collective
@@ -137,7 +137,7 @@ class ScatterStart(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Merge the results that members of a collective sent into the accumulator of `unit`."""
+    """Merge the shards that the other members sent into the accumulator of `unit`."""
 
     step: int
     unit: Unit

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
 
 from ..schedules.actions import ACCUMULATORS, OPERANDS, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
-from ..sharding.layout import Key, keys_at_home
+from ..sharding.layout import Key, owned
 from . import instructions as op
 from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
@@ -23,7 +22,7 @@ UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 def lower(
     name: str, direction: str, rank: int, size: int, steps: Steps, comm_in_accum_dtype: bool, blocks_per_rank: int = 1,
-    ahead: int = 0, shares_queries: bool = False,
+    ahead: int = 0,
 ) -> Program:  # fmt: skip
     """Return the program of one rank.
 
@@ -33,10 +32,9 @@ def lower(
         blocks_per_rank: number of blocks that each rank owns.
         ahead: number of steps by which receives are posted early; 0 posts each in the step in which the message is
             sent.
-        shares_queries: see `schedules.base.Schedule`.
     """
-    home = {kind: keys_at_home(kind, rank, size, blocks_per_rank, shares_queries) for kind in UNIT_KINDS}
-    lowering = _Lowering(direction, rank, size * blocks_per_rank, comm_in_accum_dtype, home)
+    local = owned(rank, blocks_per_rank)
+    lowering = _Lowering(direction, rank, size * blocks_per_rank, comm_in_accum_dtype, local)
     for index, step in enumerate(steps):
         for due in range(index + ahead if index else 0, min(index + ahead + 1, len(steps))) if ahead else ():
             lowering.receive(index, due, steps[due])
@@ -55,16 +53,14 @@ def lower(
 class _Lowering:
     """Collects the instructions of one rank, step by step, with a separate buffer for every unit."""
 
-    def __init__(
-        self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, home: Mapping[str, list[Key]]
-    ) -> None:
+    def __init__(self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, local: Key) -> None:
         self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
-        self.blocks, self.home = blocks, home
+        self.blocks, self.local = blocks, local
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
         self.tickets = itertools.count()
         self.operands: dict[Unit, int] = {
-            (kind, key): local_slot(n) for kind in OPERANDS for n, key in enumerate(home[kind])
+            (kind, (block,)): local_slot(n) for kind in OPERANDS for n, block in enumerate(local)
         }
         self.messages: dict[Unit, int] = {}  # local operand -> the buffer that it is sent from
         self.results: dict[Unit, int] = {}  # accumulator -> its buffer
@@ -81,15 +77,8 @@ class _Lowering:
         started = [self.start_gather(index, gather) for gather in step.gathers]
         for start in started:  # all are started before the first wait
             gather = start.collective
-            if gather.kind in OPERANDS:
-                into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
-            else:
-                into = self.accumulator(gather.unit)
-            self.code.append(op.Wait(index, start.ticket))
-            if gather.merges:
-                self.code.append(op.Fold(index, gather.unit, start.received, into, len(gather.ranks)))
-            else:
-                self.code.append(op.Assemble(index, gather, start.received, into))
+            into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
+            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
             arrivals = self.transfer(index, (index, "operand", within), sends, moves)
@@ -130,7 +119,7 @@ class _Lowering:
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
-        local = [(kind, key) for kind in ACCUMULATORS[self.direction] for key in self.home[kind]]
+        local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
         # results to which nothing is added need slots too: those of an empty block, or of keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code
@@ -190,11 +179,9 @@ class _Lowering:
         return into
 
     def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
-        ticket, unit, is_operand = next(self.tickets), (gather.kind, gather.key_of(self.rank)), gather.kind in OPERANDS
-        sent = self.message(index, unit) if is_operand else self.export(index, unit)
-        contributed = tuple(block for key in gather.keys for block in key)
-        received = self.buffer(gather.kind, "operand" if is_operand else self.result_role, contributed)
-        start = op.GatherStart(index, ticket, gather, sent, received)
+        sent = self.message(index, (gather.kind, gather.key_of(self.rank)))
+        received = self.buffer(gather.kind, "operand", gather.blocks)
+        start = op.GatherStart(index, next(self.tickets), gather, sent, received)
         self.code.append(start)
         return start
 

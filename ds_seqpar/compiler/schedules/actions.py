@@ -4,10 +4,9 @@ Blocks are numbered by the CP rank that owns them. Where each rank owns one, blo
 `blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in the order of positions. A *key* is a sorted tuple of
 block numbers: one block, or blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan
 "q" means all tensors of a query block: q, the output's gradient, lse, delta). Accumulators are "out" in forward and
-"dq", "dkv" in backward. Where ranks share the queries, as in a decode step, each has those of all blocks from the start
-on as one operand, and at the end their results as one accumulator.
+"dq", "dkv" in backward.
 
-In one step a rank gathers, posts the step's operand moves and computes products. Then it merges the results
+In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
 that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
 `within` steps, 1 unless a pass sets another number. So operands are sent during the products of their own step, and
 results during those of the next.
@@ -78,7 +77,7 @@ class Collective:
 
     @property
     def blocks(self) -> Key:
-        return tuple(sorted({block for key in self.keys for block in key}))
+        return tuple(sorted(block for key in self.keys for block in key))
 
     @property
     def unit(self) -> Unit:
@@ -91,18 +90,13 @@ class Collective:
         """Return the number of blocks that a member receives."""
         return sum(map(len, self.keys)) - len(self.key_of(rank))
 
-    @property
-    def merges(self) -> bool:
-        """Whether members contribute the same blocks."""
-        return len(set(self.keys)) < len(self.keys)
-
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.kind}{name_of(self.blocks)})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """Every member ends with the operand, or the accumulator, of all blocks. Accumulators of the same are merged."""
+    """Every member ends with the operand of all blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

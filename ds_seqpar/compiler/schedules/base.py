@@ -77,7 +77,6 @@ class Schedule:
         default_layout: The layout of "auto".
         moving_sides: The sides that it can move; "auto" takes the one that sends fewer bytes.
         can_compute: (q block, kv block) -> whether it can compute that product at all.
-        shares_queries: Whether every rank has the queries of all blocks at the start, and all results at the end.
         collective_axes: The axes along which it gathers and reduces, which need process groups.
         digest: Of a file's plans: what ranks compare beside the name.
         ring_axes: The axes of transfers between neighbors. Rank orders put these or `collective_axes` into a node.
@@ -97,7 +96,6 @@ class Schedule:
     default_layout: str = "balanced"
     moving_sides: tuple[str, ...] = MOVING_SIDES
     can_compute: Callable[[int, int], bool] = lambda q, kv: True
-    shares_queries: bool = False
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
     digest: str = ""

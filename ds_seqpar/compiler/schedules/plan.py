@@ -71,17 +71,11 @@ class Plan:
     direction: str  # "forward" or "backward"
     ranks: tuple[Steps, ...]  # ranks[p]: the steps of rank p, as many on each
     blocks_per_rank: int = 1  # number of blocks that each rank owns
-    shares_queries: bool = False  # see `base.Schedule`
 
     @classmethod
-    def of(
-        cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1,
-        shares_queries: bool = False,
-    ) -> Plan:  # fmt: skip
+    def of(cls, name: str, direction: str, size: int, steps: StepsOf, blocks_per_rank: int = 1) -> Plan:
         ranks = tuple(map(steps, range(size)))
-        return cls(
-            name=name, direction=direction, ranks=ranks, blocks_per_rank=blocks_per_rank, shares_queries=shares_queries
-        )
+        return cls(name=name, direction=direction, ranks=ranks, blocks_per_rank=blocks_per_rank)
 
     @property
     def size(self) -> int:

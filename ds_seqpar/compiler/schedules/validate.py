@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from ...errors import PlanError
-from ..sharding.layout import Key, keys_at_home
-from .actions import ACCUMULATORS, OPERANDS, Action, Collective, Gather, Move, Step, Unit, name_of, unit_name
+from ..sharding.layout import Key, owned
+from .actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
 from .plan import Plan
 
 Products = set[tuple[int, int]]  # (q block, kv block)
@@ -43,7 +43,7 @@ class _Validator:
         self.plan, self.needed, self.kinds = plan, needed, ACCUMULATORS[plan.direction]
         self.step = 0
         self.operands: list[set[Unit]] = [
-            {(kind, key) for kind in OPERANDS for key in self.at_home(kind, rank)} for rank in range(plan.size)
+            {(kind, (block,)) for kind in OPERANDS for block in self.owned(rank)} for rank in range(plan.size)
         ]
         self.results: list[dict[Unit, Products]] = [defaultdict(set) for _ in range(plan.size)]
         # step -> operands that are due at its end, and results that are due in it
@@ -51,8 +51,8 @@ class _Validator:
         self.merging: dict[int, list[tuple[Move, Products]]] = defaultdict(list)
         self.done: Products = set()
 
-    def at_home(self, kind: str, rank: int) -> list[Key]:
-        return keys_at_home(kind, rank, self.plan.size, self.plan.blocks_per_rank, self.plan.shares_queries)
+    def owned(self, rank: int) -> Key:
+        return owned(rank, self.plan.blocks_per_rank)
 
     def fail(self, rank: int, message: str) -> NoReturn:
         raise PlanError(f"rank {rank}, step {self.step}: {message}\n{self.plan.around(self.step, rank)}")
@@ -108,9 +108,6 @@ class _Validator:
 
     def gather(self, rank: int, step: Step) -> None:
         for gather in step.gathers:
-            if gather.kind in self.kinds:
-                self.collect(rank, gather)
-                continue
             for member in gather.ranks:
                 self.check_present(
                     self.operands[member], (gather.kind, gather.key_of(member)), member, f"{gather} needs"
@@ -159,21 +156,14 @@ class _Validator:
 
     def reduce(self, rank: int, step: Step) -> None:
         for reduce in step.reduces:
-            self.collect(rank, reduce)
-
-    def collect(self, rank: int, collective: Collective) -> None:
-        """Merge or gather the results of a collective's members, once."""
-        if rank != collective.ranks[0]:
-            return
-        kind, blocks, gathers = collective.kind, collective.blocks, isinstance(collective, Gather)
-        products: Products = set()
-        for member in collective.ranks:
-            unit = kind, collective.key_of(member) if gathers else blocks
-            self.check_present(self.results[member], unit, member, f"{collective} needs")
-            products |= self.results[member].pop(unit)
-        for member in collective.ranks:
-            key = blocks if gathers else collective.key_of(member)
-            self.results[member][kind, key] |= {p for p in products if p[kind == "dkv"] in key}
+            if rank != reduce.ranks[0]:  # once for all members
+                continue
+            products: Products = set()
+            for member in reduce.ranks:
+                self.check_present(self.results[member], reduce.unit, member, f"{reduce} needs")
+                products |= self.results[member].pop(reduce.unit)
+            for member, key in zip(reduce.ranks, reduce.keys, strict=True):
+                self.results[member][reduce.kind, key] |= {p for p in products if p[reduce.kind == "dkv"] in key}
 
     def check_results(self) -> None:
         """Fail unless every needed product is done and is in the results on its owners, and nowhere else."""
@@ -181,13 +171,12 @@ class _Validator:
             self.merge(due)
         if missing := self.needed - self.done:
             self.fail(min(missing)[0] // self.plan.blocks_per_rank, f"the product {_text(missing)} is missing")
-        expected: dict[tuple[str, int], Products] = defaultdict(set)
+        expected: dict[Unit, Products] = defaultdict(set)
         for product, kind in itertools.product(self.done, self.kinds):
-            expected[kind, product[kind == "dkv"]].add(product)
+            expected[kind, (product[kind == "dkv"],)].add(product)
         for rank in range(self.plan.size):
-            for unit in ((kind, key) for kind in self.kinds for key in self.at_home(kind, rank)):
-                home = set().union(*(expected[unit[0], block] for block in unit[1]))
-                if absent := home - self.results[rank].pop(unit, set()):
+            for unit in itertools.product(self.kinds, ((block,) for block in self.owned(rank))):
+                if absent := expected[unit] - self.results[rank].pop(unit, set()):
                     self.fail(rank, f"{unit_name(unit)} is not home: products {_text(absent)} are not in it")
             for kind, key in self.results[rank]:
                 self.fail(rank, f"{kind}{name_of(key)} is left over and never sent home")

@@ -227,13 +227,6 @@ def owned(rank: int, blocks_per_rank: int) -> Key:
     return tuple(range(rank * blocks_per_rank, (rank + 1) * blocks_per_rank))
 
 
-def keys_at_home(kind: str, rank: int, size: int, blocks_per_rank: int, shares_queries: bool) -> list[Key]:
-    """Return the keys of the units of a kind that a rank has at the start, or of results at the end."""
-    if shares_queries and kind in ("q", "out"):
-        return [tuple(range(size * blocks_per_rank))]
-    return [(block,) for block in owned(rank, blocks_per_rank)]
-
-
 def owner(block: int, blocks_per_rank: int) -> int:
     """Return the rank that owns a block."""
     return block // blocks_per_rank
