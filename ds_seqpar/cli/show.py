@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +10,17 @@ from typing import Any
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler import decode, states
+from ..compiler import decode
 from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.instructions import HeadExchange
 from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.program.ulysses import PER_ROW, SIDE, UNSPLIT, Heads, HeadSplit, SavedForBackward, UlyssesGroup
+from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
 from ..compiler.schedules import SCHEDULES, settings
-from ..compiler.schedules.plan import Plan
 from ..compiler.schedules.validate import validate
-from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
-from ..compiler.sharding.layout import LAYOUTS, multiple, owned
+from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.segments import Segments, segments_of
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.launches import PLAIN_KERNEL
 from ..compiler.tiles.tiles import tiles
@@ -42,13 +38,6 @@ GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: ra
 """
 
 DECODE_LEGEND = """(a block of queries is a share of the heads, kv(1) all keys that rank 1 keeps; % reduces, @ gathers)
-"""
-
-AT_ONCE = "(kv(1) says what rank 1 does to a state in its runs of tokens; q(2)*kv(1): rank 2 folds that)"
-IN_ORDER = "(kv(2) is the state behind the first run of rank 1; q(4)*kv(2): the first run of rank 2 maps that)"
-STATES_LEGEND = """{}
-ranks of the runs, in order of position: {}
-a rank receives at most {:,} bytes, whatever the runs' lengths are
 """
 
 
@@ -70,10 +59,6 @@ def add_parser(commands: Any) -> None:
     )
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--decode", action="store_true", help="a decode step, which is the same with every schedule")
-    show.add_argument(
-        "--states", choices=("delta", "decay"), help="layers with a state: delta rules, or Mamba-2's kind"
-    )
-    show.add_argument("--documents", type=int, nargs="+", metavar="N", help="tokens of each, for --states")
     show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
@@ -94,7 +79,6 @@ def _settings_options() -> dict[str, dict[str, Any]]:
         "overlap": {"action": "store_true", "help": "order products as operands arrive"},
         "rank_order": {"nargs": "+", "help": f"one of {', '.join(RANK_ORDERS)}, or axes"},
         "comm_dtype": {"help": f"one of {', '.join(COMM_DTYPES)}"},
-        "recurrent_layers": {"help": "heads or states, for --states with --ulysses"},
     }
     options |= {name: {"help": f"one of {', '.join(ROTATES)}"} for name in ("rotate_forward", "rotate_backward")}
     for name, (setting, schedule) in settings().items():
@@ -114,13 +98,7 @@ def run(args: argparse.Namespace) -> None:
     config = SequenceParallelConfig(**given)
     _check_limits(args)
     if args.decode:
-        _check_depends(args, given, "decode", {"size", "comm_dtype"}, set())
-    elif args.states:
-        _check_depends(
-            args, given, "states", {"size", "layout", "ulysses", "recurrent_layers"}, {"documents", "states"}
-        )
-    elif args.documents:
-        raise ConfigError("show takes --documents with --states alone; got no --states, say it too")
+        _check_decode_depends(args, given)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
@@ -140,20 +118,6 @@ def run(args: argparse.Namespace) -> None:
         recipe, shards, mask = decode.recipe(args.size), decode.shards(args.size, args.heads[0]), FULL
         shape = local = shape_of(config.comm_dtype, "float32", 1, (1, 1, HEAD_DIM))
         directions, legend = ("forward",), DECODE_LEGEND
-    elif args.states:
-        segments, state_heads = _segments(args, config, shards)
-        ulysses_size, head_split = 1, UNSPLIT
-        transition, reach = HEAD_DIM**2 if args.states == "delta" else 1, segments.reach()
-        shape = states.shape_of_states("float32", 1, state_heads * HEAD_DIM**2, state_heads * transition)
-        ordered = states.go_in_order(reach, segments.most_runs, shape.run_bytes)
-        shape = local = dataclasses.replace(shape, transition=0) if ordered else shape
-        recipe, mask = states.recipe(len(segments.numbers), ordered), Mask(window=2 if ordered else reach + 1)
-        shards = (segments.blocks if ordered else segments.shards)[0]
-        plan = recipe.plan("forward", block_mask_of(mask, shards), shape)
-        directions, legend = (
-            ("forward",),
-            STATES_LEGEND.format(IN_ORDER if ordered else AT_ONCE, *_passed(plan, shards, shape)),
-        )
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
     for index, direction in enumerate(directions):
@@ -176,8 +140,7 @@ def run(args: argparse.Namespace) -> None:
         print(plan.table())
         timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (head_chunks * bound)
-        if not args.states:
-            print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
+        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
         print(legend if index == 0 else "")
         if args.program is not None:
             ulysses_group = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first_chunk.counts, ulysses_size))
@@ -203,41 +166,16 @@ def _check_limits(args: argparse.Namespace) -> None:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
 
 
-def _check_depends(
-    args: argparse.Namespace, given: dict[str, Any], command: str, settings: set[str], options: set[str]
-) -> None:
-    """Raise ConfigError for options that a plan of decode steps or of states does not depend on."""
-    defaults = {"ulysses": 1, "overlap": False}
-    others = {name: getattr(args, name) for name in ("full", "seq", "documents", "states")}
+def _check_decode_depends(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Raise ConfigError for options that a plan of decode steps does not depend on."""
+    others = {name: getattr(args, name) for name in ("full", "seq")}
     others["direction"] = args.direction != "both"
-    wrong = [name for name, value in given.items() if name not in settings and value != defaults.get(name)]
-    if wrong := [*wrong, *(name for name, value in others.items() if value and name not in options)]:
-        allowed = ", ".join(map(_flag, ["heads", *sorted((settings | options) - {command})]))
-        raise ConfigError(f"show --{command} takes {allowed} alone; got {', '.join(map(_flag, wrong))}, leave it out")
-
-
-def _segments(args: argparse.Namespace, config: SequenceParallelConfig, shards: Shards) -> tuple[Segments, int]:
-    """Return the segments of the ranks that pass states on, and the heads of which each has a state."""
-    (heads, _), size, way = args.heads, config.ulysses, config.recurrent_layers
-    if size > 1 and (way == "auto" or (way == "heads" and heads % size)):
+    allowed = {"size": args.size, "comm_dtype": args.comm_dtype, "ulysses": 1, "overlap": False}
+    wrong = [name for name, value in given.items() if name not in allowed or value != allowed[name]]
+    if wrong := [*wrong, *(name for name, value in others.items() if value)]:
         raise ConfigError(
-            f"show --states with ulysses {size} needs --recurrent-layers heads, with heads that ulysses divides, or "
-            f"--recurrent-layers states; got {way} and {heads} heads"
+            f"show --decode takes --comm-dtype, --heads, --size alone; got {', '.join(map(_flag, wrong))}, leave it out"
         )
-    if args.documents:
-        shards = shards_of(config.layout, tuple(args.documents), shards.size)
-    exchanges = way == "heads" and size > 1
-    documents = Mask.documents_of(args.documents or ())
-    return segments_of(shards, documents, None if exchanges else size), heads // size if exchanges else heads
-
-
-def _passed(plan: Plan, shards: Shards, shape: Shape) -> tuple[str, int]:
-    """Return (the rank of each run in order of position, the most bytes that a rank receives)."""
-    ranks, unit = range(plan.size), shape.bytes_per_token("forward")["kv"]
-    runs = sorted((x.start, rank) for rank in ranks for x in shards.runs("kv", owned(rank, shards.blocks_per_rank)))
-    moves = [move for steps in plan.ranks for step in steps for move in step.moves]
-    received = [sum(shards.tokens("kv", move.key) for move in {*moves} if move.dst == rank) for rank in ranks]
-    return " ".join(str(rank) for _, rank in runs), max(received) * unit
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:

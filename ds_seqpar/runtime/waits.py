@@ -10,9 +10,11 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ..errors import SeqParError
@@ -81,6 +83,13 @@ class Launched(NamedTuple):
 # those that nobody has seen to end, the oldest first; None: nobody looks
 launched: deque[Launched] | None = None
 MOST_LAUNCHED = 4096
+
+
+def mark_end(device: torch.device, program: Any, batches: list[Any], comm: Any) -> None:
+    """Let the watchdog see when a device has done a walk. The arguments: as of `Launched`."""
+    if launched is not None:
+        event = torch.get_device_module(device).current_stream(device).record_event()
+        launched.append(Launched(event, program, call, walks, batches, weakref.ref(comm)))
 
 
 def oldest_open() -> Launched | None:

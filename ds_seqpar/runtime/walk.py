@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,8 +65,8 @@ class Walk:
                     self.run_labelled()
                 while self.at < count:
                     self.advance()
-                if self.batches and waits.launched is not None:
-                    self.mark_end(waits.launched, self.batches)
+                if self.batches:
+                    waits.mark_end(self.call.device, self.program, self.batches, self.comm)
                 waits.walks += 1
                 return self.call.results()
         except Exception as error:
@@ -81,12 +79,6 @@ class Walk:
             raise
         finally:
             waits.walk = waits.call = None
-
-    def mark_end(self, launched: deque[waits.Launched], batches: list[Any]) -> None:
-        """Let the watchdog see when the device has done this walk."""
-        event = torch.get_device_module(self.call.device).current_stream(self.call.device).record_event()
-        of_comm = weakref.ref(self.comm)
-        launched.append(waits.Launched(event, self.program, waits.call, waits.walks, batches, of_comm))
 
     def run_labelled(self) -> None:
         """Execute all instructions, with a label for each in the profiler's trace, inside one for the program."""

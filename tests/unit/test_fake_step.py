@@ -169,9 +169,10 @@ def of_nccl():
 
 def hang():
     """What is said of a device that does not end what its host has launched: while another rank's host stays away; and
-    once it has come, but its device ends nothing either. What is said of a device that has all messages."""
+    once it has come, but its device ends nothing either. What is said of a device that has all messages; and of one
+    in a layer with a state."""
     from ds_seqpar import compat
-    from ds_seqpar.runtime import waits, watchdog
+    from ds_seqpar.runtime import recurrence, waits, watchdog
     from tests.stand_in.streams import Streams
 
     settings = {"size": 2, "ulysses": 1, "schedule": "ring", "watchdog": "report", "watchdog_s": 1.0}
@@ -212,6 +213,9 @@ def hang():
             work.wait()
         stuck = waits.oldest_open()
         texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches)))[0])
+        waits.launched.clear()
+        recurrence.causal_conv(sp.runtime, lambda x: x, torch.empty(1, 24, 8, device=sp.device), kernel_size=4)
+        texts.append(watchdog._on_device(waits.oldest_open())[0].partition(" for ")[0])
         sp.close()
     return texts, waits.launched
 
@@ -287,7 +291,7 @@ def test_on_devices_that_are_not_there():
 
 def check_hangs(first, second):
     """Hosts have gone on, so only the device's event says that it hangs."""
-    (away, link, computes), left = first
+    (away, link, computes, state), left = first
     assert first == second
     *_, sentence = away.splitlines()
     words = (
@@ -298,6 +302,7 @@ def check_hangs(first, second):
     *_, sentence = link.splitlines()
     assert missing(sentence, "of ring forward, layer 18 for kv(", "come to it too: the link between ranks 0-1 is") == []
     assert computes == "has a device that does not end ring forward, layer 18"
+    assert missing(state, "waits at step 0 of states forward, call 4") == []
     assert not left
 
 
