@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..compiler.sharding.heads import MessageLayout, message_layout
 from ..compiler.sharding.segments import Segment, Segments, received_bytes, segments_of
 from ..compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
 from ..errors import SECTION, ConfigError
-from .buffers import Tensors, sum_dtype
+from .buffers import Tensors, join_out, pack_in, split_in, sum_dtype, unpack_out
 from .precision import all_digits
 from .runtime import Runtime
 from .states import Entering, Tied
@@ -101,7 +102,6 @@ def recurrence(
         return _recurrence(runtime.one_ring, segments, function, tokens, parameters, cell)
     size, rank = runtime.ulysses
     counts = tokens_by_ulysses_rank(shards, "q", runtime.rank, size)
-    tokens = [x if x.shape[2] % size == 0 else x.repeat_interleave(size // x.shape[2], dim=2) for x in tokens]
     tokens = exchange_heads(runtime, tokens, counts, inward=True)
     parameters = [x[rank * len(x) // size : (rank + 1) * len(x) // size] for x in parameters]
     segments = segments_of(shards, documents, None)
@@ -223,7 +223,8 @@ def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence
 
     Args:
         runtime: This rank's.
-        tensors: What is exchanged. Tensors of one dtype go in one message.
+        tensors: What is exchanged. Tensors of one dtype go in one message. Where there are fewer heads than Ulysses
+            ranks, each of these gets the one that its share of more heads would read.
         tokens: Of each Ulysses rank.
         inward: The direction.
     """
@@ -242,37 +243,30 @@ class ExchangeHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
         runtime.calls.follow(HEADS, xs[0].shape)
-        ctx.exchange = runtime, tokens, inward
-        return _exchanged(runtime, tokens, inward, xs)
+        size, rank = runtime.ulysses
+        totals = tuple(x.shape[2] if inward else x.shape[2] * size for x in xs)
+        layout = message_layout(totals, tuple(x.shape[3] for x in xs), None, len(xs[0]), tokens, rank)
+        ctx.exchange = runtime, layout, inward
+        return _exchanged(runtime, layout, inward, xs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple:
-        runtime, tokens, inward = ctx.exchange
+        runtime, layout, inward = ctx.exchange
         runtime.calls.enter(overlap=True)
-        return None, None, None, *_exchanged(runtime, tokens, not inward, grads)
+        return None, None, None, *_exchanged(runtime, layout, not inward, grads)
 
 
-def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tensors) -> Tensors:
-    size, rank = runtime.ulysses
-    batch, dims = len(xs[0]), [x.shape[3] for x in xs]
-    # no -1 in shapes: there may be no token
+def _exchanged(runtime: Runtime, layout: MessageLayout, inward: bool, xs: Tensors) -> Tensors:
+    outgoing, incoming = layout.sizes(inward)
     if inward:
-        parts = [x.reshape(batch, tokens[rank], size, x.shape[2] * x.shape[3] // size).permute(2, 1, 0, 3) for x in xs]
+        pack_in(xs, layout, sent := xs[0].new_empty(sum(outgoing)))
     else:
-        parts = [x.flatten(2).transpose(0, 1) for x in xs]
-    widths = [x.shape[-1] for x in parts]
-    of_rank = [batch * sum(widths) * count for count in tokens]
-    sizes = [of_rank[rank]] * size, of_rank
-    sent = torch.cat(parts, -1).view(-1)
-    received = sent.new_empty(sum(sizes[inward]))
-    runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
+        sent = join_out(xs).contiguous().view(-1)
+    received = sent.new_empty(sum(incoming))
+    runtime.comm.exchange(COUNTED, sent, received, (outgoing, incoming)).wait()
     runtime.journal.before_waiting()
-    if inward:
-        arrived = received.view(sum(tokens), batch, sum(widths)).split(widths, -1)
-        return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
-    arrived = received.view(size, tokens[rank], batch, sum(widths)).split(widths, -1)
-    return tuple(x.permute(2, 1, 0, 3).flatten(2).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
+    return tuple(split_in(received, layout) if inward else unpack_out(received, layout))
 
 
 # ---- segments
