@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +10,16 @@ from typing import Any
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler import states
 from ..compiler.compile import Compiler, block_mask_of
 from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.instructions import HeadExchange
 from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.program.ulysses import PER_ROW, SIDE, UNSPLIT, Heads, HeadSplit, SavedForBackward, UlyssesGroup
+from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
 from ..compiler.schedules import SCHEDULES, settings
-from ..compiler.schedules.plan import Plan
 from ..compiler.schedules.validate import validate
-from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
-from ..compiler.sharding.layout import LAYOUTS, multiple, owned
+from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.segments import Segments, segments_of
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.launches import PLAIN_KERNEL
 from ..compiler.tiles.tiles import tiles
@@ -39,13 +34,6 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 
 
 GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
-"""
-
-AT_ONCE = "(kv(1) says what rank 1 does to a state in its runs of tokens; q(2)*kv(1): rank 2 folds that)"
-IN_ORDER = "(kv(2) is the state behind the first run of rank 1; q(4)*kv(2): the first run of rank 2 maps that)"
-STATES_LEGEND = """{}
-ranks of the runs, in order of position: {}
-a rank receives at most {:,} bytes, whatever the runs' lengths are
 """
 
 
@@ -66,10 +54,6 @@ def add_parser(commands: Any) -> None:
         "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
     )
     show.add_argument("--full", action="store_true", help="without a causal mask")
-    show.add_argument(
-        "--states", choices=("delta", "decay"), help="layers with a state: delta rules, or Mamba-2's kind"
-    )
-    show.add_argument("--documents", type=int, nargs="+", metavar="N", help="tokens of each, for --states")
     show.add_argument("--plan", action="store_true", help='print the plan alone, for "schedule": "file:PATH"')
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one CP rank executes")
     show.add_argument(
@@ -90,7 +74,6 @@ def _settings_options() -> dict[str, dict[str, Any]]:
         "overlap": {"action": "store_true", "help": "order products as operands arrive"},
         "rank_order": {"nargs": "+", "help": f"one of {', '.join(RANK_ORDERS)}, or axes"},
         "comm_dtype": {"help": f"one of {', '.join(COMM_DTYPES)}"},
-        "recurrent_layers": {"help": "heads or states, for --states with --ulysses"},
     }
     options |= {name: {"help": f"one of {', '.join(ROTATES)}"} for name in ("rotate_forward", "rotate_backward")}
     for name, (setting, schedule) in settings().items():
@@ -109,10 +92,6 @@ def run(args: argparse.Namespace) -> None:
         given["rank_order"] = given["rank_order"][0]
     config = SequenceParallelConfig(**given)
     _check_limits(args)
-    if args.states:
-        _check_depends(args, given)
-    elif args.documents:
-        raise ConfigError("show takes --documents with --states alone; got no --states, say it too")
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
@@ -128,20 +107,6 @@ def run(args: argparse.Namespace) -> None:
     head_split = HeadSplit(ulysses_size, head_chunks, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     legend = LEGEND + GROUPS.format(ulysses_size, config.size) * (ulysses_size > 1)
-    if args.states:
-        segments, state_heads = _segments(args, config, shards)
-        ulysses_size, head_split = 1, UNSPLIT
-        transition, reach = HEAD_DIM**2 if args.states == "delta" else 1, segments.reach()
-        shape = states.shape_of_states("float32", 1, state_heads * HEAD_DIM**2, state_heads * transition)
-        ordered = states.go_in_order(reach, segments.most_runs, shape.run_bytes)
-        shape = local = dataclasses.replace(shape, transition=0) if ordered else shape
-        recipe, mask = states.recipe(len(segments.numbers), ordered), Mask(window=2 if ordered else reach + 1)
-        shards = (segments.blocks if ordered else segments.shards)[0]
-        plan = recipe.plan("forward", block_mask_of(mask, shards), shape)
-        directions, legend = (
-            ("forward",),
-            STATES_LEGEND.format(IN_ORDER if ordered else AT_ONCE, *_passed(plan, shards, shape)),
-        )
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} CP ranks from 0 on; got {args.program}")
     for index, direction in enumerate(directions):
@@ -164,8 +129,7 @@ def run(args: argparse.Namespace) -> None:
         print(plan.table())
         timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (head_chunks * bound)
-        if not args.states:
-            print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
+        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
         print(legend if index == 0 else "")
         if args.program is not None:
             ulysses_group = UlyssesGroup(ulysses_size, busiest_ulysses_rank(*first_chunk.counts, ulysses_size))
@@ -189,40 +153,6 @@ def _check_limits(args: argparse.Namespace) -> None:
     limits.check_followed(cp_size, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")
-
-
-def _check_depends(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Raise ConfigError for options that a plan of states does not depend on."""
-    settings, defaults = {"size", "layout", "ulysses", "recurrent_layers"}, {"ulysses": 1, "overlap": False}
-    others = {"full": args.full, "seq": args.seq, "direction": args.direction != "both"}
-    wrong = [name for name, value in given.items() if name not in settings and value != defaults.get(name)]
-    if wrong := [*wrong, *(name for name, value in others.items() if value)]:
-        allowed = ", ".join(map(_flag, ["heads", *sorted({*settings, "documents"})]))
-        raise ConfigError(f"show --states takes {allowed} alone; got {', '.join(map(_flag, wrong))}, leave it out")
-
-
-def _segments(args: argparse.Namespace, config: SequenceParallelConfig, shards: Shards) -> tuple[Segments, int]:
-    """Return the segments of the ranks that pass states on, and the heads of which each has a state."""
-    (heads, _), size, way = args.heads, config.ulysses, config.recurrent_layers
-    if size > 1 and (way == "auto" or (way == "heads" and heads % size)):
-        raise ConfigError(
-            f"show --states with ulysses {size} needs --recurrent-layers heads, with heads that ulysses divides, or "
-            f"--recurrent-layers states; got {way} and {heads} heads"
-        )
-    if args.documents:
-        shards = shards_of(config.layout, tuple(args.documents), shards.size)
-    exchanges = way == "heads" and size > 1
-    documents = Mask.documents_of(args.documents or ())
-    return segments_of(shards, documents, None if exchanges else size), heads // size if exchanges else heads
-
-
-def _passed(plan: Plan, shards: Shards, shape: Shape) -> tuple[str, int]:
-    """Return (the rank of each run in order of position, the most bytes that a rank receives)."""
-    ranks, unit = range(plan.size), shape.bytes_per_token("forward")["kv"]
-    runs = sorted((x.start, rank) for rank in ranks for x in shards.runs("kv", owned(rank, shards.blocks_per_rank)))
-    moves = [move for steps in plan.ranks for step in steps for move in step.moves]
-    received = [sum(shards.tokens("kv", move.key) for move in {*moves} if move.dst == rank) for rank in ranks]
-    return " ".join(str(rank) for _, rank in runs), max(received) * unit
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:

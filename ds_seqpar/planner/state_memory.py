@@ -9,9 +9,8 @@ from typing import NamedTuple
 from ..compiler.program.shape import ITEMSIZE
 from ..compiler.sharding.balance import shards_of
 from ..compiler.sharding.layout import multiple
-from ..compiler.sharding.segments import segments_of
+from ..compiler.sharding.segments import received_bytes, segments_of
 from ..compiler.sharding.shards import EvenShards, Shards
-from ..compiler.states import received_bytes
 from .attention_memory import tokens_on_rank
 from .request import TrainingStep
 

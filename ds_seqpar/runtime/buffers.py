@@ -4,8 +4,8 @@ Each slot is one buffer of bytes, viewed as the tensors of the unit that it hold
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
 functions here fill and read its messages; `comm` sends them. The first dimension of a message is tokens, and the heads
-of q, k and v of one token are neighbors. So the Ulysses ranks' messages, one after another, are the CP rank's (tokens,
-batch, heads, D) without a copy, and q, k and v are views. A tensor is copied once into a message; outward, once out of
+of all tensors of one token are neighbors. So the Ulysses ranks' messages, one after another, are the CP rank's (tokens,
+batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message; outward, once out of
 one.
 
 `compiler.sharding.heads` says which Ulysses rank gets which heads. One copy serves a group of neighboring Ulysses ranks
@@ -15,7 +15,6 @@ need (ulysses_size > Hkv) is sent to exactly those, and its gradients are summed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from ..compiler.compile import BoundProgram
 from ..compiler.program.shape import FieldLocation
 from ..compiler.schedules.actions import Unit
-from ..compiler.sharding.heads import HeadShares
+from ..compiler.sharding.heads import MessageLayout
 from ..compiler.sharding.layout import Key
 
 Tensors = tuple[Tensor, ...]
@@ -98,27 +97,30 @@ def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
 # ---- heads, as an exchange sends them
 
 
-def _views_of_groups(buffer: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
-    """Return, for each group of Ulysses ranks, views (Ulysses ranks, s, B, h, D) of each tensor in a message
+def _views_of_groups(buffer: Tensor, layout: MessageLayout) -> list[tuple[Tensor, ...]]:
+    """Return, for each group of Ulysses ranks, views (Ulysses ranks, s, B, h * D) of each tensor in a message
     (elements,) of local tokens."""
-    shapes = [(group.ranks, tokens, batch, sum(group.heads), dim) for group in shares.groups]
-    group_buffers = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)
-    pieces = zip(group_buffers, shapes, shares.groups, strict=True)
-    return [group_buffer.view(shape).split(group.heads, dim=3) for group_buffer, shape, group in pieces]
+    tokens, views_of_groups, start = layout.tokens[layout.rank], [], 0
+    for group in layout.shares.groups:
+        rows = [heads * dim for heads, dim in zip(group.heads, layout.widths, strict=True)]
+        end = start + group.ranks * tokens * layout.batch * sum(rows)
+        views_of_groups.append(buffer[start:end].view(group.ranks, tokens, layout.batch, sum(rows)).split(rows, dim=3))
+        start = end
+    return views_of_groups
 
 
-def pack_in(tensors: Sequence[Tensor], shares: HeadShares, buffer: Tensor) -> None:
+def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) -> None:
     """Fill the message of an inward exchange.
 
     Args:
-        tensors: Local tensors (B, s, H, D), with H of each as in `shares.totals`.
-        shares: The heads of each Ulysses rank.
-        buffer: The message (elements,). It gets, for each Ulysses rank, (s, B, h of all tensors, D), with the heads
+        tensors: Local tensors (B, s, H, D).
+        layout: Of the message.
+        buffer: The message (elements,). It gets, for each Ulysses rank, (s, B, h * D of all tensors), with the heads
             that the rank works on.
     """
-    batch, tokens, _, dim = tensors[0].shape
-    for group, targets in zip(shares.groups, _views_of_groups(buffer, shares, batch, tokens, dim), strict=True):
-        for x, target, heads, span, shared in zip(tensors, targets, *group[1:], strict=True):
+    batch, tokens = layout.batch, layout.tokens[layout.rank]
+    for group, targets in zip(layout.shares.groups, _views_of_groups(buffer, layout), strict=True):
+        for x, target, dim, heads, span, shared in zip(tensors, targets, layout.widths, *group[1:], strict=True):
             distinct = group.ranks // shared
             source = _by_share(x, span, (batch, tokens, distinct, heads, dim))
             target.view(distinct, shared, tokens, batch, heads, dim).copy_(source.unsqueeze(1))
@@ -130,50 +132,57 @@ def _by_share(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
     return heads.view(shape).permute(2, 1, 0, 3, 4)
 
 
-def split_in(received: Tensor, heads: Sequence[int]) -> list[Tensor]:
+def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
     """Return the tensors of a received inward exchange, as views.
 
     Args:
-        received: (T, B, h of all tensors, D), where T is the tokens of all Ulysses ranks.
-        heads: h of each tensor.
+        received: (elements,), or (T, B, h * D of all tensors), where T is the tokens of all Ulysses ranks.
+        layout: Of the message.
 
     Returns:
         A view (B, T, h, D) for each tensor.
     """
-    return [x.transpose(0, 1) for x in received.split(list(heads), dim=2)]
+    shape, sizes = (sum(layout.tokens), layout.batch), [*zip(layout.heads, layout.widths, strict=True)]
+    rows = [heads * dim for heads, dim in sizes]
+    parts = received.view(*shape, sum(rows)).split(rows, dim=2)
+    return [x.view(*shape, *size).transpose(0, 1) for x, size in zip(parts, sizes, strict=True)]
 
 
 def join_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors (B, T, h, D) to (T, B, h of all tensors, D), the inverse of `split_in`. One tensor gives a view."""
+    """Join tensors (B, T, h, D) to (T, B, h * D of all tensors), the inverse of `split_in`. One tensor gives a view
+    (T, B, h, D)."""
     token_first = [x.transpose(0, 1) for x in tensors]
-    return token_first[0] if len(token_first) == 1 else torch.cat(token_first, dim=2)
+    if len(tensors) == 1:
+        return token_first[0]
+    rows = [x.shape[2] * x.shape[3] for x in tensors]
+    joined = tensors[0].new_empty(*token_first[0].shape[:2], sum(rows))
+    for x, part in zip(token_first, joined.split(rows, dim=2), strict=True):
+        part.view(x.shape).copy_(x)
+    return joined
 
 
-def unpack_out(received: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[Tensor]:
+def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
     """Return the tensors of a received outward exchange.
 
     Where Ulysses ranks share a head, their results for it are summed, in `sum_dtype`.
 
     Args:
-        received: (elements,), which is (s, B, h of all tensors, D) from each Ulysses rank.
-        shares: The heads of each Ulysses rank.
-        batch: B.
-        tokens: s.
-        dim: D.
+        received: (elements,), which is (s, B, h * D of all tensors) from each Ulysses rank.
+        layout: Of the message.
 
     Returns:
         Each tensor (B, s, H, D), in memory of its own.
     """
-    views_of_groups, tensors = _views_of_groups(received, shares, batch, tokens, dim), []
-    sums = sum_dtype(received.dtype)
-    for index, (total, split) in enumerate(zip(shares.totals, shares.split, strict=True)):
+    shares, batch, tokens = layout.shares, layout.batch, layout.tokens[layout.rank]
+    views_of_groups, tensors, sums = _views_of_groups(received, layout), [], sum_dtype(received.dtype)
+    for index, (total, dim, split) in enumerate(zip(shares.totals, layout.widths, shares.split, strict=True)):
         shape, filled = (batch, tokens, total, dim), 0  # filled: the heads that are written already
         whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
         for group, sources in zip(shares.groups, views_of_groups, strict=True):
-            source, heads, span, shared = sources[index], group.heads[index], group.spans[index], group.sharers[index]
+            heads, span, shared = group.heads[index], group.spans[index], group.sharers[index]
             distinct = group.ranks // shared
-            if shared > 1:
-                source = source.view(distinct, shared, tokens, batch, heads, dim).sum(1, dtype=sums)
+            source = sources[index].view(distinct, shared, tokens, batch, heads, dim)
+            source = source.sum(1, dtype=sums) if shared > 1 else source.squeeze(1)
             target = _by_share(whole, span, (batch, tokens, distinct, heads, dim))
             target.add_(source) if span.start < filled else target.copy_(source)
             filled = span.stop

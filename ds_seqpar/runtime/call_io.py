@@ -51,7 +51,8 @@ class Call(abc.ABC):
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
         common: Tensor | None, expansion: tuple[Tensor, int] | None,
     ) -> None:  # fmt: skip
-        self.heads, self.local, self.sinks, self.kernel, self.scale = bound.heads, local, sinks, kernel, scores.scale
+        self.bound, self.heads, self.local, self.sinks = bound, bound.heads, local, sinks
+        self.kernel, self.scale = kernel, scores.scale
         self.common, self.expansion = common, expansion
         self.operands = ("q", "k", "v") if expansion is None else ("q", "latent")
         self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(local.values())).device
@@ -81,8 +82,9 @@ class Call(abc.ABC):
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
-        """Take the inner tensors that were received in one message, (T, B, h of all of them, D)."""
-        self.inner.update(zip(exchange.fields, split_in(joined, self.heads.inner_counts(exchange)), strict=True))
+        """Take the inner tensors that were received in one message (elements,)."""
+        parts = split_in(joined, self.bound.exchange_sizes(exchange).layout)
+        self.inner.update(zip(exchange.fields, parts, strict=True))
 
     def pop_result(self, field: str) -> Tensor:
         """Return an inner result (B, T, h, D) that is to be sent, and drop the call's reference to it."""

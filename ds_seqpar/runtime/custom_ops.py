@@ -62,12 +62,12 @@ def _settings(
 
 
 def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
-    """Return the numbers from which the op's fake computes the shapes of its results: [ulysses_size, ulysses_rank, the
-    CP rank's tokens of q, its tokens of k/v, 1 where q, k and v are sent in one message else 0]."""
+    """Return the numbers from which the op's fake computes the shapes of its results: [1 where all operands are sent
+    in one message else 0, ulysses_size, ulysses_rank, the CP rank's tokens of q, its tokens of k/v]."""
     if shards is None:
-        return [*runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size, 1]
+        return [1, *runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size]
     tokens = [tokens_of(shards, side, runtime.rank) for side in ("q", "kv")]
-    return [*runtime.ulysses, *tokens, int(tokens[0] == tokens[1])]
+    return [int(tokens[0] == tokens[1]), *runtime.ulysses, *tokens]
 
 
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
@@ -98,18 +98,14 @@ def _(
     softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    ulysses_size, ulysses_rank, *tokens, in_one_message = sizes
+    in_one_message, ulysses_size, ulysses_rank, *tokens = sizes
     heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
     batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
     widths = [[span.stop - span.start for span in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
     results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
     for q_width, kv_width in widths if saves else ():
-        if latent:
-            results += [q.new_empty(tokens[0], batch, q_width, dim), k.new_empty(tokens[1], batch, *k.shape[2:])]
-        elif in_one_message:
-            results.append(q.new_empty(tokens[0], batch, q_width + 2 * kv_width, dim))
-        else:
-            results += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
+        messages = [tokens[0] * q_width * dim, tokens[1] * kv_width * (k.shape[3] if latent else 2 * dim)]
+        results += [q.new_empty(batch * n) for n in ([sum(messages)] if in_one_message else messages)]
     if saves == SavedForBackward.QKV_AND_OUT:
         results += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
     results += [q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] * lse

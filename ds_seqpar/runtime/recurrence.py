@@ -2,7 +2,7 @@
 
 A rank runs the layer's own function on each segment of its tokens, from a state of zero. The function is linear in the
 state before it, so the rank then adds what the true one brings. A run of tokens maps the state S before it to M S + S'
-behind it. Ranks exchange these maps (`compiler.states`), and each folds those of the runs before its own. Segments are
+behind it. Ranks exchange these maps (`states`), and each folds those of the runs before its own. Segments are
 the rows of a batch, padded on the left with zeros, in which the layers' functions keep a state of zero. So functions
 need to know nothing of documents, and nothing of the runs that a rank's tokens consist of.
 
@@ -13,8 +13,6 @@ The callers' ranks have agreed on the inputs already, as a patched model's do.
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -23,21 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..compiler.compile import BoundProgram
-from ..compiler.program import instructions as op
-from ..compiler.sharding.layout import owned
-from ..compiler.sharding.segments import Segment, Segments, segments_of
+from ..compiler.sharding.heads import MessageLayout, message_layout
+from ..compiler.sharding.segments import Segment, Segments, received_bytes, segments_of
 from ..compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
-from ..compiler.states import bound_states, go_in_order, received_bytes, shape_of_states
 from ..errors import SECTION, ConfigError
-from . import checkpoints
-from .buffers import Tensors, sum_dtype
-from .call_io import Call
-from .kernels.accumulate import Accumulator
+from .buffers import Tensors, join_out, pack_in, split_in, sum_dtype, unpack_out
 from .precision import all_digits
 from .runtime import Runtime
-from .walk import Walk
-from .work import Work
+from .states import Entering, Tied
 
 Context: TypeAlias = Any  # autograd's ctx
 STATES, HEADS, HALO = "states of a layer", "heads of a layer with a state", "tokens before a convolution"
@@ -111,7 +102,6 @@ def recurrence(
         return _recurrence(runtime.one_ring, segments, function, tokens, parameters, cell)
     size, rank = runtime.ulysses
     counts = tokens_by_ulysses_rank(shards, "q", runtime.rank, size)
-    tokens = [x if x.shape[2] % size == 0 else x.repeat_interleave(size // x.shape[2], dim=2) for x in tokens]
     tokens = exchange_heads(runtime, tokens, counts, inward=True)
     parameters = [x[rank * len(x) // size : (rank + 1) * len(x) // size] for x in parameters]
     segments = segments_of(shards, documents, None)
@@ -225,167 +215,6 @@ def _exchanges_heads(
     return len(tokens[0]) * local * (size - 1) / size * of_token + of_heads < of_states
 
 
-# ---- states of runs
-
-
-class Entering(torch.autograd.Function):
-    """The states before this rank's runs, from the states and the maps that runs have (B, runs, ...)."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
-    ) -> Tensor:
-        replayed = checkpoints.replayed()
-        peers.calls.follow(name, sends=replayed is None)
-        if replayed is None:
-            replayed = (_fold(peers, segments, reach, states, maps, reverse=False),)
-            checkpoints.save(replayed)
-        ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
-        ctx.save_for_backward(maps, *replayed)
-        return replayed[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple:
-        maps, entering = ctx.saved_tensors
-        ctx.peers.calls.enter()
-        after, d_maps = _fold(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
-        if ctx.needs_input_grad[1]:
-            with all_digits(after.device.type):
-                d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
-        return after, d_maps, None, None, None, None
-
-
-class Tied(torch.autograd.Function):
-    """(x, others) -> x, whose backward reaches the others on each rank: they communicate."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(*(other.new_zeros(()).expand(other.shape) for other in others))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple:
-        return grad, *ctx.saved_tensors
-
-
-def _fold(peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each of this rank's runs, or behind it in the reverse order, as `states`."""
-    local = [x.flip(1) if reverse else x for x in (states, maps)]
-    numbers = [x.shape[2:].numel() for x in local]
-    shape = shape_of_states(str(states.dtype).removeprefix("torch."), len(states), *numbers)
-    ordered = go_in_order(reach, segments.most_runs, shape.run_bytes)
-    shards = (segments.blocks if ordered else segments.shards)[reverse]
-    bound = bound_states(peers.rank, shards, reach, dataclasses.replace(shape, transition=0) if ordered else shape)
-    work = (_InOrder if ordered else _AtOnce)(bound, local[0], local[1], reach)
-    with all_digits(states.device.type):
-        Walk(bound, _StatesCall(work), peers.comm, peers.observers).run()
-        entering = work.entering()
-    return entering.flip(1) if reverse else entering
-
-
-def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
-    """Return the state behind a run."""
-    return state + (transition * before if transition.shape[-1] == 1 else transition @ before)
-
-
-class _StatesWork(Work):
-    """The states (B, runs, ...) and the maps of this rank's runs, in the plan's order, and what arrives of others."""
-
-    def __init__(self, bound: BoundProgram, states: Tensor, maps: Tensor, reach: int) -> None:
-        self.bound, self.states, self.maps, self.reach = bound, states, maps, reach
-        self.mine = [
-            run.start for run in bound.shards.runs("q", owned(bound.program.rank, bound.shards.blocks_per_rank))
-        ]
-
-    @abc.abstractmethod
-    def entering(self) -> Tensor:
-        """Return the states before this rank's runs, as `states`."""
-
-    def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
-        return _Nothing(make)
-
-    def finish(self, results: list[Accumulator]) -> Tensors:
-        return ()
-
-    def empty_results(self) -> dict[str, Tensors]:
-        return {"out": ()}
-
-
-class _Nothing(Accumulator):
-    """The accumulator of a product that adds nothing: its work keeps the result."""
-
-    def copy_into(self, targets: Tensors) -> None:
-        pass
-
-
-class _AtOnce(_StatesWork):
-    """Collects the states and the maps of all runs, and folds them at the end."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.collected: list[Tensors] = []
-
-    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
-        return tuple(x.flatten(2).unsqueeze(2) for x in (self.states, self.maps)) if kind == "kv" else ()
-
-    def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
-        self.collected.append(kv)
-
-    def entering(self) -> Tensor:
-        known: dict[int, list[Tensor]] = {}
-        sources = [x.kv for x in self.bound.program.code if isinstance(x, op.Product)]
-        for source, arrived in zip(sources, self.collected, strict=True):
-            for place, run in enumerate(self.bound.shards.runs("kv", source)):
-                known[run.start] = [
-                    x[:, place].reshape(-1, *like.shape[2:])
-                    for x, like in zip(arrived, (self.states, self.maps), strict=True)
-                ]
-        folded = torch.zeros_like(self.states)
-        for place, number in enumerate(self.mine):
-            before = folded[:, place]
-            for state in range(max(0, number - self.reach), number):
-                before = _mapped(known[state][0], known[state][1], before)
-            folded[:, place] = before
-        return folded
-
-
-class _InOrder(_StatesWork):
-    """Maps the state that arrives for each run, before that of the run is sent on."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.behind, self.before = self.states.clone(), torch.zeros_like(self.states)
-        # of the runs that products are of; the first products are of each run with itself
-        self.places = iter([*([None] * len(self.mine)), *(x for x, number in enumerate(self.mine) if number)])
-
-    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
-        return (self.behind[:, rows].flatten(2).unsqueeze(2),) if kind == "kv" else ()
-
-    def product(self, q: Tensors, kv: Tensors, *_: Any) -> None:
-        if (place := next(self.places)) is None:
-            return
-        self.before[:, place] = kv[0][:, 0].view(self.before[:, place].shape)
-        self.behind[:, place] = _mapped(self.states[:, place], self.maps[:, place], self.before[:, place])
-
-    def entering(self) -> Tensor:
-        return self.before
-
-
-class _StatesCall(Call):
-    def __init__(self, work: _StatesWork) -> None:
-        self.device, self.work = work.states.device, work
-
-    def enter(self, head_chunk: int) -> Work:
-        return self.work
-
-    def leave(self, head_chunk: int, result: Tensors) -> None:
-        pass
-
-    def results(self) -> list[Tensor]:
-        return []
-
-
 # ---- heads
 
 
@@ -394,7 +223,8 @@ def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence
 
     Args:
         runtime: This rank's.
-        tensors: What is exchanged. Tensors of one dtype go in one message.
+        tensors: What is exchanged. Tensors of one dtype go in one message. Where there are fewer heads than Ulysses
+            ranks, each of these gets the one that its share of more heads would read.
         tokens: Of each Ulysses rank.
         inward: The direction.
     """
@@ -413,36 +243,29 @@ class ExchangeHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
         runtime.calls.follow(HEADS)
-        ctx.exchange = runtime, tokens, inward
-        return _exchanged(runtime, tokens, inward, xs)
+        size, rank = runtime.ulysses
+        totals = tuple(x.shape[2] if inward else x.shape[2] * size for x in xs)
+        layout = message_layout(totals, tuple(x.shape[3] for x in xs), None, len(xs[0]), tokens, rank)
+        ctx.exchange = runtime, layout, inward
+        return _exchanged(runtime, layout, inward, xs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple:
-        runtime, tokens, inward = ctx.exchange
+        runtime, layout, inward = ctx.exchange
         runtime.calls.enter()
-        return None, None, None, *_exchanged(runtime, tokens, not inward, grads)
+        return None, None, None, *_exchanged(runtime, layout, not inward, grads)
 
 
-def _exchanged(runtime: Runtime, tokens: tuple[int, ...], inward: bool, xs: Tensors) -> Tensors:
-    size, rank = runtime.ulysses
-    batch, dims = len(xs[0]), [x.shape[3] for x in xs]
-    # no -1 in shapes: there may be no token
+def _exchanged(runtime: Runtime, layout: MessageLayout, inward: bool, xs: Tensors) -> Tensors:
+    outgoing, incoming = layout.sizes(inward)
     if inward:
-        parts = [x.reshape(batch, tokens[rank], size, x.shape[2] * x.shape[3] // size).permute(2, 1, 0, 3) for x in xs]
+        pack_in(xs, layout, sent := xs[0].new_empty(sum(outgoing)))
     else:
-        parts = [x.flatten(2).transpose(0, 1) for x in xs]
-    widths = [x.shape[-1] for x in parts]
-    of_rank = [batch * sum(widths) * count for count in tokens]
-    sizes = [of_rank[rank]] * size, of_rank
-    sent = torch.cat(parts, -1).view(-1)
-    received = sent.new_empty(sum(sizes[inward]))
-    runtime.comm.exchange(COUNTED, sent, received, sizes if inward else sizes[::-1]).wait()
-    if inward:
-        arrived = received.view(sum(tokens), batch, sum(widths)).split(widths, -1)
-        return tuple(x.transpose(0, 1).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
-    arrived = received.view(size, tokens[rank], batch, sum(widths)).split(widths, -1)
-    return tuple(x.permute(2, 1, 0, 3).flatten(2).unflatten(2, (-1, dim)) for x, dim in zip(arrived, dims, strict=True))
+        sent = join_out(xs).contiguous().view(-1)
+    received = sent.new_empty(sum(incoming))
+    runtime.comm.exchange(COUNTED, sent, received, (outgoing, incoming)).wait()
+    return tuple(split_in(received, layout) if inward else unpack_out(received, layout))
 
 
 # ---- segments

@@ -121,8 +121,8 @@ class Walk:
         exchange = instruction.exchange
         if exchange.inward:
             tensors = [self.call.part(exchange.head_chunk, field) for field in exchange.fields]
-            message = self.buffers.elements(instruction.into, self.bound.exchange_sizes(exchange).dtype)
-            pack_in(tensors, self.call.heads.shares(exchange), message)
+            sizes = self.bound.exchange_sizes(exchange)
+            pack_in(tensors, sizes.layout, self.buffers.elements(instruction.into, sizes.dtype))
         else:
             joined = join_out([self.call.pop_result(field) for field in exchange.fields])
             self.buffers.adopt(instruction.into, joined.contiguous())
@@ -135,9 +135,7 @@ class Walk:
     def enter(self, instruction: op.Enter) -> None:
         for exchange, slot in instruction.arrived:
             sizes = self.bound.exchange_sizes(exchange)
-            heads = sum(self.call.heads.inner_counts(exchange))
-            shape = sum(sizes.tokens), self.bound.shape.batch, heads, sizes.width
-            self.call.arrive(exchange, self.buffers.elements(slot, sizes.dtype).view(shape))
+            self.call.arrive(exchange, self.buffers.elements(slot, sizes.dtype))
         self.work, self.entered = self.call.enter(instruction.head_chunk), True
 
     def leave(self, instruction: op.Leave) -> None:
@@ -147,9 +145,7 @@ class Walk:
 
     def unpack_heads(self, instruction: op.UnpackHeads) -> None:
         exchange, sizes = instruction.exchange, self.bound.exchange_sizes(instruction.exchange)
-        received = self.buffers.elements(instruction.received, sizes.dtype)
-        tokens = sizes.tokens[self.call.heads.ulysses.rank]
-        results = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, sizes.width)
+        results = unpack_out(self.buffers.elements(instruction.received, sizes.dtype), sizes.layout)
         for field, x in zip(exchange.fields, results, strict=True):
             self.call.put_result(exchange.head_chunk, field, x)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ds_seqpar.compiler import states
+from ds_seqpar.compiler.sharding import segments
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.runtime import recurrence
@@ -42,7 +42,7 @@ def test_layers_equal_each_document_alone(ranks):
             for layout in ("balanced", "contiguous"):
                 sp = make(ulysses=ulysses, layout=layout, recurrent_layers=way)
                 for kind, at_once in itertools.product(KINDS, (2**21, 0)):
-                    states.AT_ONCE = at_once  # 0: states go from run to run
+                    segments.AT_ONCE = at_once  # 0: states go from run to run
                     recurrence.PIECE = at_once and 2**24  # 0: states are added token by token
                     compared(sp, kind, 16)
                     compared(sp, kind, 24, documents=(0, 1, 2, 9, 20))

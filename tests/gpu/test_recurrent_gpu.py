@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_seqpar.compiler import states
+from ds_seqpar.compiler.sharding import segments
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.engine import start
@@ -24,7 +24,7 @@ SEQ, RANKS = 64, 4
 @pytest.mark.parametrize("at_once", [2**21, 0])
 def test_layers_shared_by_ranks_of_one_device(kind, at_once, device, monkeypatch):
     """In fp32, with TF32 switched on as transformers does: states keep all digits."""
-    monkeypatch.setattr(states, "AT_ONCE", at_once)
+    monkeypatch.setattr(segments, "AT_ONCE", at_once)
     tokens, parameters = inputs(kind, SEQ, 4, 2)
     expected = alone(kind, tokens, parameters, (), SEQ)
     tokens, parameters = ([x.float().to(device) for x in given] for given in (tokens, parameters))

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from ds_seqpar.compiler import states
+from ds_seqpar.compiler.sharding import segments
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.runtime import recurrence
@@ -86,7 +86,7 @@ def test_shared_layers_round_as_one_device_does(kind, monkeypatch):
     expected = with_gradients(lambda x: exact(kind, x), [x.double() for x in tokens], do)
     alone = errors(with_gradients(lambda x: layer(kind, x), tokens, do), expected)
     for at_once, ulysses, way in ((2**21, 1, "auto"), (0, 1, "auto"), (2**24, 2, "heads")):
-        monkeypatch.setattr(states, "AT_ONCE", at_once)
+        monkeypatch.setattr(segments, "AT_ONCE", at_once)
         held = [positions_held(EvenShards("balanced", SEQ, RANKS // ulysses), ulysses, rank) for rank in range(RANKS)]
 
         def on_rank(runtime, rank, held=held):

@@ -119,9 +119,10 @@ def of_nccl():
 
 def hang():
     """What is said of a device that does not end what its host has launched: while another rank's host stays away; and
-    once it has come, but its device ends nothing either. What is said of a device that has all messages."""
+    once it has come, but its device ends nothing either. What is said of a device that has all messages; and of one
+    in a layer with a state."""
     from ds_seqpar import compat
-    from ds_seqpar.runtime import watchdog
+    from ds_seqpar.runtime import recurrence, watchdog
     from tests.stand_in.streams import Streams
 
     settings = {"size": 2, "ulysses": 1, "schedule": "ring", "watchdog": "report", "watchdog_s": 1.0}
@@ -166,6 +167,9 @@ def hang():
         texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches))))
         sp.decode_attention(q[:, :1], q, q, agreed=True)
         texts.append(watchdog._on_device(watched.launched[-1]))
+        watched.launched.clear()
+        recurrence.causal_conv(sp.runtime, lambda x: x, torch.empty(1, 24, 8, device=sp.device), kernel_size=4)
+        texts.append(watchdog._on_device(watched.oldest_open()).partition(" for ")[0])
         sp.close()
     return texts, sp.runtime.observers
 
@@ -233,7 +237,7 @@ def test_on_devices_that_are_not_there():
 
 def check_hangs(first, second):
     """Hosts have gone on, so only the device's event says that it hangs."""
-    (away, link, computes, decodes), left = first
+    (away, link, computes, decodes, state), left = first
     assert first == second
     *_, sentence = away.splitlines()
     words = (
@@ -247,6 +251,7 @@ def check_hangs(first, second):
     )
     assert computes == "has a device that does not end ring forward, layer 18"
     assert decodes == "has a device that waits at step 0 of decode forward for Gather(out(0,1)) with"
+    assert missing(state, "waits at step 0 of states forward, call") == []
     assert not left
 
 

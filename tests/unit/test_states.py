@@ -1,5 +1,4 @@
-"""Layers with a state on virtual ranks equal the same layers over each document alone, by plans that are valid and
-that say what is received."""
+"""Layers with a state on virtual ranks equal the same layers over each document alone, and receive what is said."""
 
 import itertools
 
@@ -8,17 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.analysis import nccl
-from ds_seqpar.compiler import states
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.overlap.simulate import programs_of
-from ds_seqpar.compiler.schedules.validate import validate
+from ds_seqpar.compiler.sharding import segments as rules
 from ds_seqpar.compiler.sharding.balance import shards_of
 from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.segments import segments_of
+from ds_seqpar.compiler.sharding.segments import received_bytes, segments_of
 from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.compiler.states import shape_of_states
 from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.errors import ConfigError
 from tests import oracle
@@ -30,7 +23,6 @@ LAYOUTS = ("balanced", "contiguous", "zigzag")
 HEADS = ((1, 1), (2, 1), (4, 2), (6, 6), (12, 4), (33, 3))  # of values, and of keys
 WAYS = ("states", "heads", "auto")
 RANKS = tuple((size, ulysses) for size in (1, 2, 3, 4, 6, 8) for ulysses in (1, 2, 3, 4) if size % ulysses == 0)
-SHAPE = shape_of_states("float64", 2, 12, 16)
 BATCH, CELL = 2, {"delta": 4 * 3 + 4 * 4, "decayed": 4 * 3 + 1}  # numbers of a head's state and of its map
 
 
@@ -81,7 +73,7 @@ def compared(kind, seq, heads, shards, documents, config, ordered=False):
 
     with pytest.MonkeyPatch.context() as patch:
         if ordered:
-            patch.setattr(states, "AT_ONCE", 0)
+            patch.setattr(rules, "AT_ONCE", 0)
         results, received = on_virtual_ranks(on_rank, **config)
     found = [torch.cat(of_ranks, 1) for of_ranks in zip(*(local for local, _ in results), strict=True)]
     found += [sum(of_ranks) for of_ranks in zip(*(mine for _, mine in results), strict=True)]
@@ -135,29 +127,7 @@ def test_tokens_apart_are_refused_unless_ranks_exchange_heads():
                 compared(*case)
 
 
-def planned(segments, reach, ordered=False):
-    """The plans of forward and backward, and their block masks."""
-    for shards in segments.blocks if ordered else segments.shards:
-        block_mask = block_mask_of(Mask(window=2 if ordered else reach + 1), shards)
-        yield states.recipe(shards.size, ordered).plan("forward", block_mask, SHAPE), block_mask
-
-
-@given(st.data())
-def test_plans_are_valid_and_end_under_nccls_rules(data):
-    size, seq = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 30))
-    documents = (0, *sorted(data.draw(st.sets(st.integers(1, seq), max_size=4)) - {seq}))
-    segments = segments_of(data.draw(cut(seq, size)), documents, data.draw(st.sampled_from((None, 1, 2, 3))))
-    kernel, ordered = (
-        data.draw(st.sampled_from((None, 1, 4))),
-        segments.most_runs <= states.RUNS and data.draw(st.booleans()),
-    )
-    plans = list(planned(segments, segments.reach(kernel), ordered))
-    for plan, block_mask in plans:
-        validate(plan, block_mask.pairs())
-    nccl.check([programs_of(plan) for plan, _ in plans])
-
-
-def test_received_is_what_the_plan_says_and_does_not_grow_with_the_sequence():
+def test_received_is_what_ranks_depend_on_and_does_not_grow_with_the_sequence():
     heads, size = 4, 4
     for kind, layout, ulysses in itertools.product(CELL, LAYOUTS, (1, 2, 4)):
         config = {"size": size, "ulysses": ulysses, "recurrent_layers": "states"}
@@ -166,27 +136,19 @@ def test_received_is_what_the_plan_says_and_does_not_grow_with_the_sequence():
             shards = dealt(layout, (0,), seq, size // ulysses)
             received[seq] = compared(kind, seq, (heads, 2), shards, (0,), config)
         assert received[16] == received[48]
-        segments = segments_of(shards, (), ulysses)
-        plans = [plan for plan, _ in planned(segments, segments.reach())]
-        for rank, counted in enumerate(received[16]):
-            sources = [{move.src for move in plan.ranks[rank][0].moves if move.dst == rank} for plan in plans]
-            if layout == "contiguous":  # a rank needs the states before it, and in backward the gradients behind it
-                assert sources == [{*range(rank)}, {*range(rank + 1, size)}]
-            runs = sum(len(segments.numbers[source]) for source in itertools.chain(*sources))
-            assert counted == {"kv": BATCH * heads * CELL[kind] * runs}
+        segments, number = segments_of(shards, (), ulysses), BATCH * heads
+        numbers, last = segments.numbers, len(segments.runs) - 1
+        for rank, counted in enumerate(received[16]):  # all runs of a rank, in forward and in backward
+            before = [x for x in range(size) if x != rank and min(numbers[x]) < max(numbers[rank])]
+            behind = [x for x in range(size) if x != rank and max(numbers[x]) > min(numbers[rank])]
+            if layout == "contiguous":
+                assert (before, behind) == ([*range(rank)], [*range(rank + 1, size)])
+            assert counted == {"states": number * CELL[kind] * sum(len(numbers[x]) for x in before + behind)}
+        most = max(sum(len(runs) for runs in numbers if runs != mine and min(runs) < max(mine)) for mine in numbers)
+        assert most * CELL[kind] == received_bytes(segments.reach(), segments.most_runs, 12, CELL[kind] - 12)
         ordered = compared(kind, 48, (heads, 2), shards, (0,), config, ordered=True)
-        for rank, counted in enumerate(ordered):  # a state for each run but the first, and in backward but the last
-            runs = 2 * len(segments.numbers[rank]) - sum(
-                n in (0, len(segments.runs) - 1) for n in segments.numbers[rank]
-            )
-            assert counted == {"kv": BATCH * heads * 4 * 3 * runs}
-            plans = [plan.received({"kv": 1})[rank] for plan, _ in planned(segments, segments.reach(), True)]
-            assert sum(plans) == runs
-        if layout == "balanced" and ulysses == 1:
-            axes = ((states.AXIS, size),)
-            assert next(planned(segments, segments.reach(), True))[0].received({"kv": 1}) == states.IN_ORDER.received(
-                axes, "forward", "kv", {"kv": 1}
-            )
+        for counted, mine in zip(ordered, numbers, strict=True):  # the first run gets none, in backward the last
+            assert counted == {"states": number * 4 * 3 * (2 * len(mine) - (0 in mine) - (last in mine))}
 
 
 def test_exchanged_heads_are_received_as_counted():

@@ -6,10 +6,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compiler.sharding.heads import element_counts, head_shares, heads_by_ulysses_rank, tensor_share
+from ds_seqpar.compiler.sharding.heads import heads_by_ulysses_rank, message_layout
 from ds_seqpar.runtime import buffers
 
 DIM = 4
+DIMS = (4, 4, 3)  # of q, k and v
 # Ulysses ranks, query heads, kv heads: more kv heads than Ulysses ranks, as many, fewer, one
 EVEN = [(1, 4, 2), (2, 4, 4), (2, 8, 2), (4, 8, 2), (4, 4, 1), (3, 6, 3), (6, 12, 2), (8, 24, 2)]
 # the same where Ulysses ranks do not divide them; in the last row kv heads with different numbers of Ulysses ranks
@@ -38,25 +39,20 @@ def _exchange(buffers, sizes):
     """The all-to-all: Ulysses rank u gets the u-th part of everybody's buffer."""
     parts = [buffer.flatten().split(outgoing) for buffer, (outgoing, _) in zip(buffers, sizes, strict=True)]
     received = [[mine[u] for mine in parts] for u in range(len(buffers))]
-    assert [[x.numel() for x in found] for found in received] == [incoming for _, incoming in sizes]
+    assert [tuple(x.numel() for x in found) for found in received] == [incoming for _, incoming in sizes]
     return [torch.cat(found) for found in received]
 
 
-def _sizes(its, counts, token):
-    return [element_counts(its, counts, u, token) for u in range(len(counts))]
+def _layouts(totals, dims, kv_heads, batch, counts):
+    """Of each Ulysses rank."""
+    given = tuple(totals), tuple(dims), kv_heads, batch, tuple(counts)
+    return [message_layout(*given, ulysses_rank) for ulysses_rank in range(len(counts))]
 
 
-def _packed(tensors, its):
-    batch, tokens, _, dim = tensors[0].shape
-    buffer = tensors[0].new_empty(sum(its.heads_per_rank) * tokens * batch * dim)
-    buffers.pack_in(tensors, its, buffer)
+def _packed(tensors, layout):
+    buffer = tensors[0].new_empty(sum(layout.of_local))
+    buffers.pack_in(tensors, layout, buffer)
     return buffer
-
-
-def _own_heads(tensors, kv_heads, ulysses_size, ulysses_rank):
-    """How many heads of each a Ulysses rank works on."""
-    shares = [tensor_share(x.shape[2], kv_heads, ulysses_size, ulysses_rank) for x in tensors]
-    return [mine.stop - mine.start for mine in shares]
 
 
 def _counts(tensors):
@@ -65,33 +61,30 @@ def _counts(tensors):
 
 def _inward(tensors, kv_heads):
     """tensors[u] = [q, k, v] of Ulysses rank u, all heads of its tokens -> its heads of all tokens."""
-    ulysses_size, counts, (batch, *_, dim) = len(tensors), _counts(tensors), tensors[0][0].shape
-    its = head_shares(tuple(x.shape[2] for x in tensors[0]), kv_heads, ulysses_size)
-    received = _exchange([_packed(mine, its) for mine in tensors], _sizes(its, counts, batch * dim))
-    return [
-        buffers.split_in(x.view(sum(counts), batch, heads, dim), _own_heads(tensors[0], kv_heads, ulysses_size, u))
-        for u, (x, heads) in enumerate(zip(received, its.heads_per_rank, strict=True))
-    ]
+    totals, dims = zip(*(x.shape[2:] for x in tensors[0]), strict=True)
+    layouts = _layouts(totals, dims, kv_heads, len(tensors[0][0]), _counts(tensors))
+    packed = [_packed(mine, layout) for mine, layout in zip(tensors, layouts, strict=True)]
+    received = _exchange(packed, [layout.sizes(True) for layout in layouts])
+    return [buffers.split_in(x, layout) for x, layout in zip(received, layouts, strict=True)]
 
 
 def _outward(tensors, heads, kv_heads, counts):
-    ulysses_size, (batch, *_, dim) = len(tensors), tensors[0][0].shape
-    its = head_shares(tuple(heads), kv_heads, ulysses_size)
+    layouts = _layouts(heads, [x.shape[3] for x in tensors[0]], kv_heads, len(tensors[0][0]), counts)
     joined = [buffers.join_out(mine).contiguous() for mine in tensors]
-    received = _exchange(joined, [found[::-1] for found in _sizes(its, counts, batch * dim)])
-    return [buffers.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
+    received = _exchange(joined, [layout.sizes(False) for layout in layouts])
+    return [buffers.unpack_out(x, layout) for x, layout in zip(received, layouts, strict=True)]
 
 
-def _random(batch, counts, *heads, seed=0, strided=False):
+def _random(batch, counts, *heads, seed=0, strided=False, dims=DIMS):
     dice = torch.Generator().manual_seed(seed)
 
-    def one(tokens, h):
+    def one(tokens, h, dim):
         if strided:  # heads before tokens, and more memory than elements
-            wide = torch.randn(batch, h, 2 * tokens, DIM, generator=dice, dtype=torch.float64)
+            wide = torch.randn(batch, h, 2 * tokens, dim, generator=dice, dtype=torch.float64)
             return wide[:, :, ::2].transpose(1, 2)
-        return torch.randn(batch, tokens, h, DIM, generator=dice, dtype=torch.float64)
+        return torch.randn(batch, tokens, h, dim, generator=dice, dtype=torch.float64)
 
-    return [[one(tokens, h) for h in heads] for tokens in counts]
+    return [[one(tokens, h, dim) for h, dim in zip(heads, dims, strict=True)] for tokens in counts]
 
 
 def _tokens(ulysses_size, uneven):
@@ -120,7 +113,7 @@ def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, ulysses_s
     holders = sum(kv.stop - kv.start for _, kv in heads_by_ulysses_rank(q_heads, kv_heads, ulysses_size))
     for q, k, v in _outward(ones, [q_heads, kv_heads, kv_heads], kv_heads, [1] * ulysses_size):
         assert q.eq(1).all()
-        assert k.sum() == v.sum() == DIM * holders
+        assert k.sum() / DIMS[1] == v.sum() / DIMS[2] == holders
 
 
 # deepspeed#8291, prime-rl#3042: gradients of shared heads
@@ -157,14 +150,15 @@ def test_gradients_of_shared_heads_are_summed_wide(q_heads):
 def test_what_arrives_is_copied_no_more_than_once(batch):
     """Inward what arrived is used as it stands; outward what a kernel gives for one sequence is sent as it stands; and
     an op's results share no memory with each other."""
+    layout = message_layout((4, 2, 2), (DIM,) * 3, 2, batch, (3, 3), 0)
     received = torch.randn(6, batch, 4, DIM)
-    assert {_memory(x) for x in buffers.split_in(received, [2, 1, 1])} == {_memory(received)}
+    assert {_memory(x) for x in buffers.split_in(received.flatten(), layout)} == {_memory(received)}
     out = torch.randn(batch, 6, 2, DIM)
     joined = buffers.join_out([out])
     assert _memory(joined) == _memory(out)
     assert joined.is_contiguous() == (batch == 1)
     came = torch.randn(2 * 3 * batch * 4 * DIM)
-    found = buffers.unpack_out(came, head_shares((4, 2, 2), 2, 2), batch, 3, DIM)
+    found = buffers.unpack_out(came, layout)
     assert len({_memory(x) for x in (came, *found)}) == 4
     assert all(x.is_contiguous() for x in found)
 
@@ -172,9 +166,9 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
 @pytest.mark.parametrize(("ulysses_size", "q_heads", "kv_heads"), EVEN)
 def test_equal_shares_are_copied_at_once(ulysses_size, q_heads, kv_heads):
     """One copy a tensor, however many Ulysses ranks there are."""
-    its = head_shares((q_heads, kv_heads, kv_heads), kv_heads, ulysses_size)
-    assert [group.ranks for group in its.groups] == [ulysses_size]
+    layout = message_layout((q_heads, kv_heads, kv_heads), DIMS, kv_heads, 1, (3,) * ulysses_size, 0)
+    assert [group.ranks for group in layout.shares.groups] == [ulysses_size]
     tensors = _random(1, [3], q_heads, kv_heads, kv_heads)[0]
     with CountCopies() as seen:
-        buffers.unpack_out(_packed(tensors, its), its, 1, 3, DIM)
+        buffers.unpack_out(_packed(tensors, layout), layout)
     assert seen.copies == 6

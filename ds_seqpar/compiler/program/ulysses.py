@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..sharding import heads as rules
-from ..sharding.heads import HeadChunk, HeadShares
+from ..sharding.heads import HeadChunk, MessageLayout
 from ..sharding.shards import Shards, tokens_by_ulysses_rank
 from . import instructions as op
 from .instructions import HeadExchange, Instruction, Program, Slot, renamed
@@ -91,25 +91,13 @@ class Heads:
         """Return the heads of the head chunk, among all heads of a field."""
         return self.head_chunks[head_chunk].kv if field in SIDE else self.head_chunks[head_chunk].q
 
-    def shares(self, exchange: HeadExchange) -> HeadShares:
-        """Return which heads each Ulysses rank gets in an exchange."""
-        q, kv = self.head_chunks[exchange.head_chunk].counts
-        totals = tuple(kv if field in SIDE else q for field in exchange.fields)
-        return rules.head_shares(totals, kv, self.ulysses.size)
-
-    def inner_counts(self, exchange: HeadExchange) -> list[int]:
-        """Return, for each exchanged tensor, the number of heads that this Ulysses rank computes."""
-        q, kv = self.inner(exchange.head_chunk)
-        return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in exchange.fields]
-
 
 class ExchangeSizes(NamedTuple):
     """The sizes of an exchange for one Ulysses rank."""
 
     outgoing: tuple[int, ...]  # elements sent to each Ulysses rank
     incoming: tuple[int, ...]  # elements received from each Ulysses rank
-    tokens: tuple[int, ...]  # of each Ulysses rank
-    width: int  # elements of a head
+    layout: MessageLayout
     dtype: str  # as torch names it
 
     @property
@@ -128,12 +116,12 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
         shape: of the inner tensors of any head chunk.
         inner: the CP rank.
     """
-    field = exchange.fields[0]
-    tokens = tokens_by_ulysses_rank(shards, SIDE.get(field, "q"), inner, heads.ulysses.size)
-    width, dtype = of_head(field, shape)
-    counts = rules.element_counts(heads.shares(exchange), tokens, heads.ulysses.rank, shape.batch * width)
-    outgoing, incoming = counts if exchange.inward else counts[::-1]
-    return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
+    widths, (dtype, *_) = zip(*(of_head(field, shape) for field in exchange.fields), strict=True)
+    tokens = tokens_by_ulysses_rank(shards, SIDE.get(exchange.fields[0], "q"), inner, heads.ulysses.size)
+    q, kv = heads.head_chunks[exchange.head_chunk].counts
+    totals = tuple(kv if field in SIDE else q for field in exchange.fields)
+    layout = rules.message_layout(totals, widths, kv, shape.batch, tuple(tokens), heads.ulysses.rank)
+    return ExchangeSizes(*layout.sizes(exchange.inward), layout, dtype)
 
 
 def of_head(field: str, shape: Shape) -> tuple[int, str]:
@@ -161,7 +149,7 @@ def call_program(
 
     Args:
         inner: the inner program of each head chunk.
-        together: whether q, k and v can be sent in one exchange.
+        together: whether all operands can be sent in one exchange.
         lse: whether the lse of local tokens is returned to the caller.
         overlap: receive the operands of the next head chunk and send the results of the previous one while a head chunk
             computes. Without it, each exchange is waited for at once.
@@ -194,9 +182,8 @@ def call_program(
 
 def operands(together: bool, latent: bool) -> list[tuple[str, ...]]:
     """Return the fields of each exchange of the operands."""
-    if latent:  # whose heads are of another width than those of q
-        return [("q",), ("latent",)]
-    return [("q", "k", "v")] if together else [("q",), ("k", "v")]
+    kv = ("latent",) if latent else ("k", "v")
+    return [("q", *kv)] if together else [("q",), kv]
 
 
 def _inward(direction: str, together: bool, saved: SavedForBackward, latent: bool) -> Iterator[tuple[str, ...]]:

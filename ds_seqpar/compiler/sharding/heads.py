@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...errors import SECTION, ConfigError
@@ -136,13 +135,14 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_ch
 # ---- an exchange of heads
 
 
-def tensor_share(heads: int, kv_heads: int, ulysses_size: int, ulysses_rank: int) -> slice:
+def tensor_share(heads: int, kv_heads: int | None, ulysses_size: int, ulysses_rank: int) -> slice:
     """Return the heads that a Ulysses rank works on, of a tensor of `heads` in all.
 
-    The tensor is k or v if it has kv_heads heads, else q. (If q has as many heads as k, both have the same shares.)
+    The tensor is k or v if it has kv_heads heads, or if kv_heads is None, else q. (If q has as many heads as k, both
+    have the same shares.)
     """
-    q, kv = heads_of_ulysses_rank(heads, kv_heads, ulysses_size, ulysses_rank)
-    return kv if heads == kv_heads else q
+    q, kv = heads_of_ulysses_rank(heads, kv_heads or heads, ulysses_size, ulysses_rank)
+    return kv if kv_heads in (None, heads) else q
 
 
 class EqualShares(NamedTuple):
@@ -159,13 +159,12 @@ class HeadShares(NamedTuple):
 
     totals: tuple[int, ...]  # number of heads of each tensor
     groups: tuple[EqualShares, ...]  # all Ulysses ranks, in order
-    heads_per_rank: tuple[int, ...]  # of each Ulysses rank: its heads of all tensors together
     split: tuple[bool, ...]  # of each tensor: whether Ulysses ranks that share a head of it are in several groups
 
 
 @functools.lru_cache(maxsize=256)
-def head_shares(totals: tuple[int, ...], kv_heads: int, ulysses_size: int) -> HeadShares:
-    """Return the `HeadShares` of tensors with `totals` heads."""
+def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int) -> HeadShares:
+    """Return the `HeadShares` of tensors with `totals` heads. kv_heads: as for `tensor_share`."""
     shares = [
         tuple(tensor_share(total, kv_heads, ulysses_size, ulysses_rank) for total in totals)
         for ulysses_rank in range(ulysses_size)
@@ -184,7 +183,7 @@ def head_shares(totals: tuple[int, ...], kv_heads: int, ulysses_size: int) -> He
         any(after.start < before.stop for before, after in itertools.pairwise(spans))
         for spans in zip(*(group.spans for group in groups), strict=True)
     )
-    return HeadShares(totals, tuple(groups), tuple(map(sum, heads)), tuple(split))
+    return HeadShares(totals, tuple(groups), tuple(split))
 
 
 def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
@@ -195,18 +194,48 @@ def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
     return EqualShares(len(shares), heads, spans, tuple(sharers))
 
 
-def element_counts(
-    shares: HeadShares, tokens: Sequence[int], ulysses_rank: int, per_token: int
-) -> tuple[list[int], list[int]]:
-    """Return the elements that `ulysses_rank` sends to every Ulysses rank inward, and those that it receives from each.
+class MessageLayout(NamedTuple):
+    """The messages of an exchange of heads for one Ulysses rank.
 
-    Outward the two are swapped.
+    Each is (tokens, batch, elements), with the elements of the receiver's heads of every tensor inward, and of the
+    sender's outward.
+    """
+
+    shares: HeadShares
+    widths: tuple[int, ...]  # of each tensor: elements of a head
+    heads: tuple[int, ...]  # of each tensor: number of heads that this Ulysses rank works on
+    batch: int
+    tokens: tuple[int, ...]  # of each Ulysses rank
+    rank: int
+    # elements of this rank's tokens and each Ulysses rank's heads: those sent inward, and received outward
+    of_local: tuple[int, ...]
+    # elements of each Ulysses rank's tokens and this rank's heads: those received inward, and sent outward
+    of_inner: tuple[int, ...]
+
+    def sizes(self, inward: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the elements sent to each Ulysses rank, and those received from each."""
+        return (self.of_local, self.of_inner) if inward else (self.of_inner, self.of_local)
+
+
+@functools.lru_cache(maxsize=256)
+def message_layout(
+    totals: tuple[int, ...], widths: tuple[int, ...], kv_heads: int | None, batch: int, tokens: tuple[int, ...],
+    ulysses_rank: int,
+) -> MessageLayout:  # fmt: skip
+    """Return the `MessageLayout` of tensors that are sent together.
 
     Args:
-        tokens: Tokens of every Ulysses rank.
-        per_token: Elements of one head of a token, in the whole batch.
+        totals: Number of heads of each tensor.
+        widths: Elements of a head of each.
+        kv_heads: As for `tensor_share`.
+        batch: Number of sequences.
+        tokens: Of each Ulysses rank.
+        ulysses_rank: This rank's.
     """
-    per_head = tokens[ulysses_rank] * per_token
-    return [per_head * heads for heads in shares.heads_per_rank], [
-        n * shares.heads_per_rank[ulysses_rank] * per_token for n in tokens
-    ]
+    shares = head_shares(totals, kv_heads, len(tokens))
+    heads = [group.heads for group in shares.groups for _ in range(group.ranks)]
+    rows = [batch * sum(h * width for h, width in zip(of_rank, widths, strict=True)) for of_rank in heads]
+    of_local, of_inner = ([row * tokens[ulysses_rank] for row in rows], [rows[ulysses_rank] * n for n in tokens])
+    return MessageLayout(
+        shares, widths, heads[ulysses_rank], batch, tokens, ulysses_rank, tuple(of_local), tuple(of_inner)
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...errors import ConfigError
 from .layout import Run, Runs, owned
-from .shards import Shards, UnevenShards, runs_of_sp_rank
+from .shards import Shards, runs_of_sp_rank
 
 
 class Segment(NamedTuple):
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     leaves: int | None  # the number of its run, if it is the last segment there
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
     """The runs of all ranks, numbered in order of position, and the segments of each rank's tokens in order."""
 
@@ -56,25 +56,56 @@ class Segments:
         return max(map(len, self.numbers))
 
     @functools.cached_property
-    def shards(self) -> tuple[UnevenShards, UnevenShards]:
-        """The runs as tokens of a plan, numbered in order of position and in the reverse order."""
-        return UnevenShards(self._as_tokens(False)), UnevenShards(self._as_tokens(True))
+    def places(self) -> list[tuple[int, int]]:
+        """Of each run its rank, and its place among the runs of that rank."""
+        place_of = {
+            number: (rank, place) for rank, runs in enumerate(self.numbers) for place, number in enumerate(runs)
+        }
+        return [place_of[number] for number in range(len(self.runs))]
 
-    @functools.cached_property
-    def blocks(self) -> tuple[UnevenShards, UnevenShards]:
-        """The same with a block for each run, as many on each rank."""
-        count = max(2, self.most_runs)
-        of_order = [
-            UnevenShards([x[n : n + 1] for x in self._as_tokens(reverse) for n in range(count)], blocks_per_rank=count)
-            for reverse in (False, True)
-        ]
-        return of_order[0], of_order[1]
 
-    def _as_tokens(self, reverse: bool) -> list[Runs]:
-        last = len(self.runs) - 1
-        if reverse:
-            return [tuple(Run(last - number, 1, 1) for number in reversed(numbers)) for numbers in self.numbers]
-        return [tuple(Run(number, 1, 1) for number in numbers) for numbers in self.numbers]
+@functools.lru_cache(maxsize=256)
+def partners(segments: Segments, rank: int, reach: int) -> tuple[list[int], list[int]]:
+    """Return the ranks with a run on which one of this rank's depends, and those with one that depends on one of its.
+
+    Args:
+        segments: The runs of all ranks.
+        rank: The rank.
+        reach: On how many runs before it a run depends at most.
+    """
+
+    def depends(runs: Sequence[int], others: Sequence[int]) -> bool:
+        return any(0 < number - other <= reach for number in runs for other in others)
+
+    mine, others = segments.numbers[rank], [x for x in enumerate(segments.numbers) if x[0] != rank]
+    return [x for x, runs in others if depends(mine, runs)], [x for x, runs in others if depends(runs, mine)]
+
+
+RUNS = 2  # that a rank has at most, if states go from run to run
+AT_ONCE = 2**21  # bytes of states and maps that a rank takes at once; more go in order
+
+
+def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
+    """Return whether the states of layers go from run to run.
+
+    Args:
+        reach: On how many runs before it a run depends at most.
+        runs: How many runs a rank has at most.
+        run_bytes: The bytes of a run's state and map.
+    """
+    return runs <= RUNS and reach > 1 and reach * run_bytes > AT_ONCE
+
+
+def received_bytes(reach: int, runs: int, state: float, transition: float) -> float:
+    """Return the bytes that the rank receives which receives most, in one direction.
+
+    Args:
+        reach: As for `go_in_order`.
+        runs: As for `go_in_order`.
+        state: The bytes of a run's state.
+        transition: Those of its map.
+    """
+    return runs * state if go_in_order(reach, runs, state + transition) else reach * (state + transition)
 
 
 @functools.lru_cache(maxsize=64)
