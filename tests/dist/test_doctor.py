@@ -177,7 +177,7 @@ def test_faults_are_named():
                 "attention, window": ("forward: the window dropped",),
             }),
             (padding_kept, "attention", {"attention, padding": ("forward: padding dropped",)}),
-            (other_heads(sp), "attention", {"attention, full": ("heads are mixed up: head 0 of out is of key/value head 1, not 0",)}),
+            (other_heads(sp), "attention", {"attention, full": ("head 0 of out is of key/value head 1, not 0",)}),
             (scaled(0, 4.0), "attention", {"attention, full": ("dq is 4 times",)}),
             (scaled(2, 0.5), "attention", {"attention, padding": ("dv is 0.5 times",)}),
         ):  # fmt: skip
