@@ -126,7 +126,7 @@ def initialize(
     doctor = sp.config.doctor if doctor is None else bool(doctor)
     assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
     if doctor:
-        from .doctor.report import require_sound
+        from .doctor import require_sound
 
         require_sound(sp, model, json.content)
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)

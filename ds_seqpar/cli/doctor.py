@@ -17,8 +17,7 @@ from ..auto import job_of
 from ..compiler import schedules
 from ..config.deepspeed_json import DeepSpeedJson, without_auto
 from ..config.settings import SequenceParallelConfig
-from ..doctor.findings import Finding, Job
-from ..doctor.report import examined, table
+from ..doctor import Job, examined, table
 from ..errors import SECTION, as_seqpar_error
 from ..models import doctor_of_models, required_patcher
 from ..parallel import SequenceParallel
@@ -36,26 +35,24 @@ def run(args: argparse.Namespace) -> int:
         SeqParError: On all ranks, if one of them cannot read the configuration or the model.
     """
     with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:  # DeepSpeed's lines too
-        findings = _examined(args, (lambda name: print(f"doctor: {name}", flush=True)) if is_first else lambda _: None)
+        config, job, planned, error = None, dict[str, Any](), None, None
+        try:
+            content = options.content_of(args)
+            section, read = content.get(SECTION, {}), DeepSpeedJson.read(without_auto(content))
+            if dist.get_world_size() == 1:
+                section = {name: x for name, x in section.items() if name not in OF_SEVERAL_RANKS}
+            models = doctor_of_models()
+            model = models.model_of(args.model, dist.get_world_size())
+            job = {"model": model, "dtype": getattr(torch, read.known.dtype), "content": content}
+            job |= models.shape_of(model)
+            config = SequenceParallelConfig.from_dict(section)
+            planned = required_patcher(model).job_of(model, job_of(read)) if config.asks_for_plan else None
+        except Exception as reason:
+            error = as_seqpar_error("reading what the doctor examines failed", reason)
+        with SequenceParallel(config, heads=job.get("heads"), job=planned, error=error) as sp:
+            progress = (lambda name: print(f"doctor: {name}", flush=True)) if is_first else lambda _: None
+            findings = examined(Job(sp=sp, quick=args.quick, **job), progress)
     if is_first:
         shown = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1)
         print(shown if args.json else table(findings))
     return int(any(finding.status == "fail" for finding in findings))
-
-
-def _examined(args: argparse.Namespace, progress: Any) -> list[Finding]:
-    config, job, planned, error = None, dict[str, Any](), None, None
-    try:
-        content = options.content_of(args)
-        section, read = content.get(SECTION, {}), DeepSpeedJson.read(without_auto(content))
-        if dist.get_world_size() == 1:
-            section = {name: x for name, x in section.items() if name not in OF_SEVERAL_RANKS}
-        models = doctor_of_models()
-        model = models.model_of(args.model, dist.get_world_size())
-        job = {"model": model, "dtype": getattr(torch, read.known.dtype), "content": content, **models.shape_of(model)}
-        config = SequenceParallelConfig.from_dict(section)
-        planned = required_patcher(model).job_of(model, job_of(read)) if config.asks_for_plan else None
-    except Exception as reason:
-        error = as_seqpar_error("reading what the doctor examines failed", reason)
-    with SequenceParallel(config, heads=job.get("heads"), job=planned, error=error) as sp:
-        return examined(Job(sp=sp, quick=args.quick, **job), progress)

@@ -1,19 +1,72 @@
 """Examine a job before it trains: what the ranks, their links and kernels do is measured, and compared with what it
-must be."""
+must be. The outcome is a table, JSON, or the error that ends the job."""
 
-from .attention import check_attention
-from .findings import Check, Finding, Job, examine
-from .kernels import check_kernels
-from .ranks import check_agreement, check_environment
-from .transfers import check_transfers
+from __future__ import annotations
 
-# what needs no model; each with what it looks at
-RANKS_CHECKS: tuple[tuple[str, Check], ...] = (
-    ("environment", check_environment),
-    ("agreement", check_agreement),
-    ("kernels", check_kernels),
-    ("transfers", check_transfers),
-    ("attention", check_attention),
-)
+import collections
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["RANKS_CHECKS", "Check", "Finding", "Job", "examine"]
+import torch
+import torch.distributed as dist
+
+from ..config.deepspeed_json import DeepSpeedJson, without_auto
+from ..errors import ConfigError
+from ..models import doctor_of_models, patcher_of_class, unwrapped
+from . import attention, data, ranks
+from .findings import Check, Finding, Job, Status, examine
+
+if TYPE_CHECKING:
+    from ..parallel import SequenceParallel
+
+# what needs no model, by name
+OF_RANKS = ranks.environment, ranks.agreement, attention.kernels, attention.sums, ranks.links, attention.attention
+CHECKS: tuple[tuple[str, Check], ...] = tuple((x.__name__, x) for x in (*OF_RANKS, data.batches, data.loaders))
+# status -> (how a line of the table begins, how such findings are counted)
+WORDS: dict[Status, tuple[str, str]] = {
+    "fail": ("FAIL", "failed"),
+    "pass": ("pass", "passed"),
+    "not tried": ("-", "not tried"),
+}
+
+
+def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
+    """Run every check on a job; see `examine`."""
+    knows_model = job.model is not None and patcher_of_class(job.model) is not None
+    return examine(job, [*CHECKS, *(doctor_of_models().CHECKS if knows_model else ())], progress)
+
+
+def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], loader: Any = None) -> None:
+    """Run the quick part before training; rank 0 prints its table. Collective over the world.
+
+    Args:
+        sp: What is to train.
+        model: The model.
+        content: The DeepSpeed configuration.
+        loader: The data loader, where there is one.
+
+    Raises:
+        ConfigError: A check failed; on all ranks.
+    """
+    few = sp.config.ulysses * (1 if sp.config.head_chunks == "auto" else sp.config.head_chunks)
+    known = patcher_of_class(model) is not None  # heads of a model of one's own are not
+    shape = doctor_of_models().shape_of(unwrapped(model)) if known else {"heads": (2 * few, few)}
+    dtype = getattr(torch, DeepSpeedJson.read(without_auto(content)).known.dtype)
+    job = Job(sp=sp, model=model, dtype=dtype, quick=True, content=dict(content), loader=loader, **shape)
+    findings = examined(job, lambda name: None)
+    if dist.get_rank() == 0:
+        print(f"sequence_parallel: what the doctor found\n{table(findings)}", file=sys.stderr, flush=True)
+    if failed := [finding for finding in findings if finding.status == "fail"]:
+        wrong = f"{failed[0].check}: {', '.join(filter(None, (failed[0].detail, failed[0].advice)))}"
+        raise ConfigError(f"the doctor must find no fault before training; got {wrong}")
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return a line for each check, and one with what to do below each that failed."""
+    widest, lines = max(len(finding.check) for finding in findings), list[str]()
+    for x in findings:
+        lines.append(f"{WORDS[x.status][0]:<5} {x.check:<{widest}} {x.seconds:6.1f} s  {x.detail}".rstrip())
+        lines += [f"      {'':<{widest}}           what to do: {x.advice}"] if x.advice else []
+    counts = collections.Counter(finding.status for finding in findings)
+    return "\n".join([*lines, "", ", ".join(f"{counts[status]} {word}" for status, (_, word) in WORDS.items())])

@@ -1,30 +1,94 @@
-"""Compare attention of the configured schedule with its definition, by inputs whose results name what is wrong.
+"""Compare attention with its definition: of each kernel that would be taken, and of a call by the configured schedule.
 
-Where q is 0, a row weights each key that it sees alike, and its log-sum-exp says how many these are. So values that are
-1 in the column of their block make the output count the keys that a row saw of each block. The last column has the
-number of the key/value head, and so says of which head they were. The gradient of v counts a key's rows in the same
-way.
+In fp64 the definition says what must be computed, in another dtype how far off a plain computation is. Where a call is
+wrong, what it would be with a part of the mask dropped, of another head, or without some product of blocks says why.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..compiler.sharding.layout import Run
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.shards import EvenShards
+from ..compiler.tiles.launches import launches
+from ..compiler.tiles.tiles import Rows, Tile, tiles
 from ..data.batch_layout import BatchLayout
 from ..data.batches import IGNORE, check_batch
-from ..errors import ConfigError
+from ..errors import MOST_SHOWN, ConfigError
+from ..runtime.buffers import sum_dtype
+from ..runtime.kernels import Kernel
+from ..runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from .findings import Finding, Job
 from .ranks import ADVICE, Gathering
-from .reference import NAMES, exact_and_plain, masks, random, seen, share_of_allowed
 
-LEAST = 64  # tokens of a sequence
+NAMES = ("out", "dq", "dk", "dv")
+# (position of the first query, queries, keys): alone, at the end of its keys, after them; odd lengths; one query
+SHAPES = ((0, 64, 64), (0, 61, 61), (30, 37, 67), (66, 1, 67), (32, 96, 64))
+LARGE = ((0, 256, 256), (0, 515, 515), (300, 130, 515))
+BLOCKS = 16  # of the sums that are looked at
+FACTOR = " times what it must be"
+LEAST = 64  # tokens of a call
+
+
+def kernels(job: Job) -> list[Finding]:
+    """Compare each kernel that would be taken, forward and backward, with a computation in fp64."""
+    tokens, config = 4 * job.sp.multiple // job.sp.size, job.sp.config
+    local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
+    chunks = config.head_chunks if isinstance(config.head_chunks, int) else 1
+    wrong, worst, names, cases = list[str](), 0.0, dict[str, None](), 0
+    for kind, mask in masks(64, job.window).items():
+        try:
+            bound, kernel = job.sp.runtime.bound("forward", local, job.heads[1], mask, None, job.softcap or 0.0, chunks)
+        except ConfigError:  # the schedule takes no such mask
+            continue
+        heads = bound.shape.q_heads, bound.shape.kv_heads
+        names[f"{kernel.name} on {heads[0]}/{heads[1]} heads of {job.head_dim} in {bound.shape.dtype}"] = None
+        for first, rows, columns in SHAPES + LARGE * (not job.quick):
+            visible = seen(mask, torch.arange(first, first + rows), torch.arange(columns)).to(local.device)
+            cut = tiles((Run(first, 1, rows),), (Run(0, 1, columns),), mask, kernel.support.square)
+            tensors = random(job, visible, *heads)
+            exact, plain = (define(job, tensors, visible, dtype=dtype) for dtype in (torch.float64, job.dtype))
+            try:
+                found = _product(kernel, tensors, launches(cut, kernel.support), job.head_dim**-0.5)
+                share, what = max(errors([x[0].double() for x in found], exact, plain, job.dtype))
+            except Exception as reason:  # one that a kernel raises for one shape
+                share, what = float("inf"), f"raises {type(reason).__name__}: {' '.join(str(reason).split()):.200}"
+            cases, worst = cases + 1, max(worst, share)
+            wrong += [f"{kernel.name}, {kind}, {rows} queries and {columns} keys: {what}"] * (share > 1)
+    passed = f"{', '.join(names)}: {cases} cases, at most {worst:.0%} of the error that is allowed"
+    some = "; ".join(wrong[:MOST_SHOWN]) + f"; {len(wrong)} of {cases} cases in all" * (len(wrong) > MOST_SHOWN)
+    return [Finding.of("kernels", some, 'name another "kernel" in the section, such as "chunked"', passed)]
+
+
+def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale: float) -> list[Tensor]:
+    """Return out, dq, dk and dv of launches, added as a walk adds them."""
+    (q, k, v, do), wide, zeros = tensors, sum_dtype(tensors[0].dtype), torch.zeros_like
+    total = Softmax(lambda: (zeros(q, dtype=wide), zeros(q[..., 0], dtype=wide)))
+    dq, dkv = Sum(lambda: (zeros(q, dtype=wide),)), Sum(lambda: (zeros(k, dtype=wide), zeros(v, dtype=wide)))
+    forward(kernel, q, k, v, cut, scale, total)
+    out, lse = total.finish(q.dtype, wide)
+    backward(kernel, do, q, k, v, out, lse, cut, scale, dq, dkv)
+    return [out, *dq.finish(q.dtype), *dkv.finish(q.dtype, q.dtype)]
+
+
+def sums(job: Job) -> list[Finding]:
+    """Look whether results of many blocks are added in fp32: to 1 those are added that a short dtype would lose."""
+    step, wrong = torch.finfo(job.dtype if job.dtype.itemsize == 2 else torch.bfloat16).eps, ""
+    block = torch.zeros(1, 8, 1, 8, dtype=sum_dtype(job.dtype), device=job.sp.device)
+    weighted = Softmax, "out", 1 + step, 1 + step * (1 - 1 / BLOCKS)
+    for accumulator, name, value, expected in (weighted, (Sum, "dv", step / 4, 1 + step / 4 * (BLOCKS - 1))):
+        total = accumulator(lambda: (block.clone(), block[..., 0].clone()))
+        for added in (1.0, *[value] * (BLOCKS - 1)):
+            total.expect(Rows(0, 8))
+            total.add(((block + added).to(job.dtype), block[..., 0].clone()), Rows(0, 8), 8)
+        if not ((x := total.settled()[0]).double() - expected).abs().max() <= step / 2:
+            wrong = f"sums are not kept in fp32: {BLOCKS} blocks give {name} {float(x.max()):.5f}, not {expected:.5f}"
+    advice = "see what has changed ds_seqpar.runtime.kernels.accumulate"
+    return [Finding.of("sums", wrong, advice, f"results of {BLOCKS} blocks are added in fp32")]
 
 
 class _Case(NamedTuple):
@@ -37,23 +101,36 @@ class _Case(NamedTuple):
     dropped: dict[str, Tensor]  # what would be visible without a part of the mask, by the part's name
 
 
-def check_attention(job: Job) -> Gathering:
-    """Compare forward and backward with the definition for each mask: which keys a row sees, then the numbers."""
-    cases, found = _cases(job), list[list[str]]()
+def attention(job: Job) -> Gathering:
+    """Compare a call and its backward with the definition, for each mask."""
+    sp, findings, cases = job.sp, list[Finding](), _cases(job)
+    sent = torch.bfloat16 if sp.config.comm_dtype == "bf16" and sp.runtime.size > 1 else job.dtype
+    whole = {case.name: random(job, case.visible, *job.heads) for case in cases}
+    yield None  # before ranks communicate, so that an error of one leaves none waiting
     for case in cases:
+        held = sp.shard(torch.arange(len(case.visible), device=sp.device), 0, case.layout)
+        q, k, v, do = (sp.shard(x, 1, case.layout).detach().requires_grad_() for x in whole[case.name])
+        shards = case.layout.shards if case.layout else None
         try:
-            found.append([*(yield from _counted(job, case)), *(yield from _compared(job, case)), ""])
-        except ConfigError as error:  # on all ranks: the schedule does not take such a mask
-            found.append(["", "", "", "", str(error)])
-    by_rank, findings = (yield found), list[Finding]()
-    for at, case in enumerate(cases):
-        *wrong, figures, refusal = found[at]
-        check = f"attention, {case.name}"
-        if refusal:
-            findings.append(Finding(check=check, status="not tried", detail=refusal))
-        else:  # what is wrong in forward on any rank makes backward and the numbers wrong
-            first = next((i for i in range(len(wrong)) if any(of_rank[at][i] for of_rank in by_rank)), 0)
-            findings.append(Finding.of(check, wrong[first], ADVICE, figures))
+            with torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):
+                out, lse = sp.attention(q, k, v, mask=case.mask, shards=shards, softcap=job.softcap, return_lse=True)
+                results = out.detach(), *torch.autograd.grad(out, (q, k, v), do)
+        except ConfigError as reason:  # on all ranks: the schedule does not take such a mask
+            findings.append(Finding(check=f"attention, {case.name}", status="not tried", detail=str(reason)))
+            continue
+        exact, plain = (define(job, whole[case.name], case.visible, dtype=x) for x in (torch.float64, job.dtype))
+        found, counts = [x[0].double() for x in results], case.visible.any(1)[held]
+        found[0] = (found[0] * (lse[0].detach() - exact[4][held]).exp()[..., None]).where(counts[:, None, None], 0)
+        wrong = ["", ""]
+        for at, (share, text) in reversed([*enumerate(all_of := errors(found, exact, plain, sent, held))]):
+            if share > 1:
+                known = FACTOR in text or share == torch.inf  # nothing explains NaN
+                cause = "" if known else _cause(job, case, whole[case.name], at, found[at], exact, held)
+                wrong[at > 0] = f"{'backward' if at else 'forward'}: {cause or text}"
+        by_rank = yield wrong  # what is wrong in forward on any rank makes backward wrong
+        detail = wrong[all(not of_rank[0] for of_rank in by_rank)]
+        passed = f"{', '.join(NAMES)} have at most {max(all_of)[0]:.0%} of the error that is allowed"
+        findings.append(Finding.of(f"attention, {case.name}", detail, ADVICE, passed))
     return findings
 
 
@@ -63,12 +140,11 @@ def _cases(job: Job) -> list[_Case]:
     at, of_kind = torch.arange(tokens, device=device), masks(tokens, job.window)
     whole, causal, window, documents = (seen(mask, at, at) for mask in of_kind.values())
     starts = (*of_kind["documents"].documents, tokens)
-    packed = sp.place(tokens, tuple(end - start for start, end in itertools.pairwise(starts)))
+    packed: Any = sp.place(tokens, tuple(end - start for start, end in itertools.pairwise(starts)))
     real = torch.ones(2, tokens // 2, dtype=torch.int64)  # two rows, padded on the left and on the right
     real[0, : tokens // 8] = real[1, -tokens // 8 :] = 0
-    padded = check_batch(sp, {"labels": torch.full_like(real, IGNORE), "attention_mask": real}, True).placement
-    assert packed is not None  # since there are several documents
-    assert padded is not None
+    batch = {"labels": torch.full_like(real, IGNORE), "attention_mask": real}
+    padded: Any = check_batch(sp, batch, True).placement
     counts, rows = real.flatten().bool().to(device), at // (tokens // 2)
     queries = causal & counts[:, None]
     in_row = queries & (rows[:, None] == rows)
@@ -82,91 +158,149 @@ def _cases(job: Job) -> list[_Case]:
     ]
 
 
-def _attend(job: Job, case: _Case, *whole: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's out, dq, dk and dv (tokens, heads, head_dim) in fp64, and its rows' log-sum-exp."""
-    q, k, v, do = (job.sp.shard(x[None].to(job.dtype), 1, case.layout) for x in whole)
-    shards = case.layout.shards if case.layout else None
-    with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
-        local = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = job.sp.attention(q, k, v, mask=case.mask, shards=shards, softcap=job.softcap, return_lse=True)
-        results = out.detach(), *torch.autograd.grad(out, local, do)
-    return [x[0].double() for x in results], lse[0].detach().double()
+def masks(tokens: int, window: int | None) -> dict[str, Mask]:
+    """Return the masks that models have, by name. window: that of the model, if it has one."""
+    documents = (0, tokens // 3, tokens // 3 + 1, tokens // 2 + 3)
+    cut = Mask(window=min(window or tokens, tokens // 3))
+    return {"full": FULL, "causal": CAUSAL, "window": cut, "documents": Mask(documents=documents)}
 
 
-def _counted(job: Job, case: _Case) -> Generator[None, Any, list[str]]:
-    """Return what is wrong with the keys that this rank's rows see, and with the rows that see its keys. It yields
-    before ranks communicate, as `_compared` does, so that an error of one leaves none waiting."""
-    (heads, kv_heads), tokens, columns = job.heads, len(case.visible), job.head_dim - 1
-    blocks, each = _blocks(job, case), torch.arange(heads, device=job.sp.device)
-    one_hot = torch.nn.functional.one_hot(blocks % columns, columns).double()
-    numbers = torch.arange(1, kv_heads + 1, device=blocks.device).double()
-    v = torch.cat([one_hot[:, None].expand(-1, kv_heads, -1), numbers[:, None].expand(tokens, -1, 1)], dim=2)
-    do = (v * case.visible.sum(1)[:, None, None]).repeat_interleave(heads // kv_heads, dim=1)
-    do[:, each % (heads // kv_heads) > 0] = 0  # but for one query head of each group
-    yield
-    (out, _, _, dv), lse = _attend(job, case, v.new_zeros(tokens, heads, job.head_dim), torch.ones_like(v), v, do)
-    held = job.sp.shard(torch.arange(tokens, device=out.device), 0, case.layout)
-    out = (out * lse.exp()[..., None]).nan_to_num() * case.visible[held].any(1)[:, None, None]
-    wrong = []
-    for direction, result, counts, turned in (("forward", "out", out, False), ("backward", "dv", dv, True)):
-        visible, *dropped = (x.T if turned else x for x in (case.visible, *case.dropped.values()))
-        expected, found = visible[held].double() @ one_hot, counts[..., :-1]
-        total, text = expected.sum(1, keepdim=True), ""
-        mixed = (counts[..., -1] / total - numbers.repeat_interleave(counts.shape[1] // kv_heads)).abs() > 0.4
-        if (bad := (found - expected[:, None]).abs() > 0.5).any():
-            factor = float((found * expected[:, None]).sum() / expected.square().sum() / found.shape[1])
-            causes = {
-                f"{part} dropped": x[held].double() @ one_hot for part, x in zip(case.dropped, dropped, strict=True)
-            }
-            causes[f"{result} is {factor:.4g} times what it must be"] = factor * expected
-            text = next((cause for cause, x in causes.items() if (found - x[:, None]).abs().max() <= 0.5), "")
-            row, head, column = bad.nonzero()[0].tolist()
-            pairs = float(found[row, head, column]), float(expected[row, column])
-            of_block = blocks[(blocks % columns == column) & (visible[held[row]] | (pairs[1] == 0))][:1]
-            text = text or _miscounted(job, direction, int(held[row]), (int(blocks[held[row]]), int(of_block)), *pairs)
-        elif mixed.any():
-            row, head = mixed.nonzero()[0].tolist()
-            other, must = round(float(counts[row, head, -1] / total[row])) - 1, head * kv_heads // counts.shape[1]
-            text = f"heads are mixed up: head {head} of {result} is of key/value head {other}, not {must}"
-        wrong.append(text and f"{direction}: {text}")
-    return wrong
+def seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return which keys each query sees, by their positions: bool (queries, keys)."""
+    q, kv, starts = queries[:, None], keys[None, :], torch.tensor(mask.documents, device=keys.device)
+    of_document = torch.bucketize(q, starts, right=True) == torch.bucketize(kv, starts, right=True)
+    return of_document & ((kv <= q) | (not mask.causal)) & (kv > q - (mask.window or len(keys) + len(queries)))
 
 
-def _blocks(job: Job, case: _Case) -> Tensor:
-    """Return the number of each token's block."""
-    tokens, size = len(case.visible), job.sp.runtime.size
-    shards = case.layout.shards if case.layout else EvenShards(job.sp.config.layout, tokens, size)
-    blocks = torch.zeros(tokens, dtype=torch.int64, device=job.sp.device)
-    for block in range(size * shards.blocks_per_rank):
+def random(job: Job, visible: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
+    """Return random q, k, v and do (1, tokens, heads, head_dim), the same on all ranks. do is 0 for a query that sees
+    no key."""
+    dice, sizes = torch.Generator().manual_seed(1), [(len(visible), heads), (visible.shape[1], kv_heads)]
+    of = [torch.randn(1, *sizes[side], job.head_dim, generator=dice) for side in (0, 1, 1, 0)]
+    of[3] *= visible.any(1).cpu()[:, None, None]
+    return [x.to(job.sp.device, job.dtype) for x in of]
+
+
+def define(
+    job: Job, tensors: list[Tensor], seen: Tensor, computed: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Return out, dq, dk, dv (tokens, heads, head_dim) and the log-sum-exp (tokens, heads), all in fp64.
+
+    Args:
+        job: What is examined.
+        tensors: q, k, v and do (1, tokens, heads, head_dim).
+        seen: Which keys a query sees, bool (queries, keys).
+        computed: Which products of a query and a key are added up, under the right log-sum-exp; default: `seen`.
+        dtype: In which it is computed.
+    """
+    found, scale, group = list[list[Tensor]](), job.head_dim**-0.5, tensors[0].shape[2] // tensors[1].shape[2]
+    for head in range(tensors[1].shape[2]):  # one after the other, for the memory of their scores
+        q, do = (x[0, :, head * group : head * group + group].to(dtype) for x in (tensors[0], tensors[3]))
+        k, v = (x[0, :, head].to(dtype) for x in tensors[1:3])
+        scores, slope = torch.einsum("qhd,kd->hqk", q, k) * scale, scale
+        if job.softcap:
+            scores = job.softcap * torch.tanh(scores / job.softcap)
+            slope = scale * (1 - (scores / job.softcap) ** 2)
+        lse = scores.double().masked_fill(~seen, -torch.inf).logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+        weights, d_weights = (scores - lse).exp().to(dtype), torch.einsum("qhd,kd->hqk", do, v)
+        delta = (weights.where(seen, 0) * d_weights).sum(-1, keepdim=True)
+        weights = weights.where(seen if computed is None else computed, 0)
+        d_scores = weights * (d_weights - delta) * slope
+        of_queries = [torch.einsum("hqk,kd->qhd", *pair) for pair in ((weights, v), (d_scores, k))]
+        of_keys = [torch.einsum("hqk,qhd->kd", *pair)[:, None] for pair in ((d_scores, q), (weights, do))]
+        found.append([*of_queries, *of_keys, lse[..., 0].T])
+    return [torch.cat(of_kind, dim=1).double() for of_kind in zip(*found, strict=True)]
+
+
+def errors(
+    found: list[Tensor], exact: list[Tensor], plain: list[Tensor], dtype: torch.dtype, held: Tensor | None = None
+) -> list[tuple[float, str]]:
+    """Return for each of NAMES the error as a share of the one that is allowed, and in words.
+
+    Allowed is twice the error of a plain computation, and some roundings. The greatest error counts, and the root mean
+    square, which sees errors that are small and everywhere.
+
+    Args:
+        found: What was computed, for the tokens that this rank holds.
+        exact: The result of `define`.
+        plain: The result of `define`, in the tensors' dtype.
+        dtype: In which tensors are rounded.
+        held: Which tokens these are; default: all.
+    """
+    group, result = exact[0].shape[1] / exact[2].shape[1], []  # whose gradients some kernels add up in that dtype
+    rounding = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8) * max(1.0, group**0.5 / 2)
+    for name, x, whole, usual in zip(NAMES, found, exact, plain, strict=False):
+        expected, worst = whole if held is None else whole[held], (0.0, "")
+        factor = float((x * expected).sum() / expected.square().sum())
+        for norm, what, roundings in ((torch.inf, "at most", 4), (2, "on average", 1)):
+            gap, unscaled, size, full, other = (
+                float(torch.linalg.vector_norm(y, norm)) / (1 if norm == torch.inf else y.numel() ** 0.5)
+                for y in (x - expected, x - factor * expected, expected, whole, usual - whole)
+            )
+            gap, other = gap / max(size, full), other / full
+            text = f"{name} differs by {gap:.1e} {what}, and by {other:.1e} in a plain computation"
+            text = f"{name} is {factor:.4g}{FACTOR}" if unscaled <= 0.1 * gap * max(size, full) else text
+            share = gap / max(2 * other, roundings * rounding)
+            worst = max(worst, (share if share == share else torch.inf, text))
+        result.append(worst)
+    return result
+
+
+def _cause(
+    job: Job, case: _Case, tensors: list[Tensor], at: int, found: Tensor, exact: list[Tensor], held: Tensor
+) -> str:
+    """Return what explains a wrong result: the first guess that comes near it, in a head and a block; "" if none does.
+
+    Args:
+        job: What is examined.
+        case: The mask.
+        tensors: q, k, v and do.
+        at: Of which of NAMES the result is.
+        found: The result, for the tokens that this rank holds.
+        exact: The result of `define`.
+        held: Which tokens these are.
+    """
+    runtime, blocks, of_queries = job.sp.runtime, torch.zeros_like(case.visible[0], dtype=torch.int64), at < 2
+    shards = case.layout.shards if case.layout else runtime.shards(len(blocks) // runtime.size)
+    for block in range(runtime.size * shards.blocks_per_rank):
         for run in shards.runs("q", (block,)):
             blocks[run.start : run.last + 1 : run.step] = block
-    return blocks
+    gap, group = found - exact[at][held], job.heads[0] // job.heads[1]
+    sizes = gap.abs().amax(-1)
+    head = int((sizes.amax(0) >= sizes.max() / 2).nonzero()[0])
+    own, here = (head // group if of_queries else head), int(blocks[held[sizes[:, head].argmax()]])
+    rows = blocks[held] == here
+
+    def guess(computed: Tensor, kv: int) -> Tensor:
+        """Return the result if these products are added up, for a key/value head."""
+        first = group * (own if of_queries else kv)
+        heads = slice(first, first + group), slice(kv, kv + 1), slice(kv, kv + 1), slice(first, first + group)
+        of = define(job, [x[:, :, one] for x, one in zip(tensors, heads, strict=True)], case.visible, computed)
+        x = of[at] * (of[4] - exact[4][:, heads[0]]).exp()[..., None] if at == 0 else of[at]
+        return x[held][rows, head % group if of_queries else 0]
+
+    guesses = {f"{part} dropped": guess(computed, own) for part, computed in case.dropped.items()}
+    for kv in {*range(job.heads[1])} - {own}:
+        text = f"heads are mixed up: head {head} of {NAMES[at]} is of key/value head {kv}, not {own}"
+        guesses[text] = guess(case.visible, kv)
+    each = [blocks == block for block in range(int(blocks.max()) + 1)]
+    parts = [guess(case.visible & (of if of_queries else of[:, None]), own).flatten().cpu() for of in each]
+    matrix, right = torch.stack(parts, dim=1), found[rows, head]
+    times = torch.linalg.lstsq(matrix, right.cpu().flatten()[:, None]).solution  # how often each product counts
+    for other in (((times[:, 0] - 1).abs() > 0.05) & (matrix.norm(dim=0) > 0)).nonzero()[:1].flatten().tolist():
+        q, kv = (here, other) if of_queries else (other, here)
+        guesses[_product_of(job, at, q, kv, float(times[other]))] = (matrix @ times).view_as(right).to(right)
+    return next((text for text, x in guesses.items() if (right - x).norm() <= 0.1 * gap[rows, head].norm()), "")
 
 
-def _miscounted(job: Job, direction: str, token: int, blocks: tuple[int, int], found: float, expected: float) -> str:
-    """Return what is wrong where a token meets `found` tokens of a block and not `expected` ones. blocks: of both."""
-    runtime, (q, kv) = job.sp.runtime, blocks if direction == "forward" else blocks[::-1]
-    what = "is left out" if abs(found) < 0.5 else f"has {found:.4g} pairs of token {token} and not {expected:.4g}"
+def _product_of(job: Job, at: int, q: int, kv: int, times: float) -> str:
+    """Return in words that a product of blocks counts so many times, and which rank computes it in which step."""
+    runtime, direction = job.sp.runtime, "backward" if at else "forward"
+    text = f"the product q({q})*kv({kv}) {'is left out' if abs(times) < 0.05 else f'counts {times:.3g} times'}"
     program = runtime.last_bound[direction][1][0]
     block_mask = runtime.compiler.block_mask(program.mask, program.shards)
     for rank, steps in enumerate(runtime.compiler.recipe.plan(direction, block_mask, program.shape).ranks):
         for number, step in enumerate(steps):
             if any(q in compute.q and kv in compute.kv for compute in step.computes):
-                what += f", which CP rank {rank} computes in step {number} of {program.program.name}"
-    return f"the product q({q})*kv({kv}) {what}"
-
-
-def _compared(job: Job, case: _Case) -> Generator[None, Any, tuple[str, str]]:
-    """Return (what is wrong with the numbers of random tensors, figures)."""
-    tokens, (heads, kv_heads), counts = len(case.visible), job.heads, case.visible.any(1)[:, None, None]
-    (q, do), (k, v) = random(job, 1, (tokens, heads), 2), random(job, 2, (tokens, kv_heads), 2)
-    yield
-    found, _ = _attend(job, case, q[0], k[0], v[0], do[0] * counts)
-    found[0] *= job.sp.shard(counts, 0, case.layout)
-    exact, plain = exact_and_plain(q, k, v, do * counts, case.visible, job.softcap)
-    sent = torch.bfloat16 if job.sp.config.comm_dtype == "bf16" and job.sp.runtime.size > 1 else job.dtype
-    worst, text = max(
-        share_of_allowed(name, x, one, usual, sent, heads // kv_heads, job.sp.shard(one, 1, case.layout)[0])
-        for name, x, one, usual in zip(NAMES, found, exact, plain, strict=True)
-    )
-    return text if worst > 1 else "", f"out, dq, dk, dv have at most {worst:.0%} of the error that is allowed"
+                text += f", which CP rank {rank} computes in step {number} of {program.program.name}"
+    return text

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from ..data.first_use import FirstUse
 from ..errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
 from ..runtime.agreement import all_gather_objects
+from ..runtime.random_states import random_state, set_random_state
 
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel
@@ -71,18 +73,16 @@ class Finding:
     @classmethod
     def of(cls, check: str, wrong: str, advice: str, passed: str) -> Finding:
         """Return a failure with its advice, or where nothing is wrong a pass with its figures."""
-        if wrong:
-            return cls(check=check, status="fail", detail=wrong, advice=advice)
-        return cls(check=check, status="pass", detail=passed)
+        return cls(check=check, status="fail" if wrong else "pass", detail=wrong or passed, advice=advice * bool(wrong))
 
 
-# Called on all ranks at once. A plain function returns this rank's findings, as many as on all other ranks. A generator
-# yields what this rank has found, is sent what each rank has yielded, by rank, and returns its findings in the end. If
-# it raises between two yields, the check fails on all ranks. So one that communicates yields before, or others wait.
+# Called on all ranks at once. A generator yields what this rank has found, is sent what each rank has yielded, by rank,
+# and returns its findings, as many as on all other ranks; a plain function returns them. If one raises between two
+# yields, the check fails on all ranks. So one that communicates yields before, or others wait.
 Check = Callable[[Job], Sequence[Finding] | Generator[Any, list[Any], Sequence[Finding]]]
 
 
-def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[str], object] = print) -> list[Finding]:
+def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[str], object]) -> list[Finding]:
     """Run checks, and return what all ranks found, the same on each of them. Collective over the world.
 
     Args:
@@ -90,22 +90,28 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
         checks: Each with a name for what it raises.
         progress: Called with the name of the check that begins.
     """
-    found: list[Finding] = []
-    received, received_bytes = dict(job.sp.comm.received), job.sp.comm.received_bytes
-    apart = ""  # the check after which ranks may no longer be in step
-    for name, check in checks:
-        if apart:
-            found.append(Finding(check=name, status="not tried", detail=f"{apart} failed"))
-            continue
-        progress(name)
-        by_rank, raised, seconds = _results(job, name, check)
-        joined = _joined(by_rank)
-        if any(raised) > all(raised) or (name == AGREEMENT and any(one.status == "fail" for one in joined)):
-            apart = name
-        found += [dataclasses.replace(one, seconds=seconds * (one is joined[0])) for one in joined]
-    job.sp.comm.received.clear()  # in place, since others refer to it
-    job.sp.comm.received.update(received)
-    job.sp.comm.received_bytes = received_bytes
+    found, sp, random = list[Finding](), job.sp, random_state()
+    first_use, received, received_bytes = sp.first_use, dict(sp.comm.received), sp.comm.received_bytes
+    sp.first_use = FirstUse(sp.calls)  # what the doctor computes says nothing of the loop that comes
+    sp.first_use.is_met, apart = True, ""  # the check after which ranks may no longer be in step
+    try:
+        for name, check in checks:
+            if apart:
+                found.append(Finding(check=name, status="not tried", detail=f"{apart} failed"))
+                continue
+            progress(name)
+            by_rank, raised, seconds = _results(job, name, check)
+            joined = _joined(by_rank)
+            if any(raised) > all(raised) or (name == AGREEMENT and any(one.status == "fail" for one in joined)):
+                apart = name
+            found += [dataclasses.replace(one, seconds=seconds * (one is joined[0])) for one in joined]
+    finally:
+        set_random_state(random)
+        sp.checker.flush(last=True)
+        sp.first_use = first_use
+        sp.comm.received.clear()  # in place, since others refer to it
+        sp.comm.received.update(received)
+        sp.comm.received_bytes = received_bytes
     return found
 
 
@@ -137,13 +143,11 @@ def _joined(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Return the worst finding of each check, which says of which ranks it is where not all have it."""
     joined = []
     for check in dict.fromkeys(finding.check for findings in by_rank for finding in findings):
-        of_check = [(rank, x) for rank, findings in enumerate(by_rank) for x in findings if x.check == check]
-        worst = min((x for _, x in of_check), key=lambda x: get_args(Status).index(x.status))
-        ranks_of: dict[str, list[int]] = {}
-        for rank, finding in of_check:
-            if finding.status == worst.status:
-                ranks_of.setdefault(finding.detail, []).append(rank)
-        if worst.status == "fail" and len(ranks_of[worst.detail]) < len(by_rank):
+        of_check = {rank: x for rank, findings in enumerate(by_rank) for x in findings if x.check == check}
+        worst = min(of_check.values(), key=lambda x: get_args(Status).index(x.status))
+        details = {rank: x.detail for rank, x in of_check.items() if x.status == worst.status}
+        if worst.status == "fail" and [*details.values()] != [worst.detail] * len(by_rank):
+            ranks_of = {one: [rank for rank in details if details[rank] == one] for one in details.values()}
             parts = [f"{ranks_in_words(ranks)}: {detail}" for detail, ranks in ranks_of.items()]
             worst = dataclasses.replace(worst, detail="; ".join(parts[:MOST_SHOWN]))
         joined.append(worst)

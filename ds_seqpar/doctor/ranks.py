@@ -1,75 +1,76 @@
-"""Check that all ranks run the same software with the same settings, and share tokens and products without a gap."""
+"""Check that all ranks run the same software with the same settings, that they share tokens without a gap, and how fast
+their links are."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import itertools
 import os
 import platform
+import statistics
+import time
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..compiler.schedules.validate import validate
+from ..compiler.program import instructions as op
 from ..compiler.sharding.masks import CAUSAL
 from ..compiler.sharding.shards import runs_of_sp_rank
 from ..config.deepspeed_json import DeepSpeedJson
-from ..errors import PlanError
 from ..fingerprint import Fingerprint
-from ..runtime.agreement import Fields, differences, fields_of
-from ..runtime.devices import device_name
+from ..runtime.agreement import differences, fields_of
+from ..runtime.comm import Message
+from ..runtime.devices import device_name, this_host
 from .findings import Finding, Job
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "flash-attn", "liger-kernel", "triton")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS_", "DS_", "CUDA_DEVICE_MAX_CONNECTIONS")
 # what such variables name may differ between hosts or ranks, as paths and what is logged may
 OF_A_HOST = ("IFNAME", "HCA", "GID_INDEX", "PLACES", "NCCL_DEBUG", "_LOGS", "_TRACEBACK")
-DIRECTIONS = ("forward", "backward")
-MOST_RANKS = 64  # of a plan that is looked at whole
 ADVICE = "see which part of ds_seqpar, or which schedule or layout of your own, is not as it was"
+CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)  # bytes of a message each way, seconds below which no link is called slow
+FIRST = 64  # bytes of the message before it, after which both ranks are there
+ROUNDS, MORE = 4, 5  # messages of which the fastest counts; how often they are sent before a link is called slow
+SLOW = 3.0  # times the median of the links of its kind
+Link = tuple[int, int]  # the lower rank, the higher one
 Gathering = Generator[Any, list[Any], list[Finding]]  # see `findings.Check`
 
 
-def check_environment(job: Job) -> Gathering:
+def environment(job: Job) -> Gathering:
     """Compare versions, devices and the variables that change how ranks communicate or compute."""
-    variables = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(PREFIXES) and not name.endswith(OF_A_HOST) and "/" not in value
-    }
-    versions, of_ranks = zip(*(yield _versions(job.sp.device), variables), strict=True)
-    return [
-        _alike("versions", versions, "install the same on all hosts, and start all ranks in it"),
-        _alike("variables", of_ranks, "let the launcher set them, so that all ranks have them"),
-    ]
-
-
-def _versions(device: torch.device) -> Fields:
     # installed by a link, one version may have another text on each host
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-    found = {"ds_seqpar": str(Fingerprint.of_bytes(source)), "python": platform.python_version()}
+    versions = {"ds_seqpar": str(Fingerprint.of_bytes(source)), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    if device.type == "cuda":
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    return found | {"device": device_name(device)}
+            versions[name] = importlib.metadata.version(name)
+    if job.sp.device.type == "cuda":
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    versions["device"] = device_name(job.sp.device)
+    named = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    variables = {name: x for name, x in named.items() if not name.endswith(OF_A_HOST) and "/" not in x}
+    by_rank = zip(*(yield versions, variables), strict=True)
+    shown = (", ".join(f"{name} {x}" for name, x in own.items()) or "none set" for own in (versions, variables))
+    advice = "install the same on all hosts, and start all ranks in it", "let the launcher set them for all ranks"
+    return [*map(alike, ("versions", "variables"), by_rank, advice, shown)]
 
 
-def _alike(check: str, by_rank: Any, advice: str, passed: str = "") -> Finding:
+def alike(check: str, by_rank: Any, advice: str, passed: str) -> Finding:
     """Return whether all ranks have the same fields."""
     difference = differences({rank: (check, fields) for rank, fields in enumerate(by_rank)})
-    shown = ", ".join(f"{name} {value}" for name, value in by_rank[0].items()) or "none set"
-    return Finding.of(check, difference and f"all ranks need the same {difference}", advice, passed or shown)
+    return Finding.of(check, difference and f"all ranks need the same {difference}", advice, passed)
 
 
-def check_agreement(job: Job) -> Gathering:
-    """Compare what the ranks have resolved, and whether tokens and products are shared without a gap."""
+def agreement(job: Job) -> Gathering:
+    """Compare what the ranks have resolved, and whether tokens are shared without a gap."""
     sp, runtime, tokens = job.sp, job.sp.runtime, 4 * job.sp.multiple
-    config, recipe, shards = runtime.config, runtime.compiler.recipe, runtime.shards(tokens // runtime.size)
+    config, shards = runtime.config, runtime.shards(tokens // runtime.size)
     held = [runs_of_sp_rank(shards, "q", runtime.ulysses.size, rank) for rank in range(sp.size)]
     positions = sorted(itertools.chain.from_iterable(run.positions for runs in held for run in runs))
     fields = fields_of(config.settings()) | {"topology": str(runtime.topology.axes), "heads": str(job.heads)}
@@ -77,28 +78,85 @@ def check_agreement(job: Job) -> Gathering:
     for rank, runs in enumerate(held):
         spans = (f"{run.start}-{run.last}" + f" by {run.step}" * (run.step > 1) for run in runs)
         fields[f"tokens of SP rank {rank}"] = " ".join(spans)
-    block_mask, digests = runtime.compiler.block_mask(CAUSAL, shards), []
-    wrong = "" if config == sp.config else "the SequenceParallel and its runtime have different settings"
+    wrong = ""
     if positions != list(range(tokens)):
         wrong = f"{tokens} tokens must be held once; got {len(positions)}, of which {len({*positions})} are different"
-    for direction in DIRECTIONS if recipe.size <= MOST_RANKS else ():
-        q = torch.empty(1, tokens // sp.size, job.heads[0], job.head_dim, dtype=job.dtype, device=sp.device)
-        program, _ = runtime.bound(direction, q, job.heads[1], CAUSAL, shards)
-        plan = recipe.plan(direction, block_mask, program.shape)
-        digests.append(str(Fingerprint.of(plan.table())))
-        try:
-            validate(plan, block_mask.pairs())
-        except PlanError as error:
-            wrong = wrong or str(error)
-    planned = runtime.ulysses.rank, tuple(digests)  # Ulysses ranks with other numbers of heads may have other plans
-    by_rank, numbers, plans = zip(*(yield fields, (sp.data_rank, sp.rank), planned), strict=True)
+    by_rank, numbers = zip(*(yield fields, (sp.data_rank, sp.rank)), strict=True)
     if len({*numbers}) < len(numbers):
         wrong = f"each rank needs an own (group, SP rank); got {numbers}"
-    elif len({*plans}) > len({ulysses_rank for ulysses_rank, _ in plans}):
-        wrong = f"ranks with the same Ulysses rank need one plan; got (Ulysses rank, digests of plans) {plans}"
     passed = f'size {config.size}, ulysses {config.ulysses}, schedule "{config.schedule}", layout "{config.layout}"'
-    products = f"each of {tokens} tokens is held once, each of {len(list(block_mask.pairs()))} products computed once"
     return [
-        _alike("settings", by_rank, "give all ranks the same configuration", passed),
-        Finding.of("shares", wrong, ADVICE, products),
+        alike("settings", by_rank, "give all ranks the same configuration", passed),
+        Finding.of("shares", wrong, ADVICE, f"each of {tokens} tokens is held once"),
     ]
+
+
+def links(job: Job) -> Gathering:
+    """Compare what is received with what was sent, and links with one another."""
+    if job.sp.size == 1:
+        return [Finding(check="links", status="not tried", detail="one rank sends nothing")]
+    members, peers = dist.get_process_group_ranks(job.sp.groups.sp), _peers(job)
+    comm, rank, best, other = copy.copy(job.sp.comm), dist.get_rank(), dict[Link, float](), ""
+    groups: Any = SimpleNamespace(inner=job.sp.groups.sp, cp_order=range(job.sp.size))  # so that one group tries all
+    comm.groups, (size, floor) = groups, CPU if job.sp.device.type == "cpu" else DEVICE
+    sent = torch.full((size,), rank % 256, dtype=torch.uint8, device=job.sp.device)
+    yield None
+    for _ in range(MORE):
+        for _, turn in itertools.product(range(ROUNDS), range(len(members))):
+            number = (turn - members.index(rank)) % len(members)  # of the other rank of this turn
+            if (peer := members[number]) not in peers:
+                continue
+            arrived, seconds = sent.clone(), 0.0
+            for length in (FIRST, size):
+                began = time.perf_counter()
+                comm.post(*([Message(number, "doctor", 0, x[:length], 0)] for x in (sent, arrived))).wait()
+                if job.sp.device.type != "cpu":
+                    torch.accelerator.synchronize()
+                seconds = time.perf_counter() - began
+            link = min(rank, peer), max(rank, peer)
+            best[link] = min(seconds, best.get(link, seconds))
+            other = other or f"what rank {rank} got is not what rank {peer} sent" * bool((arrived != peer % 256).any())
+        all_of, slow = slow_ones((yield best, this_host().name), floor)
+        if not slow:
+            break
+    rates = [size / seconds / 1e9 for seconds in all_of.values()]
+    figures = f"{len(rates)} links of {min(rates):.2g} to {max(rates):.2g} GB/s each way"
+    advice = "look at cable, port, NUMA node and other traffic"
+    return [Finding.of("links", other or "; ".join(slow), advice, figures)]
+
+
+def _peers(job: Job) -> set[int]:
+    """Return the ranks with which this rank's programs exchange messages."""
+    groups, runtime, tokens = job.sp.groups, job.sp.runtime, 4 * job.sp.multiple // job.sp.size
+    q = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
+    peers = set[int]()
+    for group in (groups.ulysses, *(of.group for of in groups.collectives.values())):
+        peers |= {*dist.get_process_group_ranks(group)} if group is not None else set()
+    if groups.inner is not None:
+        members = [dist.get_process_group_ranks(groups.inner)[index] for index in groups.cp_order]
+        bound = [runtime.bound(direction, q, job.heads[1], CAUSAL, None)[0] for direction in ("forward", "backward")]
+        posts = [one for program in bound for one in program.program.code if isinstance(one, op.Post)]
+        peers |= {members[transfer.peer] for post in posts for transfer in (*post.sends, *post.receives)}
+    return peers - {dist.get_rank()}
+
+
+def slow_ones(by_rank: list[tuple[dict[Link, float], str]], floor: float) -> tuple[dict[Link, float], list[str]]:
+    """Return the seconds of all links, and which are slow among those inside hosts, or among those between hosts.
+
+    Args:
+        by_rank: Of each rank the seconds of its links, and its host.
+        floor: Seconds below which no link is slow.
+    """
+    links, slow = dict[Link, float](), []
+    for link, seconds in (item for best, _ in by_rank for item in best.items()):
+        links[link] = max(seconds, links.get(link, 0.0))
+    for inside in (True, False):
+        alike = {link: x for link, x in links.items() if (by_rank[link[0]][1] == by_rank[link[1]][1]) == inside}
+        # where bridges join devices in pairs, half of the links are faster
+        usual = (statistics.median_high if len(alike) > 2 else statistics.median_low)(alike.values() or [0.0])
+        slow += [
+            f"the link of ranks {a} and {b} takes {x * 1e3:.1f} ms, where {usual * 1e3:.1f} ms are usual"
+            for (a, b), x in alike.items()
+            if x > SLOW * usual and x > usual + floor
+        ]
+    return links, slow

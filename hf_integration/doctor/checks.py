@@ -10,15 +10,16 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ds_seqpar.compat import whole_shape
 from ds_seqpar.config.deepspeed_json import DeepSpeedJson, without_auto
-from ds_seqpar.doctor import Check, Finding, Job
+from ds_seqpar.doctor import Finding, Job
+from ds_seqpar.doctor.ranks import alike
 from ds_seqpar.engine import initialize, start
-from ds_seqpar.errors import ranks_in_words
 
 from ..families import is_plain_head, set_balance_weight, unwrapped
 from ..look.facts import text_config
@@ -46,30 +47,23 @@ CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept
 
 def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
     """Compare every parameter and buffer between all ranks: its form, whether it is trained, and its bits."""
-    tensors = {**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}
-    forms = {name: (*whole_shape(x), str(x.dtype), *["frozen"] * (not x.requires_grad)) for name, x in tensors.items()}
-    bits = {name: fingerprint_of_bits(x) for name, x in tensors.items() if is_whole(x)}
-    whole = sum(map(is_whole, job.model.parameters()))
-    by_rank = yield {"another form": forms, "other values": bits}
-    wrong, advice = "", "load the same checkpoint on all ranks, or seed them alike before the model is made"
-    for kind in by_rank[0]:
-        for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank[kind]):
-            values = [of_rank[kind].get(name) for of_rank in by_rank]
-            usual = max(values, key=values.count)
-            if not wrong and (others := [rank for rank, value in enumerate(values) if value != usual]):
-                wrong = f"{name} has {kind} on {ranks_in_words(others)} than on the others"
-    if not whole and not wrong:
-        detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
-        return [Finding(check="weights", status="not tried", detail=detail)]
-    return [Finding.of("weights", wrong, advice, f"{whole} the same on {len(by_rank)} ranks")]
+    fields, whole = dict[str, str](), sum(map(is_whole, job.model.parameters()))
+    for name, x in (*job.model.named_parameters(), *job.model.named_buffers()):
+        form = f"{'trained' if x.requires_grad else 'frozen'} {str(x.dtype).removeprefix('torch.')} {whole_shape(x)}"
+        fields[name] = f"{form} with digest {fingerprint_of_bits(x)}" if is_whole(x) else form
+    advice = "load the same checkpoint on all ranks, or seed them alike before the model is made"
+    found = alike("weights", (yield fields), advice, f"{whole} the same on {dist.get_world_size()} ranks")
+    detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
+    is_tried = whole or found.status == "fail"
+    return [found if is_tried else Finding(check="weights", status="not tried", detail=detail)]
 
 
 def loss_and_gradients(job: Job) -> list[Finding]:
     """Compare a small copy in fp32, patched and not: loss, outputs and all gradients, for three kinds of batches."""
-    model, sp = unwrapped(job.model), job.sp
+    model = unwrapped(job.model)
     model = model if is_plain_head(model) else model.base_model  # a loss of one's own may count padding
     facts = facts_of(model)
-    outcome = compared(model, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+    outcome = compared(model, job.sp, facts, lambda small: patch_by(small, small, job.sp, facts), unpatch_attention)
     detail = f"of a small copy, in plain, padded and packed batches, within {outcome.largest:.1e}"
     wrong = outcome.wrong and f"{CAUSES.get(outcome.kind, '')}a small copy is one {outcome.wrong}"
     advice = "report it, and do not train this model with sequence parallelism"
@@ -81,33 +75,29 @@ def step(job: Job) -> list[Finding]:
     model, sp = unwrapped(job.model), job.sp
     if not is_plain_head(model):
         return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has a loss of its own")]
-    content, accumulation = _content(job.content), sp.accumulation_steps
-    silent = logging.root.manager.disable
+    content, accumulation, silent = _content(job.content), sp.accumulation_steps, logging.root.manager.disable
     logging.disable(logging.INFO)  # what DeepSpeed says of each engine
     try:
         start()
-        expected, noisy, got = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
+        plain, noisy, shared = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
     finally:
         logging.disable(silent)
         sp.accumulation_steps = accumulation
         gc.collect()  # engines are in circles
-    for name in [name.removeprefix(STEP) for name in expected if name.startswith(STEP)]:
-        gradient, *others = (one[f"{GRADIENT}{name}"] for one in (expected, noisy, got))
+    for name, gradient in plain[GRADIENT].items():
         sure = gradient.abs() > UNSURE * gradient.abs().max()
-        for other in others:  # Adam steps by the sign, which rounding may turn
-            sure &= (other - gradient).abs() <= gradient.abs() / 2
-        for values in (expected, noisy, got):
-            values[f"{STEP}{name}"] = values[f"{STEP}{name}"] * sure
+        for other in (noisy, shared):  # Adam steps by the sign, which rounding may turn
+            sure &= (other[GRADIENT][name] - gradient).abs() <= gradient.abs() / 2
+        for one in (plain, noisy, shared):
+            one[STEP][name.replace(GRADIENT, STEP)] *= sure
     dtype, figures, wrong = DeepSpeedJson.read(content).known.dtype, [], ""
-    least = max(LEAST[dtype], TOLERANCE[sp.config.comm_dtype])
-    for kind in (LOSS, GRADIENT, STEP):
-        plain, noise, shared = ({k: x for k, x in one.items() if k.startswith(kind)} for one in (expected, noisy, got))
-        allowed = max(least, NOISE * difference(plain, noise, math.inf, 2)[1])
-        differs, gap = difference(plain, shared, allowed, 2)  # few neurons may turn
+    for kind in plain:
+        noise = NOISE * difference(plain[kind], noisy[kind], math.inf, 2)[1]
+        allowed = max(LEAST[dtype], TOLERANCE[sp.config.comm_dtype], noise)
+        differs, gap = difference(plain[kind], shared[kind], allowed, 2)  # few neurons may turn
         wrong = wrong or differs
         figures.append(f"{gap:.1e} of {allowed:.1e}")
-    stage, optimizer = content.get("zero_optimization", {}).get("stage", 0), content["optimizer"]["type"]
-    setting = f"ZeRO-{stage}, {optimizer}, {dtype}"
+    setting = f"ZeRO-{content.get('zero_optimization', {}).get('stage', 0)}, {content['optimizer']['type']}, {dtype}"
     detail = f"{setting}; loss, gradients and step differ by {', '.join(figures)} that noise allows"
     wrong = wrong and f"{wrong}, against a copy that shares no sequences ({setting})"
     advice = "take out of your code what scales losses or gradients, or try another ZeRO stage"
@@ -126,7 +116,7 @@ def _content(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"gradient_clipping": 1.0, **kept, **sizes, "steps_per_print": 10**9}
 
 
-def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool = False) -> dict[str, Tensor]:
+def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool = False) -> dict[str, dict[str, Tensor]]:
     """Return the loss of a step of a small copy, and each parameter's whole gradient and change.
 
     Args:
@@ -140,9 +130,9 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
     set_balance_weight(small, 0.0)  # which is a mean over the tokens of a batch, and batches differ here
     if noise:
         eps = torch.finfo(getattr(torch, DeepSpeedJson.read(content).known.dtype)).eps
-        embedding = small.get_input_embeddings().weight
-        signs = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0), device="cpu").sign()
-        embedding.data *= 1 + eps * signs.to(embedding.device)
+        weight = small.get_input_embeddings().weight
+        signs = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), device="cpu").sign()
+        weight.data *= 1 + eps * signs.to(weight.device)
     before = {name: p.detach().clone() for name, p in small.named_parameters()}
     ids = tokens_for(small.config, steps * sp.data_size, max(23, 2 * sp.multiple + 5)).to(sp.device)
     microbatches = [{"input_ids": x, "labels": x} for x in ids.split(sp.data_size)]
@@ -154,30 +144,25 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
             microbatches = sp.shard_batches(microbatches)
     else:
         engine = deepspeed.initialize(model=small, config=content)[0]
-    losses, outcome = [], dict[str, Tensor]()
+    losses, outcome = [], dict[str, dict[str, Tensor]]({LOSS: {}, GRADIENT: {}, STEP: {}})
     for batch in microbatches:
         losses.append(engine(**batch).loss)
         engine.backward(losses[-1])
         if len(losses) == steps:
             for name, p in small.named_parameters():
-                gradient = safe_get_full_grad(p)
-                outcome[f"{GRADIENT}{name}"] = (
-                    torch.zeros_like(before[name]) if gradient is None else gradient.float().clone()
-                )
+                whole = safe_get_full_grad(p)
+                whole = torch.zeros_like(before[name]) if whole is None else whole.float().clone()
+                outcome[GRADIENT][GRADIENT + name] = whole
         engine.step()
-    outcome[LOSS] = torch.tensor(sp.mean_loss(losses), dtype=torch.float64)
+    outcome[LOSS][LOSS] = torch.tensor(sp.mean_loss(losses), dtype=torch.float64)
     for name, p in small.named_parameters():
         after = safe_get_full_fp32_param(p)
-        outcome[f"{STEP}{name}"] = (p.detach() if after is None else after).float() - before[name]
+        outcome[STEP][STEP + name] = (p.detach() if after is None else after).float() - before[name]
     engine.destroy()
     return outcome
 
 
-CHECKS: tuple[tuple[str, Check], ...] = (
-    ("weights", weights),
-    ("loss and gradients", loss_and_gradients),
-    (STEP_CHECK, step),
-)
+CHECKS = (("weights", weights), ("loss and gradients", loss_and_gradients), (STEP_CHECK, step))
 
 
 def shape_of(model: PreTrainedModel) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ds_seqpar.cpu_launch import op_lock
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
 from ds_seqpar.data.loader import loading_error
-from ds_seqpar.doctor.report import require_sound
+from ds_seqpar.doctor import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import mismatch_hints

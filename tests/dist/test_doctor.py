@@ -15,7 +15,7 @@ from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.program import instructions as op
 from ds_seqpar.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.data import batches
-from ds_seqpar.doctor import RANKS_CHECKS, Job, data, examine, transfers
+from ds_seqpar.doctor import CHECKS, Job, data, examine, ranks
 from ds_seqpar.doctor import attention as attention_check
 from ds_seqpar.runtime import attention, walk
 from ds_seqpar.runtime.comm import TorchComm
@@ -25,14 +25,14 @@ from tests.dist.ranks import make
 from tests.launch import on_each_of
 from tests.words import missing
 
-CHECKS = dict(RANKS_CHECKS)
+OF_RANKS = {name: check for name, check in CHECKS if name not in ("batches", "loaders")}
 SMALL = {"heads": (4, 2), "head_dim": 16, "quick": True}
 
 
 def found(sp, *names, **job):
     """{check: (status, what is wrong)} of these checks, the same on all ranks; default: of all."""
     sp.runtime.last_bound.clear()  # programs that were compiled with another fault
-    checks = [(name, CHECKS[name]) for name in names or CHECKS]
+    checks = [(name, OF_RANKS[name]) for name in names or OF_RANKS]
     return {one.check: (one.status, one.detail) for one in examine(Job(sp=sp, **{**SMALL, **job}), checks, len)}
 
 
@@ -166,8 +166,8 @@ def test_faults_are_named():
             (held_twice, "agreement", {"shares": ("32 tokens must be held once; got 32, of which 8 are different",)}),
             (wrong_kernel(37), "kernels",
              {"kernels": ("cpu_flash, causal, 37 queries and 67 keys: out is 1.01 times",)}),
-            (summing_in_bf16(), "kernels", {"sums": ("not kept in fp32",)}),
-            (paced(1, 2, 0.04), "transfers", {"links": ("the link of ranks 1 and 2",)}),
+            (summing_in_bf16(), "sums", {"sums": ("not kept in fp32",)}),
+            (paced(1, 2, 0.04), "links", {"links": ("the link of ranks 1 and 2",)}),
             (dropping("forward"), "attention", {"attention, full":
              ("rank 2: forward: the product q(2)*kv(0) is left out, which CP rank 2 computes in step",)}),
             (dropping("backward"), "attention", {"attention, causal":
@@ -201,7 +201,7 @@ def raising(job):
 def test_a_check_that_raises_on_one_rank_ends_on_all():
     """And what follows is not tried, since ranks may no longer be in step."""
     with make(ulysses=1) as sp:
-        checks = [("first", raising), ("attention", CHECKS["attention"])]
+        checks = [("first", raising), ("attention", OF_RANKS["attention"])]
         findings = examine(Job(sp=sp, **SMALL), checks, len)
         assert [(one.check, one.status) for one in findings] == [("first", "fail"), ("attention", "not tried")]
         assert not missing(findings[0].detail, "rank 1: ", "KeyError"), findings
@@ -240,12 +240,12 @@ def test_one_process_has_no_links_to_try():
     with make() as sp:
         findings = found(sp)
     assert failed(findings) == {}
-    assert {check for check, (status, _) in findings.items() if status == "not tried"} == {"bytes", "links"}
+    assert {check for check, (status, _) in findings.items() if status == "not tried"} == {"links"}
 
 
 @on_each_of(2)
 def test_an_error_of_one_rank_in_the_check_of_attention_leaves_none_waiting():
-    for name in ("random", "exact_and_plain"):
+    for name in ("random", "define"):
         fault = patch.object(attention_check, name, side_effect=ValueError("no room"))
         with on_rank(1, fault), only("attention, full"):
             assert failed(found(make(), "attention")) == {"attention": "rank 1: attention raised, ValueError: no room"}
@@ -257,7 +257,7 @@ def test_the_order_of_the_job_s_loader_is_that_of_a_run_without_the_doctor():
         return DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
     examined = loader()
-    findings = examine(Job(sp=make(), loader=examined), data.CHECKS, len)
+    findings = examine(Job(sp=make(), loader=examined), [("loaders", data.loaders)], len)
     assert {finding.status for finding in findings} == {"pass"}
     assert data.OF_JOB in [finding.check for finding in findings]
     assert torch.equal(torch.cat([*examined]), torch.cat([*loader()]))
@@ -265,5 +265,5 @@ def test_the_order_of_the_job_s_loader_is_that_of_a_run_without_the_doctor():
 
 @pytest.mark.parametrize(("seconds", "slow"), [((1, 9, 1, 9), 0), ((1, 1, 1, 9), 1), ((1, 9), 1), ((9, 9, 1, 9), 0)])
 def test_a_link_is_slow_if_most_are_faster(seconds, slow):
-    links = {("transfers", rank, rank + 1): x for rank, x in enumerate(map(float, seconds))}
-    assert len(transfers._slow([(links, "host")] * 5, 0.0)[1]) == slow
+    seconds_of = {(rank, rank + 1): x for rank, x in enumerate(map(float, seconds))}
+    assert len(ranks.slow_ones([(seconds_of, "host")] * 5, 0.0)[1]) == slow

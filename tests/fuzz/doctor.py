@@ -11,8 +11,7 @@ import time
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.doctor.findings import Job
-from ds_seqpar.doctor.report import examined
+from ds_seqpar.doctor import Job, examined
 from hf_integration import check_patch
 from hf_integration.doctor.checks import shape_of
 from tests.dist.ranks import refusal

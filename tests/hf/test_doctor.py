@@ -15,8 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 import ds_seqpar
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data import batches
-from ds_seqpar.doctor import data
-from ds_seqpar.doctor.findings import Job, examine
+from ds_seqpar.doctor import Job, data, examine
 from ds_seqpar.whole import tensor
 from hf_integration.doctor import checks
 from tests.dist.ranks import is_one_sentence, make, refusal
@@ -120,13 +119,13 @@ def another_weight(model):
 
 # what one rank's model has -> words of the sentence
 WEIGHTS = {
-    "another weight": (another_weight, ("lm_head.weight", "other values", "rank 2")),
+    "another weight": (another_weight, ("lm_head.weight", "digest", "rank 2")),
     "reversed rows": (reversed_rows, ("lm_head.weight", "rank 2")),
     "permuted rows": (permuted, ("layers.0.self_attn.q_proj.weight", "rank 2")),
     "exchanged": (exchanged, ("layers.0.self_attn.k_proj.weight", "rank 2")),
     "buffer": (lambda model: model.model.rotary_emb.inv_freq.mul_(2), ("rotary_emb.inv_freq", "rank 2")),
-    "frozen": (lambda model: model.lm_head.requires_grad_(False), ("lm_head.weight", "another form", "rank 2")),
-    "on the meta device": (lambda model: model.lm_head.half(), ("lm_head.weight", "another form", "rank 2")),
+    "frozen": (lambda model: model.lm_head.requires_grad_(False), ("lm_head.weight", "rank 2: ", "frozen")),
+    "on the meta device": (lambda model: model.lm_head.half(), ("lm_head.weight", "rank 2: ", "float16")),
 }
 
 
