@@ -49,11 +49,10 @@ def own_stream(sp: SequenceParallel) -> OwnStream:
     return OwnStream(sp.device, sp.data_rank, sp.rank)
 
 
-def compare_noise(sp: SequenceParallel, states: list[Tensor]) -> None:
-    """Let ranks compare the random states with which they drew for whole tensors, if they have drawn since."""
-    if not all(map(torch.equal, states, torch_states(sp.device))):
-        seed = torch.tensor([seed_of(states)], device="cpu")
-        sp.journal.later(seed, lambda values: {RANDOM: str(values.tolist()[0])})
+def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
+    """Return what ranks compare of the random states with which they drew for whole tensors; {} if none has drawn."""
+    drawn = not all(map(torch.equal, states, torch_states(sp.device)))
+    return {RANDOM: str(seed_of(states))} if drawn else {}
 
 
 def noise_of(owner: object) -> dict[str, float]:

@@ -68,6 +68,7 @@ class Agreement:
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
         self.skips = skips  # whether chance decides which layers run in training
+        self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
         self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
         # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for

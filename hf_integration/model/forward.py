@@ -33,7 +33,7 @@ from ..families import base_of, is_causal_lm, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts
-from ..noise import OwnNoise, compare_noise
+from ..noise import OwnNoise, drawn_since
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
@@ -389,7 +389,7 @@ def _end(module: nn.Module) -> None:
         if context.is_in_whole and outer is not None:
             outer.state.shared = shared
     elif state.shared is not None and patch is not None:
-        compare_noise(patch.sp, state.shared)
+        patch.agreement.drawn = drawn_since(patch.sp, state.shared)
 
 
 @between_graphs

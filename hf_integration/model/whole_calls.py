@@ -213,7 +213,9 @@ def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], 
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
-    agreement.compare_batch(_compared(inputs), error)
+    checks = _compared(inputs)
+    checks.fields |= agreement.drawn
+    agreement.compare_batch(checks, error)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
