@@ -15,7 +15,7 @@ from ..data.first_use import FirstUse
 from ..errors import ConfigError
 from ..models import doctor_of_models, patcher_of_class, unwrapped
 from ..runtime.process_exit import printed_by
-from ..runtime.random_states import random_state, set_random_state
+from ..runtime.random_states import unchanged
 from . import RANKS_CHECKS, data
 from .findings import Finding, Job, Status, examine
 
@@ -37,11 +37,11 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
     checks = [*RANKS_CHECKS, *data.CHECKS, *(doctor_of_models().CHECKS if knows_model else ())]
     sp, first_use = job.sp, job.sp.first_use
     sp.first_use = FirstUse(sp.calls)  # what the doctor computes says nothing of the loop that comes
-    sp.first_use.is_met, random = True, random_state()
+    sp.first_use.is_met = True
     try:
-        return examine(job, checks, progress)
+        with unchanged():
+            return examine(job, checks, progress)
     finally:
-        set_random_state(random)
         sp.journal.settle(last=True)
         sp.first_use = first_use
 
