@@ -226,7 +226,6 @@ def test_noise_of_whole_tensors_is_the_same_on_all_ranks():
         assert torch.equal(*states())
     torch.manual_seed(dist.get_rank())
     model(**given)
-    print(dist.get_rank(), refusal(model, **given))
     words = ("the same", "random numbers", "torch.manual_seed with one seed on all ranks of a sequence")
     assert lacking(refusal(model, **given), "DisagreementError", *words) == []
 
