@@ -34,8 +34,8 @@ checkpoint_of = attribute(
 )
 # set by enable_input_require_grads; model flops would be counted too low
 INPUT_GRADS = mark("transformers.modeling_utils:_require_grads_hook")
-# the name of the hook that adds NEFTune's noise, which would then depend on the number of ranks
-NEFTUNE = mark("transformers.integrations.neftune:neftune_post_forward_hook")
+# the size of NEFTune's noise, an attribute of embeddings, which would then depend on the number of ranks
+NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
@@ -277,7 +277,7 @@ def is_plain_lora(module: Any) -> bool:
 
 # ---- torch
 
-forward_hooks = attribute("torch.nn.modules.module:Module._forward_hooks", "noise by token")
+forward_hooks = attribute("torch.nn.modules.module:Module._forward_hooks", "attention in head chunks")
 forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks", "attention in head chunks")
 
 

@@ -1,7 +1,7 @@
 """What one forward of a patched model is: local, sharded, whole or a decode step, and all that its parts must know.
 
 The outermost module that is called makes the context, once. Layers get it as the keyword `sequence_parallel`. A
-ContextVar has it where no keyword reaches: dropout, RoPE, norms, MLPs, heads. Threads of autograd find nothing there:
+ContextVar has it where no keyword reaches: RoPE, norms, MLPs, heads. Threads of autograd find nothing there:
 whoever recomputes a part of a forward there enters the context that the part had.
 """
 
@@ -21,17 +21,10 @@ from ds_seqpar.data.shared_prompts import SharedPrompts
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole.shard_spec import ShardSpec
 
+from .noise import OwnNoise
+
 Mode = Literal["local", "sharded", "whole", "decode"]
 KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Noise:
-    """The random numbers of one forward."""
-
-    seed: int
-    tokens: Tensor  # (rows, local tokens) int64: a number of each token (`dropout`)
-    length: int  # tokens of a whole sequence
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -41,6 +34,8 @@ class ForwardState:
     begun: bool = False  # whether the base model was called
     losses: list[float] | None = None  # the sum of token losses of each tile; None: the loss is not to be checked
     router_logits: tuple[Tensor, ...] | None = None  # of the base model, until the forward ends
+    noise: OwnNoise | None = None  # while this rank draws for its own tokens
+    shared: list[Tensor] | None = None  # the random states of all ranks, when one last drew for its own tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +55,6 @@ class ForwardContext:
     cached: Any = None  # the CachedForward of a forward with a cache in parts
     shared: SharedPrompts | None = None  # the prompts of a whole batch that are computed once for several rows
     compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
-    noise: Noise | None = None  # None: torch's own noise
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
     outer: ForwardContext | None = None  # the context around this one

@@ -47,6 +47,7 @@ def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
 
 
 WEIGHT = "mean size of "  # prefix of the fields of weights in training; a parameter's name follows
+RANDOM = "random numbers"  # the field of random states with which ranks drew for whole tensors
 # allowed relative difference of weights: rounding differs between types of devices, even with the same gradients
 ROUNDING = 1e-4
 
@@ -65,6 +66,11 @@ def of_models(by_rank: Mapping[int, Fields]) -> str | None:
             "their weights have drifted apart in training, since nothing averages gradients over ranks: wrap the model "
             "in DistributedDataParallel, fully_shard, DeepSpeed or accelerate's prepare, or average its gradients over "
             "all ranks before each step"
+        )
+    if names == [RANDOM]:
+        return (
+            "they drew other random numbers for whole tensors: call torch.manual_seed with one seed on all ranks of a "
+            "sequence, and draw on all of them or from a torch.Generator"
         )
     if "placement" in names:
         return "a placement belongs to another batch: give each forward all that shard_batches returned for its batch"

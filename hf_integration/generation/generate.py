@@ -25,6 +25,7 @@ from ds_seqpar.data.value_checks import ValueChecks, fingerprint_of
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime.agreement import ALL, Fields, all_gather_objects, assert_ranks_agree, differing
 from ds_seqpar.runtime.groups import check_thread
+from ds_seqpar.runtime.random_states import generators, torch_states
 
 from ..compat import generation_config_of
 from ..families import base_of
@@ -308,17 +309,14 @@ def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
 
     Ranks that would have drawn the same have drawn them afterwards; the others draw their own again.
     """
-    generators: list[Any] = [torch.random]
-    if sp.device.type != "cpu":
-        generators.append(torch.get_device_module(sp.device))
-    own = [x.get_rng_state() for x in generators]
+    own = torch_states(sp.device)
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))
     _, first = states[sp.groups.sp_order.index(0)]
-    others = [(*x, state) for *x, state in zip(generators, own, first, strict=True) if not x[1].equal(state)]
+    others = [x for x in zip(generators(sp.device), own, first, strict=True) if not x[1].equal(x[2])]
     for generator, _, state in others:
-        generator.set_rng_state(state)
+        generator.set_state(state)
     try:
         yield
     finally:
         for generator, state, _ in others:
-            generator.set_rng_state(state)
+            generator.set_state(state)

@@ -30,7 +30,7 @@ class Facts:
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
     # whether q and k have norms over all heads, so that a head cannot be computed without the others; only recorded
     norms_heads: bool = False
-    noise: tuple[str, ...] = ()  # modules that draw random numbers of their own in training, as errors describe them
+    skips: bool = False  # whether chance decides which layers run in training
     not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
 
 

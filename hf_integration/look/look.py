@@ -22,12 +22,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.random_states import random_state, set_random_state
+from ds_seqpar.runtime.random_states import random_state, unchanged
 
 from .. import mixers
-from ..families import ConfigView, balance_weight, is_causal_lm, is_of_library
+from ..families import ConfigView, balance_weight, is_causal_lm
+from ..noise import configs_of, noise_of
 from .facts import Facts, config_heads, kind_of_layer, starred, text_config, with_class
-from .small import WINDOWS, call, is_noisy, noise_of, parameters_of, small_copy, takes, tokens_for
+from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
 WATCH = "ds_seqpar_watch"  # an attribute of modules during a forward
@@ -36,11 +37,13 @@ ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
 TOLERANCE = 1e-4
+REPEATED = 16  # forwards that show what chance changes
 LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
 OWN_MODEL = "call sp.attention from a model of your own (docs/other_models.md)"
 
 
+@unchanged()
 def look(model: PreTrainedModel) -> Facts:
     """Look at what a model does to tokens.
 
@@ -58,9 +61,9 @@ def look(model: PreTrainedModel) -> Facts:
     small, not_small = small_copy(model)
     watch = Watch(small.train())
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
-    if always := _noise(watch, ids):
-        _refuse(f"{always[0]}, which draws random numbers that its config does not turn off", "leave them out")
-    plain = watch(ids)
+    plain, *others = _forwards(watch, ids)
+    if noisy := [name for other in others if (name := _first_difference(plain, other)) is not None]:
+        _refuse(f"{_described(small, noisy[0])} that draws random numbers, with no number of its config to turn it off")
     base = watch.base = _called_base(small, plain)
     prefix, first, counts_padding = watch.names[base], 0, True
     if given := takes(base, "position_ids"):
@@ -81,7 +84,7 @@ def look(model: PreTrainedModel) -> Facts:
         first_position=first,
         counts_padding=counts_padding,
         **_loss(small, ids),
-        noise=_noise(Watch(small_copy(model, noisy=True)[0].train()), ids) if is_noisy(model) else (),
+        skips=_skips(model, ids),
         not_small=not_small,
     )
 
@@ -417,24 +420,12 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 # ---- noise
 
 
-def _noise(watch: Watch, ids: Tensor) -> tuple[str, ...]:
-    """Return the modules whose forwards draw random numbers, but for those with dropout of which the copy has none."""
-    running, drawing = [watch.small], dict[nn.Module, None]()
-    before, states = random_state(), [_numbers_to_come()]
-
-    def enter_or_leave(module: nn.Module, *args: Any) -> None:
-        states.append(_numbers_to_come())
-        if states.pop(0) != states[0]:
-            drawing[running[-1]] = None
-        running.append(module) if len(args) == 1 else running.pop()
-
-    hooks = [x.register_forward_pre_hook(enter_or_leave, prepend=True) for x in watch.names]
-    hooks += [x.register_forward_hook(enter_or_leave) for x in watch.names]
-    watch(ids)
-    set_random_state(before)
-    for hook in hooks:
-        hook.remove()
-    return tuple(dict.fromkeys(_described_noise(watch.names[x], x) for x in drawing if not _is_silent(x)))
+def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
+    """Yield some forwards with other random numbers; one where it draws none."""
+    before = _numbers_to_come()
+    yield watch(ids)
+    for _ in range(REPEATED if _numbers_to_come() != before else 0):
+        yield watch(ids)
 
 
 def _numbers_to_come() -> tuple:
@@ -443,14 +434,12 @@ def _numbers_to_come() -> tuple:
     return python, words.tobytes(), others, torchs.numpy().tobytes()
 
 
-def _is_silent(module: nn.Module) -> bool:
-    """Return whether what a library's module draws changes nothing, as all numbers say by which it makes noise."""
-    return is_of_library(type(module)) and bool(noise_of(module)) and not any(noise_of(module).values())
-
-
-def _described_noise(name: str, module: nn.Module) -> str:
-    numbers = "".join(f" with {key} {x}" for key, x in noise_of(module).items() if x)
-    return f"{starred(name) or 'the model'}, a {type(module).__name__}{numbers}"
+def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
+    """Return whether chance decides which layers run in training, as far as numbers say by which there is noise."""
+    if not any(any(noise_of(x).values()) for x in (*configs_of(model), *model.modules())):
+        return False
+    watch = Watch(small_copy(model, noise=0.5)[0].train())
+    return len({(*(one.name for one in seen.calls), *seen.mixed) for seen in _forwards(watch, ids)}) > 1
 
 
 # ---- the loss

@@ -24,6 +24,7 @@ from .. import mixers
 from ..compat import copy_hooks, new_model, outside_zero_init
 from ..families import QUANTISERS, is_of_library
 from ..mixers import CHUNK
+from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
@@ -43,13 +44,12 @@ EXPANDED = [
     re.compile(x)
     for x in (r"(mamba_)?expand", r"mamba_n_heads|n_mamba_heads|num_heads", r"mamba_d_head|mamba_headdim|head_dim")
 ]
-NOISE = re.compile(r".*(drop|jitter|noise).*")
 HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_head_size|dim_head")
 NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
 
 
 def small_copy(
-    model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0, *, noisy: bool = False
+    model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0, *, noise: float = 0.0
 ) -> tuple[Any, tuple[str, ...]]:
     """Make a small copy of a model, with random fp32 weights and without modules of dropout.
 
@@ -59,7 +59,7 @@ def small_copy(
         model: A transformers model, unwrapped. Its tensors are not read.
         device: Where the copy lies.
         seed: The copy is the same for the same seed.
-        noisy: Whether it keeps the noise that the model has by numbers of its config or its modules.
+        noise: What the copy has for numbers above 0, of the model's config and its modules, that make noise.
 
     Returns:
         (the copy, in evaluation mode; what could not be made small).
@@ -73,8 +73,8 @@ def small_copy(
     plans = {(few, False): "the sizes of layers", (number, True): "the number of layers", (few, True): ""}
     for (count, sizes), kept in reversed(plans.items()):
         try:
-            copied = _made(model, number, count, sizes, seed, noisy)
-            carry_over(model, copied, noisy)
+            copied = _made(model, number, count, sizes, seed, noise)
+            carry_over(model, copied, noise)
             for module in copied.modules():
                 if isinstance(getattr(module, "p", None), float) and "Dropout" in type(module).__name__:
                     module.p = 0.0
@@ -151,11 +151,11 @@ def _classes(layers: list[nn.Module]) -> set[tuple]:
     return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTISERS))) for each in types}
 
 
-def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int, noisy: bool) -> Any:
+def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int, noise: float) -> Any:
     config = copy.deepcopy(model.config)
     text = (config, text_config(config))
     for part in [config, *_parts(config)]:
-        part.__dict__ |= {} if noisy else dict.fromkeys(noise_of(part), 0.0)
+        part.__dict__ |= {name: noise if x else 0.0 for name, x in noise_of(part).items()}
         _shrink(part, *(number, layers, sizes) if part in text else (2, 2, False))
     with _own_world(seed):
         with torch.device("meta"):
@@ -226,17 +226,7 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
         setattr(config, head_dim[0], values[expand[0]] * values["hidden_size"] // values[inner_heads[0]])
 
 
-def noise_of(owner: object) -> dict[str, float]:
-    """Return the numbers of a config or a module that make noise in training, by their names."""
-    return {name: x for name, x in vars(owner).items() if type(x) is float and NOISE.fullmatch(name)}
-
-
-def is_noisy(model: PreTrainedModel) -> bool:
-    """Return whether numbers of a model's config or modules say that it has noise in training."""
-    return any(any(noise_of(x).values()) for x in (model.config, *_parts(model.config), *model.modules()))
-
-
-def carry_over(model: nn.Module, small: nn.Module, noisy: bool) -> None:
+def carry_over(model: nn.Module, small: nn.Module, noise: float) -> None:
     """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes, noise."""
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
@@ -248,7 +238,7 @@ def carry_over(model: nn.Module, small: nn.Module, noisy: bool) -> None:
             replaced += (f"{name}.",)
             continue
         copy_hooks(module, twin, lambda hook: not is_of_library(hook))
-        twin.__dict__ |= noise_of(module) if noisy else {}
+        twin.__dict__ |= {name: noise if x else 0.0 for name, x in noise_of(module).items()} if noise else {}
         forward: Any = vars(module).get("forward")
         if forward is not None and not is_of_library(forward):
             bound = getattr(forward, "__self__", None) is module

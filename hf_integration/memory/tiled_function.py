@@ -28,7 +28,6 @@ from torch.nn import functional as F
 
 from ..compat import without_hooks
 from ..context import ForwardContext, current, entered
-from ..dropout import drawing_by_tile
 
 Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and the slice of its tokens
 
@@ -86,7 +85,7 @@ class _TiledForward:
     """One tiled forward, with all that its backward repeats: tiles, autocast, and random numbers."""
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
-        self.compute, self.parameters = drawing_by_tile(compute), parameters
+        self.compute, self.parameters = compute, parameters
         self.slices = tile_slices(x.shape[1], tiles)
         self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
 

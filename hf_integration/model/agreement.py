@@ -29,20 +29,20 @@ from ds_seqpar.runtime import mismatch_hints
 from ds_seqpar.runtime.agreement import Advice, Fields
 from ds_seqpar.runtime.input_checks import describe, shape_of
 
-from .. import dropout
 from ..families import SP, base_of
 from ..generation.forward import has_cache
 from ..mixers import SHARED
+from ..noise import noise_numbers
 from .checkpointing import is_checkpointed, layers_of
 from .weights import check_not_flattened, compares_weights, fingerprint, trained_weights
 
 COMPILED = (
-    "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
-    "layers instead, or set dropout to 0"
+    "noise in training on a shared sequence needs a model that is not compiled; got a compiled one with {}, compile "
+    "its layers instead, or set that to 0"
 )
-NOISE = (
-    "training whose sequences ranks share needs noise of nn.Dropout and NEFTune alone, which draw by token; got that "
-    "of {}, set it to 0 in the config before the model is made"
+SKIPS = (
+    "training whose sequences ranks share needs all layers in each forward; got layers that are left out by chance, "
+    "set layerdrop to 0 in the config before the model is made"
 )
 # what error messages call a sharded forward
 FORWARD = (
@@ -63,11 +63,12 @@ class Agreement:
     loss_option_of: str | None = ""
 
     def __init__(
-        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), noise: tuple[str, ...] = ()
+        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), skips: bool = False
     ) -> None:
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
-        self.noise = noise  # modules that draw other numbers on each rank
+        self.skips = skips  # whether chance decides which layers run in training
+        self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
         self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
         # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for
@@ -79,7 +80,7 @@ class Agreement:
         model: Any = self.model()
         if model is None:
             return self
-        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.noise)
+        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.skips)
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
@@ -124,25 +125,21 @@ class Agreement:
             batch.post(self.sp.checker)
 
     def agree(
-        self, inputs: Mapping[str, Any], wrong: str, backward: bool, sources: list[Any] | None,
-        batch: ValueChecks | None = None,
-    ) -> int:  # fmt: skip
+        self, inputs: Mapping[str, Any], wrong: str, backward: bool, compiled: bool, batch: ValueChecks | None = None
+    ) -> None:
         """Agree on one forward, before any rank of the sequence sends.
 
         Args:
             inputs: The forward's arguments by name, with this rank's shard.
             wrong: What is known to be wrong with them, as a sentence; "" for nothing.
             backward: Whether a backward will follow.
-            sources: Modules that draw noise by token; None: the forward is compiled.
+            compiled: Whether the forward is compiled.
             batch: What ranks compare of a whole batch, whose shards are right; None: the batch came sharded.
-
-        Returns:
-            The seed of the forward's noise, from the sequence's first rank; 0: there is no noise.
 
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
         """
-        model, checker, layout, like, seed = self.model(), self.sp.checker, inputs.get("placement"), dict[str, Any](), 0
+        model, checker, layout, like = self.model(), self.sp.checker, inputs.get("placement"), dict[str, Any]()
         if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
@@ -152,11 +149,10 @@ class Agreement:
             tokens = tokens_of(inputs)
             if not self.compared and model is not None:
                 check_not_flattened(model)
-            if self.noise and self.sp.size > 1 and model is not None and model.training:
-                raise ConfigError(NOISE.format(" and ".join(self.noise)))
-            if sources is None and backward and model is not None and dropout.noisy_modules(model):
-                raise ConfigError(COMPILED)
-            seed = dropout.prepare_and_seed(sources or [], shared=True)
+            if self.skips and self.sp.size > 1 and model is not None and model.training:
+                raise ConfigError(SKIPS)
+            if compiled and backward and model is not None and (numbers := noise_numbers(model)):
+                raise ConfigError(COMPILED.format(next(iter(numbers))))
             check_tokens(self.sp, tokens, layout)
             if batch is None:
                 like = {"shape": tuple(tokens.shape)} if layout is None else {"placement": str(layout)}
@@ -166,40 +162,27 @@ class Agreement:
             error = reason
         like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
         like["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        like["dropout"] = dropout.describe_modules(sources or [])
         if not self.compared and model is not None:
             # accelerate's autocast is inside of the forward, where ranks do not compare any more
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
-            models = {**fingerprint(model), "mixed_precision": precision}
+            noise = ", ".join(f"{count} of {number}" for number, count in noise_numbers(model).items())
+            models = {"noise": noise, **fingerprint(model), "mixed_precision": precision}
             checker.check_now("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
         name, advice = "whole batch", _advice_of(self.sp)
         if batch is None:
             name, advice = "model inputs", mismatch_hints.of_models
         value = {**(batch.fields if batch else {}), **like}
-        seed = self._compare(name, value, like, seed, advice, error)
+        checker.check_deferred(name, value, error=error, call=FORWARD, advice=advice, like=like)
         checks.post(checker)
         if backward and model is not None and self.sp.size > 1:
             self._compare_weights(model)
-        return seed
 
-    def agree_on_step(self, inputs: Mapping[str, Any], sources: list[Any], batch: ValueChecks) -> int:
-        """Agree on a decode step. For `sources`, `batch` and what is returned see `agree`."""
-        seed = dropout.prepare_and_seed(sources, shared=True)
-        like = {"shape": tuple(tokens_of(inputs).shape), "dropout": dropout.describe_modules(sources)}
-        seed = self._compare("tokens of a decode step", {**batch.fields, **like}, like, seed, _advice_of_step)
+    def agree_on_step(self, inputs: Mapping[str, Any], batch: ValueChecks) -> None:
+        """Agree on a decode step. For `batch` see `agree`."""
+        name, like = "tokens of a decode step", {"shape": tuple(tokens_of(inputs).shape)}
+        self.sp.checker.check_deferred(name, {**batch.fields, **like}, call=FORWARD, advice=_advice_of_step, like=like)
         batch.post(self.sp.checker)
-        return seed
-
-    def _compare(
-        self, name: str, value: object, like: object, seed: int, advice: Advice, error: SeqParError | None = None
-    ) -> int:
-        """Compare a value, now if there is noise. Return the seed of the sequence's first rank, 0 without noise."""
-        checker, number = self.sp.checker, seed if self.sp.rank == 0 else 0
-        if seed:
-            return checker.check_now(name, value, error=error, number=number, call=FORWARD, advice=advice)
-        checker.check_deferred(name, value, error=error, call=FORWARD, advice=advice, like=like)
-        return 0
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
         """Return the sentence for a module that took a patched one's place; "" where there is none."""
@@ -262,7 +245,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
     """
     tokens, positions = tokens_of(inputs), inputs.get("position_ids")
     if wrong_inputs(inputs) or positions is None:
-        torch.compiler.disable(agreement.agree)(inputs, "", backward, None)
+        torch.compiler.disable(agreement.agree)(inputs, "", backward, True)
         return positions
     return _agree_on_shard(tokens, positions, inputs.get("attention_mask"), agreement.handle, _misuse(inputs), backward)
 
@@ -308,7 +291,7 @@ def _agree_on_shard(
 ) -> Tensor:
     tokens_by_name = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
     inputs = {**tokens_by_name, "position_ids": positions, "attention_mask": mask}
-    object_of(handle).agree(inputs, wrong, backward, None)
+    object_of(handle).agree(inputs, wrong, backward, True)
     return positions.clone()  # the model's forward needs the result, so that no compiler drops the agreement
 
 

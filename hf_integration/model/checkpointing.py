@@ -37,7 +37,7 @@ def is_checkpointed(layer: Any) -> bool:
 class AsInForward:
     """A checkpoint function whose second run, in backward, repeats its first, whatever forwards came between.
 
-    It is local or sharded as the first was, with the same noise.
+    It is local or sharded as the first was. torch's checkpoint restores the random state for it.
 
     Args:
         checkpoint: The checkpoint function to wrap.

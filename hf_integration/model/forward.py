@@ -28,12 +28,12 @@ from ds_seqpar.errors import InputError
 from ds_seqpar.runtime.groups import check_thread
 from ds_seqpar.runtime.log import log_once
 
-from .. import dropout
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
 from ..families import base_of, is_causal_lm, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts
+from ..noise import OwnNoise, drawn_since
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
@@ -185,22 +185,20 @@ def _complete(
     Returns:
         (the arguments, with this rank's shard; the context).
     """
-    sources = [] if compiled or not module.training else _noisy_modules(patch, module, context)
     if context.mode == "whole":
-        inputs, context = whole_calls.shard_inputs(patch.agreement, patch.facts, inputs, context, bool(sources))
+        inputs, context = whole_calls.shard_inputs(patch.agreement, patch.facts, inputs, context)
     elif context.mode == "decode":
         context = whole_calls.with_cache(patch.agreement, patch.facts, inputs, context)
-    layout, seed, rope_tokens, cached = None, 0, None, context.cached
+    layout, rope_tokens, cached = None, None, context.cached
     if context.mode == "decode":
         assert context.compared is not None
-        seed = patch.agreement.agree_on_step(inputs, sources, context.compared)
+        patch.agreement.agree_on_step(inputs, context.compared)
     elif context.mode == "local":
         if mistake := wrong_inputs(inputs):
             raise InputError(mistake)
-        seed = dropout.prepare_and_seed(sources, shared=False)
     else:
         layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
-        seed = patch.agreement.agree(inputs, wrong, backward, None if compiled else sources, context.compared)
+        patch.agreement.agree(inputs, wrong, backward, compiled, context.compared)
         if patch.ropes and cached is not None:
             rope_tokens = int(cached.positions.max()) + 1
         elif patch.ropes and context.shared is not None:
@@ -209,22 +207,9 @@ def _complete(
             rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
     if cached is not None:
         cached.kept.running = True
-    return inputs, context.replace(
-        layout=layout,
-        positions=inputs.get("position_ids"),
-        noise=dropout.noise_of(patch.sp, seed, tokens_of(inputs), layout, context.has_all_tokens),
-        rope_tokens=rope_tokens,
-    )
-
-
-def _noisy_modules(patch: Patch, module: nn.Module, context: ForwardContext) -> list[Any]:
-    """Return the modules that draw by token in a training forward."""
-    if patch.whole or (context.mode == "local" and patch.sp.size > 1):
-        return []
-    head = context.outer.module if context.within and context.outer is not None else None
-    if head is None and module not in patch.heads:
-        head = patch.agreement.model()
-    return dropout.noisy_modules(unwrapped(head or module))
+    if not context.has_all_tokens and not compiled:
+        context.state.noise = OwnNoise(patch.sp, unwrapped(module), tokens_of(inputs).shape[1], layout)
+    return inputs, context.replace(layout=layout, positions=inputs.get("position_ids"), rope_tokens=rope_tokens)
 
 
 # ---- modules around the base model
@@ -397,10 +382,14 @@ def _end(module: nn.Module) -> None:
     context = current()
     if context is None or context.module is not module:
         return
-    outer = context.outer
-    if outer is not None and context.within:  # dropout behind the base model draws the same forward's numbers
-        outer = outer.replace(noise=context.noise)
-    set_current(outer)
+    set_current(outer := context.outer)
+    patch, state = patch_of(unwrapped(module)), context.state
+    if context.is_outermost and state.noise is not None:
+        shared, state.noise = state.noise.end(), None
+        if context.is_in_whole and outer is not None:
+            outer.state.shared = shared
+    elif state.shared is not None and patch is not None:
+        patch.agreement.drawn = drawn_since(patch.sp, state.shared)
 
 
 @between_graphs

@@ -23,7 +23,7 @@ from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.buffers import sum_dtype
 from ds_seqpar.runtime.input_checks import AttentionOptions
 
-from .. import accelerators, dropout, mixers
+from .. import accelerators, mixers
 from ..context import ForwardContext, current
 from ..families import (
     BASE,
@@ -136,7 +136,7 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
             *hook(base_of(inner), True),
             *(handle for module in ropes for handle in rope.hook(module)),
         ],
-        agreement=Agreement(sp, inner, (*attending, *mixing), facts.noise),
+        agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
@@ -161,7 +161,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     patch.untried += around if is_causal_lm(inner) else ()
     patch.hooks += [handle for head in around for handle in hook(head, False)]
     if inner in around or inner is base_of(inner):
-        patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x)]
+        patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x, patch.sp)]
     patch.sp.vocabularies[inner] = vocabulary
     generate.install(inner)
 
@@ -260,7 +260,6 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     if patch.experts is not None:
         patch.experts.close()
     tiled_modules.untile(inner)
-    dropout.restore_modules(inner)
     del base_of(inner)._sequence_parallel_patch
     vars(inner).pop(BASE, None)
     return model

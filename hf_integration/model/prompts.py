@@ -19,6 +19,7 @@ from ds_seqpar.errors import SECTION, ConfigError
 from ds_seqpar.runtime.log import log_once
 
 from ..look.facts import Facts, masks
+from ..noise import noise_numbers
 
 LEAST = 0.1  # the share of the rows' tokens that "auto" wants to save
 TENSORS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
@@ -34,11 +35,11 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
     setting = sp.config.shared_prompts
     if setting is False or not wants_token_numbers(inputs):
         return False
-    return setting is True or not _refusal(model, facts, inputs, noisy=False)
+    return setting is True or not _refusal(model, facts, inputs)
 
 
 def prompts_of_call(
-    sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor], noisy: bool
+    sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor]
 ) -> SharedPrompts | None:
     """Find the prompts that a call's rows share.
 
@@ -48,7 +49,6 @@ def prompts_of_call(
         facts: Its facts.
         inputs: The call's arguments by name, of a whole batch.
         on_cpu: name -> the same values on the CPU, for tensors on a device.
-        noisy: Whether the forward draws by token.
 
     Returns:
         The prompts; None where rows are to be computed as they are.
@@ -60,7 +60,7 @@ def prompts_of_call(
     if not may_share(sp, model, facts, inputs):
         return None
     setting = sp.config.shared_prompts
-    if refusal := _refusal(model, facts, inputs, noisy):
+    if refusal := _refusal(model, facts, inputs):
         if setting is True:
             raise ConfigError(f'{SECTION}.shared_prompts true needs {refusal}, leave the setting out, or say "auto"')
         return None
@@ -84,14 +84,14 @@ def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
-def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any], noisy: bool) -> str:
+def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
     """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for others."""
     if facts.mixers:
         return "a model without layers with a state; got one that has some"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
     if narrow := [length for _, length in masks(model, facts) if length is not None and length < columns]:
         return f"windows and chunks of {columns} tokens or more, as rows have; got one of {narrow[0]}"
-    if noisy:
+    if model.training and noise_numbers(model):
         return "a forward without dropout, whose noise differs between rows; got one that drops"
     if _balances(model, inputs) and not facts.balance:
         return "a model whose balance of experts counts a token as often as rows have it; got output_router_logits"

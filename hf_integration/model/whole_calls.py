@@ -23,14 +23,16 @@ from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.on_devices import to_device
 from ds_seqpar.runtime.input_checks import describe
+from ds_seqpar.runtime.random_states import OwnStream
 from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
-from ..context import ForwardContext, ForwardState
+from ..context import ForwardContext, ForwardState, current
 from ..families import base_of, is_of_liger, unwrapped
 from ..generation.forward import POSITIONS, cached_forward, takes_cache
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts
+from ..noise import own_stream
 from .agreement import Agreement, common_misuse, tokens_of
 from .losses import check_loss, loss_function_error
 from .prompts import prompts_of_call, wants_token_numbers
@@ -86,7 +88,7 @@ def set_loss_check(model: Any, option_of: str | None) -> None:
 
 
 def shard_inputs(
-    agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext, noisy: bool
+    agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
     """Shard the whole batch of a call. Ranks compare it together with the base model's forward.
 
@@ -95,7 +97,6 @@ def shard_inputs(
         facts: The patched model's.
         inputs: The call's arguments by name.
         context: The call's.
-        noisy: Whether the forward draws by token.
 
     Returns:
         (the forward's arguments by name, with this rank's shard; the context with that shard's specs).
@@ -104,7 +105,7 @@ def shard_inputs(
         InputError, ConfigError, DisagreementError: On all ranks of the sequence, if the batch cannot be sharded.
     """
     try:
-        return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context, noisy)
+        return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
         agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
@@ -131,7 +132,7 @@ def with_cache(
 
 
 def _sharded(
-    agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext, noisy: bool
+    agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
     assert context.module is not None  # constants for graphs have none
     model: Any = unwrapped(context.module)
@@ -150,7 +151,7 @@ def _sharded(
     others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: x for name, x in inputs.items() if name not in others}
     on_cpu, (rows, tokens) = _copies(batch), tokens_of(inputs).shape[:2]
-    if shared := prompts_of_call(sp, model, facts, inputs, on_cpu, noisy):
+    if shared := prompts_of_call(sp, model, facts, inputs, on_cpu):
         batch.pop("attention_mask", None)
         shard, counted = shard_shared_prompts(sp, batch, shared, checks, on_cpu)
         rows, tokens = 1, len(shared.tokens)
@@ -212,7 +213,9 @@ def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], 
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
-    agreement.compare_batch(_compared(inputs), error)
+    checks = _compared(inputs)
+    checks.fields |= agreement.drawn
+    agreement.compare_batch(checks, error)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
@@ -260,22 +263,31 @@ class _OnPart:
     """
 
     shard_spec: ShardSpec | None = None  # of the tensor that is computed
+    stream: OwnStream | None = None  # of its noise
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
 
     def before(self, module: nn.Module, args: tuple) -> tuple | None:
         self.shard_spec = None
         if not args or not isinstance(args[0], WholeTensor) or args[0].flat:
             return None
         self.shard_spec = args[0].shard_spec.named("logits")
+        self.stream = own_stream(self.sp)
         return args[0].local, *args[1:]
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        return output if self.shard_spec is None else whole_of(output, self.shard_spec)
+        if self.stream is not None:
+            shared, self.stream = self.stream.end(), None
+            if (context := current()) is not None and context.mode == "whole":
+                context.state.shared = shared
+        return output if self.shard_spec is None or output is None else whole_of(output, self.shard_spec)
 
 
-def compute_on_parts(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[RemovableHandle, RemovableHandle]:
     """Hook a module that treats tokens independently, so that it takes and returns sharded whole tensors."""
-    hooks = _OnPart()
-    return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after)
+    hooks = _OnPart(sp)
+    return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after, always_call=True)
 
 
 def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifted: bool, name: str, x: Any) -> Any:

@@ -1,9 +1,7 @@
-"""The random state of ranks: make it equal on all of them where it must be, and restore it where it must not change."""
+"""The random state of ranks: make it equal on all of them where it must be, and restore that of a checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +27,6 @@ def share(group: dist.ProcessGroup | None) -> None:
     with explaining_failure("sharing the random state of the first rank", group):
         dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
     set_random_state(state[0])
-
-
-@contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """Restore the random state at the end of a context."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
 
 
 def load(path: Path) -> None:

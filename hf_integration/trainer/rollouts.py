@@ -21,6 +21,7 @@ from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_se
 from ds_seqpar.fingerprint import Fingerprint
 from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.runtime.log import log_once
+from ds_seqpar.runtime.random_states import unchanged
 
 from .. import compat
 from ..families import base_of, unwrapped
@@ -207,7 +208,7 @@ class Rollouts(Behind):
             if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
                 width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
-            with rng_state.unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
+            with unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
                 # no step waits for ranks that generate other rows, or none
                 ids = generate(input_ids=ids, attention_mask=mask, synced_gpus=False, **kwargs)

@@ -1,0 +1,81 @@
+"""Noise in training: a rank draws its own for its tokens, and ranks of a sequence draw the same for whole tensors."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.runtime.mismatch_hints import RANDOM
+from ds_seqpar.runtime.random_states import OwnStream, seed_of, torch_states
+
+from .compat import NEFTUNE
+
+NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of numbers that make noise
+
+
+class OwnNoise:
+    """Noise of one forward over this rank's tokens, until `end`.
+
+    Args:
+        sp: The SequenceParallel of the model. One rank draws as a plain model does.
+        model: The model.
+        tokens: This rank's tokens of a row.
+        layout: The batch's layout; None: sequences are shared equally.
+    """
+
+    def __init__(self, sp: SequenceParallel, model: nn.Module, tokens: int, layout: BatchLayout | None) -> None:
+        self.stream = own_stream(sp) if sp.size > 1 else None
+        self.neftune = {module: vars(module)[NEFTUNE] for module in model.modules() if NEFTUNE in vars(module)}
+        length = tokens * sp.size if layout is None else layout.tokens // (layout.rows or 1)
+        for module, alpha in self.neftune.items():  # which the hook divides by the root of this rank's tokens
+            setattr(module, NEFTUNE, alpha * (tokens / length) ** 0.5)
+
+    def end(self) -> list[Tensor] | None:
+        """Go on with the shared stream, and return its state; None on one rank."""
+        for module, alpha in self.neftune.items():
+            setattr(module, NEFTUNE, alpha)
+        return None if self.stream is None else self.stream.end()
+
+
+def own_stream(sp: SequenceParallel) -> OwnStream:
+    """Begin this rank's own stream, which no other rank of any sequence has."""
+    return OwnStream(sp.device, sp.data_rank, sp.rank)
+
+
+def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
+    """Return what ranks compare of the random states with which they drew for whole tensors; {} if none has drawn."""
+    drawn = not all(map(torch.equal, states, torch_states(sp.device)))
+    return {RANDOM: str(seed_of(states))} if drawn else {}
+
+
+def noise_of(owner: object) -> dict[str, float]:
+    """Return the numbers of a config or a module that make noise in training, by their names."""
+    return {name: x for name, x in vars(owner).items() if type(x) is float and NUMBERS.fullmatch(name)}
+
+
+def noise_numbers(model: nn.Module) -> Counter[str]:
+    """Return the numbers above 0 by which a model makes noise in training, as NAME VALUE, and how many have each."""
+    numbers: list[tuple[str, float]] = []
+    for owner in (*configs_of(model), *model.modules()):
+        numbers += noise_of(owner).items()
+        if isinstance(alpha := vars(owner).get(NEFTUNE), int):
+            numbers.append((NEFTUNE, alpha))
+        if "Dropout" in type(owner).__name__ and isinstance(p := getattr(owner, "p", None), int | float):
+            numbers.append((f"{type(owner).__name__} p", p))
+    return Counter(f"{name} {x}" for name, x in numbers if x > 0)
+
+
+def configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
+    """Yield the config of a model, and the configs in it."""
+    configs = [model.config]
+    for config in configs:
+        if isinstance(config, PreTrainedConfig):
+            yield config
+            configs += vars(config).values()
