@@ -53,6 +53,7 @@ LATER = {
     "auto": "types alone, in models",
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
+    "config.deepspeed_json": "the JSON of a job, of which auto settings are chosen",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
     "compiler.overlap.overlap": "overlap true, with the simulator",
