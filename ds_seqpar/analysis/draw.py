@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compiler.overlap.simulate import Costs
-from ..compiler.overlap.timeline import TRACKS, Event, Timeline, lanes
 from ..compiler.program.ulysses import UNSPLIT, HeadSplit
 from ..compiler.schedules.plan import Plan
 from ..errors import ConfigError, ranks_in_words
+from ..schedules.simulate import Costs
+from ..schedules.timeline import TRACKS, Event, Timeline, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

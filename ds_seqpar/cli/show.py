@@ -11,12 +11,10 @@ from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
 from ..compiler.compile import Compiler, block_mask_of
-from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.program.instructions import HeadExchange
 from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
 from ..compiler.schedules import SCHEDULES, settings
-from ..compiler.schedules.validate import validate
 from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..compiler.sharding.layout import LAYOUTS, multiple
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
@@ -26,6 +24,8 @@ from ..compiler.tiles.tiles import tiles
 from ..config.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
 from ..planner import limits
+from ..schedules.simulate import Costs, communication, computation, programs_of, simulate
+from ..schedules.validate import validate
 
 HEAD_DIM = 128
 

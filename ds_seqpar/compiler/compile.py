@@ -20,7 +20,7 @@ from .program.shape import Field, FieldLocation, Shape, buffer_bytes, locations_
 from .program.ulysses import ExchangeSizes, Heads, SavedForBackward, UlyssesGroup, call_program, exchange_sizes
 from .schedules import Schedule
 from .schedules.actions import Steps
-from .schedules.plan import BlockMask, Counted, Plan
+from .schedules.plan import PASSES, BlockMask, Counted, Plan
 from .sharding.layout import Key, Topology
 from .sharding.masks import Mask, visibility
 from .sharding.shards import Shards, length, tokens_of
@@ -111,12 +111,7 @@ def _plan(
 ) -> Plan:
     steps = recipe.schedule.build(recipe.topology, block_mask, direction, moving_side)
     plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.blocks_per_rank)
-    if not recipe.overlap:
-        return plan
-    # imported lazily: it imports the simulator too, which training without overlap does not need
-    from .overlap.overlap import overlapped
-
-    return overlapped(plan, block_mask, dict(sizes))
+    return PASSES["overlap"](plan, block_mask, dict(sizes)) if recipe.overlap else plan
 
 
 def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concatenate[Any, Arguments], T]:

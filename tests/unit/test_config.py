@@ -31,7 +31,7 @@ KEYS = (
     "mlp_tiles", "loss_tiles", "seq_len",
     "machine", "memory", "agreement", "recurrent_layers", "latent_attention", "shared_prompts", "prove",
     "doctor", "max_ctas", "watchdog", "watchdog_s", "check_finite",
-    "rows", "cols", "ring_size", "mesh", "strips", "team",
+    "rows", "cols", "ring_size", "mesh", "team", "strips",
 )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from ds_seqpar.cli.show import exchange_bytes_per_token
 from ds_seqpar.compiler.compile import Compiler, block_mask_of
-from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
 from ds_seqpar.compiler.program import ulysses as exchanging
 from ds_seqpar.compiler.program.instructions import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
 from ds_seqpar.compiler.program.shape import shape_of
@@ -21,6 +20,7 @@ from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
 from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.schedules.simulate import Costs, programs_of, simulate
 from tests.unit.plans import DIRECTIONS
 
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]

@@ -26,11 +26,11 @@ ENGINE = (
     "errors",
     "compiler.sharding",
     "compiler.schedules",
-    "compiler.schedules.triangle",
     "compiler.program",
     "compiler.tiles",
-    "compiler.overlap",
     "compiler",
+    "schedules.triangle",
+    "schedules",
     "config",
     "runtime.kernels",
     "kernels",
@@ -56,7 +56,7 @@ LATER = {
     "config.deepspeed_json": "the JSON of a job, of which auto settings are chosen",
     "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_chunks auto",
-    "compiler.overlap.overlap": "overlap true, with the simulator",
+    "schedules.overlap": "overlap true, with the simulator",
     "compiler.tiles.varlen": "kernels with windows, which are those for GPUs",
     "runtime.devices": "the command that compiles DeepSpeed's op, which loads no torch of its own",
     "runtime.out_of_memory": "a rank out of memory, and what is said of it then",
@@ -76,7 +76,6 @@ CORE = {
 }
 BASE = {"errors", "compat", "files", "fingerprint", "on_devices", "runtime.log", "seams"}
 BESIDE = {
-    "compiler.compile": {"compiler.overlap.overlap"},
     "runtime.attention": {"runtime.checkpoints"},
     "runtime.call_io": {"runtime.latent"},
     "runtime.comm": {"runtime.process_exit", "runtime.profiling", "runtime.waits"},

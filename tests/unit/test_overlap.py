@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_seqpar.compiler.overlap.overlap import overlapped
-from ds_seqpar.compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules.actions import Move
-from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.errors import PlanError
+from ds_seqpar.schedules.overlap import overlapped
+from ds_seqpar.schedules.simulate import Costs, communication, computation, programs_of, simulate
+from ds_seqpar.schedules.validate import validate
 from tests.grids import each_then_rest, few_then_rest
 from tests.unit.plans import (
     DIRECTIONS,

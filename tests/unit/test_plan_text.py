@@ -6,10 +6,11 @@ import pytest
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.compiler import schedules
-from ds_seqpar.compiler.schedules import SCHEDULES, text
+from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.plan import Plan
 from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.errors import ConfigError, PlanError
+from ds_seqpar.schedules import text
 from ds_seqpar.testing import attention
 from tests.grids import few_then_rest
 from tests.oracle import assert_exact, dense, tensors

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.program import instructions
 from ds_seqpar.compiler.program.instructions import (
     LOCAL,
@@ -21,6 +20,7 @@ from ds_seqpar.compiler.program.instructions import (
 from ds_seqpar.compiler.program.lower import lower
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import ACCUMULATORS, OPERANDS
+from ds_seqpar.schedules.overlap import overlapped
 from tests.grids import examples
 from tests.unit.plans import (
     FORMS,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.overlap import simulate as simulator
-from ds_seqpar.compiler.overlap.overlap import overlapped
-from ds_seqpar.compiler.overlap.simulate import Costs, Event, communication, computation, programs_of
 from ds_seqpar.compiler.schedules.actions import Compute, Gather, Move, ReduceScatter, Step
+from ds_seqpar.schedules import simulate as simulator
+from ds_seqpar.schedules.overlap import overlapped
+from ds_seqpar.schedules.simulate import Costs, Event, communication, computation, programs_of
 from tests.grids import examples
 from tests.unit.plans import FORMS, block_mask, build, by_hand, mesh, problems, ranks
 

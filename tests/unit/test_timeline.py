@@ -5,9 +5,9 @@ import json
 import pytest
 
 from ds_seqpar.analysis.draw import COLORS, NAMES
-from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
-from ds_seqpar.compiler.overlap.timeline import TRACKS, Event, Timeline, lanes
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.schedules.simulate import Costs, programs_of, simulate
+from ds_seqpar.schedules.timeline import TRACKS, Event, Timeline, lanes
 from tests.unit.plans import build, shaped
 
 COSTS = Costs(transfer=dict.fromkeys(("q", "kv", "out"), 1.0), product=1.0)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.compiler.schedules.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
-from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.errors import PlanError
+from ds_seqpar.schedules.validate import validate
 from tests.grids import each_then_rest, examples
 from tests.unit.plans import (
     DIRECTIONS,

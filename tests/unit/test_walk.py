@@ -8,16 +8,16 @@ from collections import deque
 import pytest
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.actions import Collective, Compute, Move, Step
 from ds_seqpar.compiler.schedules.plan import Plan
-from ds_seqpar.compiler.schedules.validate import validate
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
 from ds_seqpar.runtime import runtime
 from ds_seqpar.runtime.kernels import KernelSupport, Scores
+from ds_seqpar.schedules.overlap import overlapped
+from ds_seqpar.schedules.validate import validate
 from ds_seqpar.testing import attention
 from tests.kernel_suite import LowerRight
 from tests.oracle import dense, errors, tensors

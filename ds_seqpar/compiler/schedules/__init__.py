@@ -1,8 +1,8 @@
 """The registry of schedules.
 
-Every file and folder here defines one `Schedule` or a family of them, and is found automatically; `register` adds
-others. A module may also read schedules whose names have a prefix of its own (`READERS`). A `Schedule` contains
-everything that is specific to it, its own layouts too; no other module contains its name.
+Every file here defines one `Schedule` or a family of them, and is found automatically; `register` adds others, as the
+add-ons in `ds_seqpar.schedules` do. An add-on may also read schedules whose names have a prefix of its own (`READERS`).
+A `Schedule` contains everything that is specific to it, its own layouts too; no other module contains its name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 
 from ...errors import SECTION, ConfigError, check_choice
+from ...seams import load
 from ..sharding import layout
 from .base import Schedule, Setting
 
@@ -88,8 +89,7 @@ def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
 _MODULES = [importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
 for _schedule in schedules_in(_MODULES):
     register(_schedule)
-for _module in _MODULES:
-    READERS |= getattr(_module, "READERS", {})
+load("schedules")
 
 
 __all__ = ["SCHEDULES", "Schedule", "Setting", "register", "remove", "schedule", "settings"]

@@ -148,3 +148,7 @@ def columns(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table with its columns aligned."""
     widths = [max(map(len, cells)) for cells in itertools.zip_longest(*rows, fillvalue="")]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+# of add-ons: a setting's name -> the function (plan, block mask, bytes of a token by kind) that returns a better plan
+PASSES: dict[str, Callable[[Plan, BlockMask, Mapping[str, float]], Plan]] = {}

@@ -15,15 +15,15 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 
-from ...errors import SECTION, ConfigError, PlanError
-from ...files import read_text
-from ...fingerprint import Fingerprint
-from ..sharding.layout import Axes, Key, Topology, multiple, owner
-from ..sharding.masks import CAUSAL, visibility
-from ..sharding.shards import EvenShards
-from .actions import ACCUMULATORS, OPERANDS, Action, Compute, Gather, Move, ReduceScatter, Step
-from .base import HeadCounts, Schedule, ScheduleOptions
-from .plan import BlockMask, Plan, StepsOf, marked
+from ..compiler.schedules.actions import ACCUMULATORS, OPERANDS, Action, Compute, Gather, Move, ReduceScatter, Step
+from ..compiler.schedules.base import HeadCounts, Schedule, ScheduleOptions
+from ..compiler.schedules.plan import BlockMask, Plan, StepsOf, marked
+from ..compiler.sharding.layout import Axes, Key, Topology, multiple, owner
+from ..compiler.sharding.masks import CAUSAL, visibility
+from ..compiler.sharding.shards import EvenShards
+from ..errors import SECTION, ConfigError, PlanError
+from ..files import read_text
+from ..fingerprint import Fingerprint
 from .validate import validate
 
 FILE = "file:"  # what the setting begins with
@@ -209,6 +209,3 @@ def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
         shown = ", ".join(map(str, sorted(groups)[:3]))
         raise PlanError(f"its collectives are along no axes of a grid of ranks: they join {shown}, use > and < instead")
     return topology.axes, collective_axes
-
-
-READERS = {FILE: read}

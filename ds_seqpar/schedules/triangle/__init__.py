@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....errors import SECTION, ConfigError
-from ...sharding.layout import Axes, Layout, Run, Runs, Topology
-from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ..base import HeadCounts, Schedule, ScheduleOptions, count
-from ..plan import BlockMask, Counted, bits
+from ...compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step, Steps
+from ...compiler.schedules.base import HeadCounts, Schedule, ScheduleOptions, count
+from ...compiler.schedules.plan import BlockMask, Counted, bits
+from ...compiler.sharding.layout import Axes, Layout, Run, Runs, Topology
+from ...errors import SECTION, ConfigError
 from .tiling import Stop, Tiling, pair_of, tiling
 
 

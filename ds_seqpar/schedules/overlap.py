@@ -12,9 +12,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from ..schedules.actions import ACCUMULATORS, Compute, Move, Step
-from ..schedules.plan import BlockMask, Plan
-from ..sharding.layout import owned, owner
+from ..compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step
+from ..compiler.schedules.plan import BlockMask, Plan
+from ..compiler.sharding.layout import owned, owner
 from .simulate import Costs, communication, programs_of, simulate
 
 # (rank, kind, block): an operand or a result, and the rank that has it or needs it

@@ -15,13 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..program import instructions as op
-from ..program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
-from ..program.lower import lower
-from ..program.ulysses import UNSPLIT, HeadSplit, call_program, exchanges
-from ..schedules.actions import Unit, unit_name
-from ..schedules.plan import Plan
-from ..sharding.layout import Key
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
+from ..compiler.program.lower import lower
+from ..compiler.program.ulysses import UNSPLIT, HeadSplit, call_program, exchanges
+from ..compiler.schedules.actions import Unit, unit_name
+from ..compiler.schedules.plan import Plan
+from ..compiler.sharding.layout import Key
 from .timeline import Event, Timeline
 
 Link = Hashable

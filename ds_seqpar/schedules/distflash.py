@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...errors import ConfigError
-from ..sharding.layout import Axes, Topology
-from .actions import ACCUMULATORS, Compute, Move, Step, moves_of
-from .base import Schedule
-from .plan import BlockMask, StepsOf
+from ..compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step, moves_of
+from ..compiler.schedules.base import Schedule
+from ..compiler.schedules.plan import BlockMask, StepsOf
+from ..compiler.sharding.layout import Axes, Topology
+from ..errors import ConfigError
 
 
 def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> StepsOf:

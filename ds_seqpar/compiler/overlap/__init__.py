@@ -1,1 +1,0 @@
-"""The overlap pass, which reorders plans, and the simulator that compares them."""

@@ -1,0 +1,21 @@
+"""Schedules beside those of the core, plans that are read from files, and the overlap pass, which register here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..compiler.schedules import READERS, register, schedules_in
+from ..compiler.schedules.plan import PASSES, BlockMask, Plan
+from . import distflash, text, triangle
+
+
+def _overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
+    from .overlap import overlapped  # here: its simulator imports programs, which import plans
+
+    return overlapped(plan, needed, sizes)
+
+
+for _schedule in schedules_in([distflash, triangle]):
+    register(_schedule)
+READERS[text.FILE] = text.read
+PASSES["overlap"] = _overlapped
