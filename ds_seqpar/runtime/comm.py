@@ -188,11 +188,10 @@ DIRECT = 4  # ranks that tell one another, so that each knows which one does not
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
-    """Return the maximum over ranks of each number. Few ranks tell one another; more of them tell the first one, which
-    answers.
+    """Return the maximum over ranks of each number.
 
-    It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks, and whose messages
-    go round a ring over gloo.
+    Three or four ranks tell one another. Others tell the first one, which answers: two that send at once hinder each
+    other over gloo. It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks.
 
     Args:
         numbers: integers of at most 63 bits, as many on all ranks.
@@ -200,8 +199,9 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
         wait: is told which rank is waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    answers = rank == 0 and size > DIRECT
-    peers = [(rank - distance) % size for distance in range(1, size)] if answers or size <= DIRECT else [0]
+    direct = 2 < size <= DIRECT
+    answers = rank == 0 and not direct
+    peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
     maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
     receives: list[Any] = [
         dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG) for x, peer in zip(maxima[1:], peers, strict=True)
@@ -212,7 +212,7 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
 
     sends = [] if answers else send(maxima[0])
     for peer, work in zip(peers, receives, strict=True):
-        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first rank may wait for any other
+        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first of more may wait for any other
         work.wait()
     found = maxima.amax(0)
     for work in sends or send(found):  # a send completes once its receiver takes part
