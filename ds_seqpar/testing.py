@@ -88,7 +88,7 @@ class _VirtualComm:
         buffers = sent.split(list(sizes[0])), received.split(list(sizes[1]))
         return self._collective(peers, kind, sum(sizes[1]) - local_elements, *buffers, EXCHANGE_TAG)
 
-    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
         raise NotImplementedError("virtual ranks are given the common part of their keys")
 
     def _collective(

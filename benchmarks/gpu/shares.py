@@ -62,7 +62,7 @@ class Alone(testing._VirtualComm):
             _Noise.fill(message.buffer)
         return _Noise()
 
-    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
         return x[None]
 
 

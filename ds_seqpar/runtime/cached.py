@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..compiler.program import instructions as op
 from ..compiler.schedules.actions import Gather
@@ -19,10 +20,12 @@ from .buffers import sum_dtype
 from .groups import check_thread
 from .input_checks import AttentionOptions, admit, check_kept, check_no_gradients, describe
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
+from .kernels.accumulate import merge_sinks_
 from .kernels.reference import attend as attend_densely
 from .runtime import Runtime, readable
 
-STEP = "the all-gather of a decode step"
+STEP = "the exchange of a decode step"
+MOST = 2**18  # bytes of a rank's partial results, up to which every rank merges all
 Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys among those that are kept
 
 
@@ -54,11 +57,13 @@ def decode(
     kernel, autocast = _kernel(runtime, q, k, scores.softcap), torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         part = _part(kernel, scores, q, k, v, counts)
-    parts = runtime.comm.parts_of_all(part.view(-1), STEP).view(-1, *part.shape)
+    if options.sinks is not None and runtime.rank == 0:  # one more score a head, whose value is 0
+        merge_sinks_(part[..., :-1], part[..., -1], options.sinks)
+    out = _merged_by_all(runtime, part).to(q.dtype)
     if not q.is_cpu:
         for observer in runtime.observers:
             observer.sent(q.device, _program(runtime.rank, runtime.size), [None], runtime.comm)
-    return _merged(parts, options.sinks).to(q.dtype)
+    return out
 
 
 def _part(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None) -> Tensor:
@@ -85,13 +90,24 @@ def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> 
     return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
 
 
-def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the output (rows, 1, heads, v_dim) of all ranks' parts (ranks, rows, 1, heads, v_dim + 1)."""
+def _merged_by_all(runtime: Runtime, part: Tensor) -> Tensor:
+    """Return the output (rows, 1, heads, v_dim) of all ranks' parts (rows, 1, heads, v_dim + 1)."""
+    comm, size, width = runtime.comm, runtime.size, part.shape[-1]
+    if size <= 2 or part.nbytes <= MOST:
+        return _merged(comm.parts_of_all(part.view(-1), STEP).view(size, *part.shape))
+    results = part.view(-1, width)  # large: each rank merges as many of these for all
+    share = -(-len(results) // size)
+    sent = functional.pad(results, (0, 0, 0, share * size - len(results)))
+    merged = _merged(comm.parts_of_all(sent.view(-1), STEP, shares=True).view(size, share, width))
+    whole = comm.parts_of_all(merged.view(-1), STEP).view(-1, width - 1)
+    return whole[: len(results)].view(*part.shape[:-1], width - 1)
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """Return the merged out (..., v_dim) of the parts of all ranks (ranks, ..., v_dim + 1)."""
     out, lses = parts.split([parts.shape[-1] - 1, 1], -1)
-    if sinks is not None:  # one more score, whose value is 0
-        lses = torch.cat([lses, sinks[:, None].to(lses.dtype).expand_as(lses[:1])])
     weights = lses.softmax(0).nan_to_num_()  # NaN where there is no score
-    return (out * weights[: len(out)]).sum(0)
+    return (out * weights).sum(0)
 
 
 @functools.cache

@@ -90,11 +90,12 @@ class Comm(Protocol):
         """
         ...
 
-    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
         """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them.
 
         Args:
             what: the operation, for errors.
+            shares: whether each rank gets its share of every x alone, (ranks, n / ranks), in that order.
         """
         ...
 
@@ -357,13 +358,17 @@ class TorchComm:
             handle.batch = [work for work, _ in works]
         return handle
 
-    def parts_of_all(self, x: Tensor, what: str) -> Tensor:
+    def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
         group = self.groups.sp
         if group is None:
             return x[None]
-        gathered = x.new_empty(dist.get_world_size(group), len(x))
+        size = dist.get_world_size(group)
+        gathered = x.new_empty(size, len(x) // size if shares else len(x))
         with profiling.span(what.removeprefix("the ")), explaining_failure(what, group):
-            works = _all_gather(gathered.view(-1), x, group)
+            if shares:
+                works = _all_to_all(gathered.view(-1), x, ([gathered.shape[1]] * size,) * 2, group)
+            else:
+                works = _all_gather(gathered.view(-1), x, group)
         Works(what, group, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
