@@ -16,11 +16,12 @@ from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from tests.dist.ranks import lacking, make, refusal
 from tests.hf import families, trainers
 from tests.hf.every_type import tiny
-from tests.hf.llama import array, averaged, gap, small, with_lora
+from tests.hf.llama import averaged, gap, small, with_lora
 from tests.hf.trainers import documents, trained
 from tests.launch import on_each_of, on_trainer_ranks
 
 SEQ, DROPPED, ALPHA = 48, 0.3, 5.0
+STEP = 3e-4  # of weights: small beside them, large beside fp32's rounding
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]
 
 
@@ -60,20 +61,13 @@ def seen(model, kind=nn.Dropout):
         hook.remove()
 
 
-def step(model, loss_of_model=False, **given):
-    """(loss, averaged gradients) from the same seed, in the weights' dtype: the model's own loss is in fp32."""
+def step(model, **given):
+    """(loss, averaged gradients) from the same seed. Norms and the loss are in fp32 whatever the weights are in."""
     model.zero_grad()
     torch.manual_seed(4)
-    whole = batch()
-    labels = whole["labels"] if loss_of_model else whole.pop("labels")
-    output = model(**{**whole, **given})
-    loss = output.loss if loss_of_model else cross_entropy(output.logits, labels)
+    loss = model(**(given or batch())).loss
     loss.backward()
     return float(loss), averaged(model)
-
-
-def cross_entropy(logits, labels):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 # --- a rank's own
@@ -96,8 +90,9 @@ def test_losses_and_gradients_are_those_of_a_model_with_the_numbers_that_ranks_d
             factor = sp.gather(factor, 1, sp.place(SEQ))
             twins[name].forward = lambda x, factor=factor: x * factor
     assert len(kept) == len(TARGETS)
-    assert step(plain)[0] == pytest.approx(loss, rel=1e-12)
-    assert gap(gradients, {name: array(p.grad) for name, p in plain.named_parameters() if p.grad is not None}) < 1e-10
+    expected, plain_gradients = step(plain)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert gap(gradients, plain_gradients) < 1e-5
     with seen(model) as found:  # the next forward, the modules and the ranks draw other numbers
         model(**batch())
     kept += [(out != 0) / (1 - DROPPED) for out, _ in found.values()]
@@ -141,24 +136,23 @@ def test_checkpoints_draw_what_forward_drew(settings):
         patch_attention(with_neftune(model), make(size=2, prove="never", **settings))
         if checkpoints is not None:
             checkpoints(model)
-        found.append(step(model, "loss_tiles" in settings))
+        found.append(step(model))
     (loss, gradients), *others = found
     for other_loss, other_gradients in others:
         assert other_loss == pytest.approx(loss, rel=1e-12)
         assert gap(other_gradients, gradients) < 1e-10
-    step(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     torch.manual_seed(7)
     directions, losses = [torch.randn_like(p) for p in parameters], []
     slope = sum(float((p.grad * direction).sum()) for p, direction in zip(parameters, directions, strict=True))
     slope = torch.tensor(slope)
     dist.all_reduce(slope)
-    for size in (1e-5, -2e-5):
+    for size in (STEP, -2 * STEP):
         with torch.no_grad():
             for p, direction in zip(parameters, directions, strict=True):
                 p += size * direction
         losses.append(step(model)[0])
-    assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(float(slope) / 2, rel=1e-5)
+    assert (losses[0] - losses[1]) / (2 * STEP) == pytest.approx(float(slope) / 2, rel=5e-3)
 
 
 @on_each_of(2)
@@ -261,10 +255,9 @@ def test_one_rank_draws_what_a_plain_model_draws(sharded):
         plain, sp = copy.deepcopy(with_neftune(model)), make(size=1)
         patch_attention(model, sp)
         given = sp.shard_batch(batch()) if sharded else {}
-        given.pop("labels", None)
         (expected, gradients), (loss, found) = step(plain), step(model, **given)
-        assert loss == pytest.approx(expected, rel=1e-12)
-        assert gap(found, gradients) < 1e-10
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert gap(found, gradients) < 1e-5
 
 
 def compiled(sp):
