@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.errors import InputError
@@ -14,6 +15,7 @@ from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.comm import TorchComm
 from ds_seqpar.runtime.input_checks import COMPARED
 from ds_seqpar.runtime.journal import Journal
+from ds_seqpar.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, refusal
 from tests.launch import on_each_of
@@ -280,3 +282,17 @@ def test_ranks_whose_comparisons_take_two_steps_beside_what_follows():
         assert lacking(found, "DisagreementError", "the same number", f"rank {wrong}: 1") == [] or wrong is None
         assert found == (None, None) or wrong is not None
         assert sp.journal.agree("number", 0, number=sp.rank) == 5
+
+
+@on_each_of(2)
+def test_ranks_that_would_choose_other_kernels_are_told_unless_one_is_named():
+    chunked = KERNELS["chunked"]
+    if dist.get_rank():
+        chunked.reasons = lambda spec: ["is not installed here"]
+    try:
+        kind, sentence = refusal(make)
+        make(kernel="cpu_flash").close()
+    finally:
+        vars(chunked).pop("reasons", None)
+    assert kind == "DisagreementError"
+    assert missing(sentence, "kernels here", "rank 0: ", "chunked", "same packages") == []
