@@ -281,6 +281,11 @@ forward_hooks = attribute("torch.nn.modules.module:Module._forward_hooks", "atte
 forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks", "attention in head chunks")
 
 
+def drop_children(module: nn.Module, names: Iterable[str]) -> None:
+    """Give a shallow copy of a module a dict of children of its own, without these."""
+    module._modules = {name: child for name, child in module._modules.items() if name not in names}
+
+
 def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable], bool]) -> None:
     """Register hooks of a module's forward on another module too."""
     for hooks, with_kwargs, register in (

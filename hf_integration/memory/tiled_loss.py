@@ -24,7 +24,7 @@ from ds_seqpar.config.settings import most_logits
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.errors import ConfigError, InputError
 
-from ..compat import LEAF, ZERO_ID
+from ..compat import LEAF, ZERO_ID, drop_children
 from ..context import current
 from ..families import BASE, balance_weight, base_of
 from ..graph_breaks import between_graphs
@@ -190,9 +190,8 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     for part in reversed(inside):  # where the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
     replaced = {name: called, "lm_head": Instead(model.lm_head, head)}
-    # a compiled forward reads a submodule where it was when it was compiled
-    modules = {name: module for name, module in model._modules.items() if name not in replaced}
-    vars(twin).update(replaced, _modules=modules)
+    vars(twin).update(replaced)
+    drop_children(twin, replaced)  # a compiled forward reads a child where it was when it was compiled
     return twin
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.errors import InputError
@@ -13,6 +14,7 @@ from ds_seqpar.runtime import consistency
 from ds_seqpar.runtime.agreement import assert_ranks_agree
 from ds_seqpar.runtime.consistency import ConsistencyChecker
 from ds_seqpar.runtime.input_checks import COMPARED
+from ds_seqpar.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, on_devices, refusal
 from tests.launch import on_each_of
@@ -237,3 +239,17 @@ def test_what_nobody_looked_at_is_printed_at_the_end(capsys):
     del one
     gc.collect()
     assert missing(capsys.readouterr().err, "needs 0; got 1") == []
+
+
+@on_each_of(2)
+def test_ranks_that_would_choose_other_kernels_are_told_unless_one_is_named():
+    chunked = KERNELS["chunked"]
+    if dist.get_rank():
+        chunked.reasons = lambda spec: ["is not installed here"]
+    try:
+        kind, sentence = refusal(make)
+        make(kernel="cpu_flash").close()
+    finally:
+        vars(chunked).pop("reasons", None)
+    assert kind == "DisagreementError"
+    assert missing(sentence, "kernels here", "rank 0: ", "chunked", "same packages") == []
