@@ -124,7 +124,7 @@ def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
                 seen.recv(1)  # one that is about to end closes this
                 return None
         return None if _store is None else ask(_store)
-    except (OSError, RuntimeError):
+    except Exception:  # whatever a store raises whose process was killed, it must not hide the error
         return None
 
 
