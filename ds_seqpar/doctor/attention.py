@@ -207,7 +207,8 @@ def define(
         weights = weights.where(seen if computed is None else computed, 0)
         d_scores = weights * (d_weights - delta) * slope
         of_queries = [torch.einsum("hqk,kd->qhd", *pair) for pair in ((weights, v), (d_scores, k))]
-        of_keys = [torch.einsum("hqk,qhd->kd", *pair)[:, None] for pair in ((d_scores, q), (weights, do))]
+        # of each query head by itself, and then added in the dtype, as some kernels do
+        of_keys = [torch.einsum("hqk,qhd->khd", *x).sum(1, keepdim=True) for x in ((d_scores, q), (weights, do))]
         found.append([*of_queries, *of_keys, lse[..., 0].T])
     return [torch.cat(of_kind, dim=1).double() for of_kind in zip(*found, strict=True)]
 
@@ -228,7 +229,7 @@ def errors(
         held: Which tokens these are; default: all.
     """
     group, result = exact[0].shape[1] / exact[2].shape[1], []  # whose gradients some kernels add up in that dtype
-    rounding = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8) * max(1.0, group**0.5 / 2)
+    rounding = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8) * max(1.0, (group / 2) ** 0.5)
     for name, x, whole, usual in zip(NAMES, found, exact, plain, strict=False):
         expected, worst = whole if held is None else whole[held], (0.0, "")
         factor = float((x * expected).sum() / expected.square().sum())
