@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     have started any.
 
     Raises:
-        SeqParError: On all ranks, if one of them cannot read the configuration or the model.
+        Told: On all ranks, if one of them cannot read the configuration or the model.
     """
     with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:  # DeepSpeed's lines too
         config, job, planned, error = None, dict[str, Any](), None, None

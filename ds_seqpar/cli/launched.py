@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import ConfigError, as_seqpar_error
+from ..errors import ConfigError, SeqParError, as_seqpar_error
+from ..runtime import process_exit
 from ..runtime.devices import set_device
+from .options import Told
 
 
 @contextlib.contextmanager
@@ -24,6 +26,7 @@ def launched(command: str, alone: bool = False) -> Iterator[bool]:
     Raises:
         ConfigError: No launcher started the ranks.
         SeqParError: The ranks did not meet.
+        Told: Anything that a rank's part of the command raised.
     """
     alone &= not {"RANK", "WORLD_SIZE"} & os.environ.keys()
     if not alone:
@@ -36,8 +39,12 @@ def launched(command: str, alone: bool = False) -> Iterator[bool]:
             dist.init_process_group(backend)
     except (RuntimeError, ValueError) as error:
         raise as_seqpar_error(f"ranks could not meet for {command}", error) from None
+    process_exit.wait_at_exit()
     try:
         yield dist.get_rank() == 0
+    except SeqParError as error:
+        process_exit.print_once(error, f"ds-seqpar: {error}")
+        raise Told from error
     finally:
         dist.destroy_process_group()
 

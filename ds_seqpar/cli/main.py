@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         code = runs[args.command](args) or 0
         sys.stdout.flush()
     except SeqParError as error:
-        printer = getattr(error, "printer", None)  # of an error that ranks have agreed on: one rank prints it
-        if printer is None or not printer.key or printer.rank == int(os.environ.get("RANK", "0")):
-            print(f"ds-seqpar: {error}", file=sys.stderr)
+        print(f"ds-seqpar: {error}", file=sys.stderr)
+        return 2
+    except options.Told:
         return 2
     except OSError as error:  # of stdout, which the interpreter flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

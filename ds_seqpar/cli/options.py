@@ -31,6 +31,10 @@ UNITS = {"K": 2**10, "M": 2**20}
 UNITS_HELP = "or with K (1,024) or M (1,048,576) after it"
 
 
+class Told(Exception):
+    """The command has failed, and a rank has said why."""
+
+
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
     """Add the options that commands share. `machine` is the help of --machine, `units` those of --json."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command. Collective over the launched ranks.
 
     Raises:
-        SeqParError: On all ranks, if one of them cannot read the options, or no configuration fits or runs.
+        Told: On all ranks, if one of them cannot read the options, or no configuration fits or runs.
     """
     quiet = warnings.catch_warnings(action="ignore")  # of torch, about what DeepSpeed calls
     with quiet, contextlib.redirect_stdout(sys.stderr), launched("tune", alone=True) as is_first:

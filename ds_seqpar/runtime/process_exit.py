@@ -104,6 +104,11 @@ def _print(before: Callable, kind: type, error: BaseException, trace: TracebackT
     return None
 
 
+def print_once(error: SeqParError, line: str) -> None:
+    """Print a line for an error that ends the ranks, on the first rank of those that raise it."""
+    _print(lambda *_: print(line, file=sys.stderr), type(error), error, None)
+
+
 def _was_printed() -> bool:
     """Return whether the first error is printed by now, or soon; False where its rank has ended before that."""
     return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
