@@ -45,6 +45,13 @@ def named_machine(config: SequenceParallelConfig) -> Machine | None:
     return Machine.load(config.machine)
 
 
+def fewest_head_chunks(*of_call: Any) -> int:
+    """Return the fewest head chunks that save memory. For the arguments see `analysis.memory`."""
+    from .planner import attention_memory
+
+    return attention_memory.fewest_head_chunks(*of_call)
+
+
 def planned_by_all(
     world: dist.ProcessGroup,
     config: SequenceParallelConfig,

@@ -107,6 +107,7 @@ class SequenceParallel(Sharding):
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
         self.calls, self.checker = self.runtime.calls, self.runtime.checker
+        self.runtime.fewest_head_chunks = auto.fewest_head_chunks
         self.runtime.observers += [Labels(), *watch(self.config)]
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()

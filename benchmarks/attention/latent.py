@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from benchmarks import tables
+from ds_seqpar.analysis.memory import Figures, figures
 from ds_seqpar.compiler.compile import BoundProgram, Compiler
-from ds_seqpar.compiler.memory import Figures, figures
 from ds_seqpar.compiler.program import instructions as op
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.program.ulysses import SavedForBackward, UlyssesGroup

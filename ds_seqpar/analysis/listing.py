@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..compiler import memory
 from ..compiler.compile import BoundProgram
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import LOCAL, SLOTS, Instruction, is_local, label_of
 from ..compiler.schedules.actions import unit_name
 from ..compiler.schedules.plan import columns
+from . import memory
 
 
 def listing(bound: BoundProgram) -> str:

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import math
 
+from ..analysis.memory import Figures, fewest_head_chunks, figures
 from ..compiler.compile import BoundProgram, Compiler
-from ..compiler.memory import Figures, fewest_head_chunks, figures
 from ..compiler.program.shape import ITEMSIZE, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ..compiler.schedules import schedule

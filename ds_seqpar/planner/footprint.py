@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..compiler.memory import Figures
+from ..analysis.memory import Figures
 from ..compiler.program.shape import ITEMSIZE
 from ..compiler.sharding.layout import multiple
 from ..config.deepspeed_json import Zero

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import compat
-from ..compiler.compile import BoundProgram, Compiler
+from ..compiler.compile import BoundProgram, Compiler, Recipe
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ..compiler.sharding.handles import handle_of
@@ -67,9 +68,12 @@ class Runtime:
         observers: Those that are told of walks.
         finite: What looks for NaN and inf; None where `check_finite` is not set.
         differentiable: Whether there is a backward.
+        fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
+            the local shape, the mask, the shards, the kernel whose workspace counts).
     """
 
     differentiable = True
+    fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str], int] = staticmethod(lambda *_: 1)
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0
@@ -173,12 +177,10 @@ class Runtime:
             return 1  # an estimate of memory needs numbers, and the compiler may have symbols
         key = q.shape, kv_heads, q.dtype, mask, shards
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
-            from ..compiler.memory import fewest_head_chunks  # which only "auto" asks for
-
             shards, local = shards or self.shards(q.shape[1] * self.ulysses.size), self.local_shape(q, kv_heads)
             # not of the kernel that is chosen, since packages may differ between ranks
             workspace = planned_kernel(self.config.kernel, local.dtype, local.head_dim, q.is_cuda)
-            count = fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards, workspace)
+            count = self.fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards, workspace)
             self.last_head_chunks = key, count
         return self.last_head_chunks[1]
 

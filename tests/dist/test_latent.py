@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.compiler.memory import figures
+from ds_seqpar.analysis.memory import figures
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
+from ds_seqpar.analysis.memory import peak
 from ds_seqpar.compiler.compile import CACHE_SIZE, BoundProgram, Compiler, Recipe
-from ds_seqpar.compiler.memory import peak
 from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.program.ulysses import Heads
 from ds_seqpar.compiler.schedules import SCHEDULES

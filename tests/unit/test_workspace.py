@@ -3,7 +3,7 @@
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.compiler.memory import fewest_head_chunks
+from ds_seqpar.analysis.memory import fewest_head_chunks
 from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.compiler.sharding.shards import EvenShards

@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from .compile import BoundProgram, Compiler, Recipe
-from .program import instructions as op
-from .program.instructions import is_local, methods_of
-from .program.shape import ITEMSIZE, Shape, token_bytes
-from .program.ulysses import PER_ROW, SIDE, SavedForBackward, of_head
-from .schedules.actions import ACCUMULATORS, Unit
-from .sharding.heads import free_head_chunk_counts, largest_share
-from .sharding.masks import Mask
-from .sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
-from .tiles.launches import PLAIN_KERNEL
-from .tiles.tiles import MERGED_AT_ONCE, Rows, Tile
-from .tiles.workspace import WORKSPACES, LaunchSize
+from ..compiler.compile import BoundProgram, Compiler, Recipe
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import is_local, methods_of
+from ..compiler.program.shape import ITEMSIZE, Shape, token_bytes
+from ..compiler.program.ulysses import PER_ROW, SIDE, SavedForBackward, of_head
+from ..compiler.schedules.actions import ACCUMULATORS, Unit
+from ..compiler.sharding.heads import free_head_chunk_counts, largest_share
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
+from ..compiler.tiles.launches import PLAIN_KERNEL
+from ..compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
+from ..compiler.tiles.workspace import WORKSPACES, LaunchSize
 
 INF = float("inf")
 
