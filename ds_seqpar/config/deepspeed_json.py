@@ -212,7 +212,7 @@ class DeepSpeedJson:
             warnings.warn(
                 'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for '
                 "none)",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def check_auto(self) -> None:

@@ -82,9 +82,10 @@ class OwnStream:
         Returns:
             Its state: the former one, or the next one where the own stream was drawn from.
         """
-        drawn = not all(map(torch.equal, self.first, torch_states(self.device)))
+        # as bytes: torch compares no values while it makes fake tensors
+        first, last = ([bytes(state.numpy()) for state in states] for states in (self.first, torch_states(self.device)))
         for generator, state in zip(generators(self.device), self.shared, strict=True):
             generator.set_state(state)
-        if drawn:  # the next own stream must be another one
+        if first != last:  # the next own stream must be another one
             torch.empty((), device="cpu").uniform_()
         return torch_states(self.device)

@@ -57,6 +57,7 @@ def test_plans_and_kernels_are_measured_and_the_fastest_can_be_pasted(tmp_path):
     assert {one["measured"]["memory"] for one in ranked} == {None}  # which of a CPU rank is not known
     assert all(one["memory"]["total"] > 0 for one in ranked)
     assert found["deepspeed_json"]["sequence_parallel"] == found["section"] == ranked[0]["section"]
+    found["deepspeed_json"]["sequence_parallel"].pop("kernel", None)  # which may be one of the test
     assert read_config(found["deepspeed_json"]).size == 2
 
 

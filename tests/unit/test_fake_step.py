@@ -166,7 +166,7 @@ def hang():
         stuck = watched.oldest_open()
         texts.append(watchdog._on_device(stuck._replace(batches=[[work]] * len(stuck.batches))))
         sp.decode_attention(q[:, :1], q, q, agreed=True)
-        texts.append(watchdog._on_device(watched.launched[-1]))
+        texts.append(watchdog._on_device(watched.launched[-1]).partition(" with ")[0])
         watched.launched.clear()
         recurrence.causal_conv(sp.runtime, lambda x: x, torch.empty(1, 24, 8, device=sp.device), kernel_size=4)
         texts.append(watchdog._on_device(watched.oldest_open()).partition(" for ")[0])
@@ -250,7 +250,7 @@ def check_hangs(first, second):
         missing(sentence, "of ring forward, layer 18 for kv(", "with rank 0", "with rank 1", "a link is slow or") == []
     )
     assert computes == "has a device that does not end ring forward, layer 18"
-    assert decodes == "has a device that waits at step 0 of decode forward for Gather(out(0,1)) with"
+    assert decodes == "has a device that waits at step 0 of decode forward for Gather(out(0,1))"
     assert missing(state, "waits at step 0 of states forward, call") == []
     assert not left
 
