@@ -204,16 +204,21 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait)
     answers = rank == 0 and not direct
     peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
     maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
-    receives: list[Any] = [
-        dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG) for x, peer in zip(maxima[1:], peers, strict=True)
-    ]
+
+    def receive(x: Tensor, peer: int) -> Any:
+        await_(peer)  # it fails at once where that rank has ended
+        return dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG)
 
     def send(x: Tensor) -> list[Any]:
         return [dist.isend(x, group=group, group_dst=peer, tag=AGREEMENT_TAG) for peer in reversed(peers)]
 
+    def await_(peer: int) -> None:
+        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first of more may wait for any other
+
+    receives = [receive(x, peer) for x, peer in zip(maxima[1:], peers, strict=True)]
     sends = [] if answers else send(maxima[0])
     for peer, work in zip(peers, receives, strict=True):
-        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first of more may wait for any other
+        await_(peer)
         work.wait()
     found = maxima.amax(0)
     for work in sends or send(found):  # a send completes once its receiver takes part

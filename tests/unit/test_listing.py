@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar.__main__ import main
+from ds_seqpar.analysis import memory
 from ds_seqpar.analysis.listing import listing
-from ds_seqpar.compiler import memory
 from ds_seqpar.compiler.compile import Compiler, Recipe
 from ds_seqpar.compiler.program.instructions import slots_of
 from ds_seqpar.compiler.program.shape import Shape
