@@ -21,19 +21,20 @@ class Labels(Observer):
         if not profiling.is_on():
             return False
         program, self.labels, self.spans = walk.program, iter(labels_of(walk.bound)), contextlib.ExitStack()
+        self.span = contextlib.ExitStack()  # of the instruction
         self.spans.enter_context(
             profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}")
         )
         return True
 
     def before(self, walk: Walk, instruction: op.Instruction) -> None:
-        self.span = profiling.span(next(self.labels))
-        self.span.__enter__()
+        self.span.enter_context(profiling.span(next(self.labels)))
 
     def after(self, walk: Walk, instruction: op.Instruction) -> None:
-        self.span.__exit__(None, None, None)
+        self.span.close()
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        self.span.close()  # open where the instruction has raised
         self.spans.close()
 
 
