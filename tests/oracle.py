@@ -5,9 +5,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from ds_seqpar.compiler.sharding.layout import owned
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.sharding.layout import owned
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 
 
 def positions(layout, seq, size, ulysses, index):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import ds_seqpar
-from ds_seqpar.runtime.process_exit import is_lost
+from ds_seqpar.guards.process_exit import is_lost
 from hf_integration import SequenceParallelTrainer
 from tests.hf.llama import settings, small
 from tests.hf.trainers import documents, make

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.random_states import random_state, unchanged
+from ds_seqpar.data.random_states import random_state, unchanged
 
 from .. import mixers
 from ..families import ConfigView, balance_weight, is_causal_lm

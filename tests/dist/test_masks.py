@@ -7,9 +7,9 @@ import numpy
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,

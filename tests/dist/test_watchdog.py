@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.runtime import call_io, waits, watchdog
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.core.runtime import call as call_io
+from ds_seqpar.core.runtime.kernels import KERNELS
+from ds_seqpar.guards import waits, watchdog
 from hf_integration import patch_attention
 from tests.dist.ranks import make
 from tests.hf.llama import SEQ, llama

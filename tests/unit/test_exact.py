@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.balance import shards_of
-from ds_seqpar.compiler.sharding.heads import max_head_chunks
-from ds_seqpar.compiler.sharding.layout import Run, multiple
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.kernels import KERNELS, accumulate
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.heads import max_head_chunks
+from ds_seqpar.core.compiler.sharding.layout import Run, multiple
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.runtime.kernels import KERNELS, accumulate
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.data.balance import shards_of
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import pairwise

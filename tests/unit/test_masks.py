@@ -9,13 +9,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding.balance import balanced
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run, join
-from ds_seqpar.compiler.sharding.masks import END, Mask, visibility
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.compiler.tiles.tiles import Tile, tiles
-from ds_seqpar.config.settings import LAYOUTS as COMMON
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, Run, join
+from ds_seqpar.core.compiler.sharding.masks import END, Mask, visibility
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.compiler.tiles.tiles import Tile, tiles
+from ds_seqpar.core.settings import LAYOUTS as COMMON
+from ds_seqpar.data.balance import balanced
 from tests.grids import examples
 from tests.oracle import seen
 from tests.unit.packs import parents_of
