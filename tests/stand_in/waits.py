@@ -248,6 +248,7 @@ class Host(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self):
+        from ds_seqpar.core.runtime import admit
         from hf_integration.model import weights
 
         cuda = {

@@ -4,13 +4,11 @@ Each slot is one buffer of bytes, viewed as the tensors of the unit that it hold
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
 functions here fill and read its messages; `transport` sends them. The first dimension of a message is tokens, and the
-heads of all tensors of one token are neighbors. So the Ulysses ranks' messages, one after another, are the CP rank's (tokens,
-batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message; outward, once out of
-one.
-
-`compiler.sharding.heads` says which Ulysses rank gets which heads. One copy serves a group of neighboring Ulysses ranks
-with equally many heads; where ulysses_size divides the heads, that is all of them. A kv head that several Ulysses ranks
-need (ulysses_size > Hkv) is sent to exactly those, and its gradients are summed.
+heads of all tensors of one token are neighbors. So the Ulysses ranks' messages, one after another, are the CP rank's
+(tokens, batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message; outward,
+once out of one. `compiler.sharding.heads` says which Ulysses rank gets which heads. One copy serves a group of
+neighboring Ulysses ranks with equally many heads; where ulysses_size divides the heads, that is all of them. A kv head
+that several Ulysses ranks need (ulysses_size > Hkv) is sent to exactly those, and its gradients are summed.
 """
 
 from __future__ import annotations
