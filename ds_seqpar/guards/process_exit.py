@@ -25,7 +25,7 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +42,8 @@ Returned = TypeVar("Returned")
 PRINT_TIMEOUT = timedelta(seconds=5)
 EXIT_TIMEOUT = 0.2  # seconds from the end of a process's connections to its own
 LOST = re.compile(
-    r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended",
+    r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended|"
+    r"has ended \(process",  # in a report of the watchdog's
     re.IGNORECASE,
 )
 NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
@@ -137,15 +138,13 @@ def _who_is_gone() -> str:
     """Return a clause that names the ranks whose processes have ended, as far as this host sees it."""
 
     def ask(store: Any) -> list[int]:
-        known = [rank for rank in range(dist.get_world_size()) if store.check([f"{WHERE}{rank}"])]
-        processes = {rank: json.loads(store.get(f"{WHERE}{rank}")) for rank in known}
         until = time.monotonic() + EXIT_TIMEOUT
-        while not (gone := [rank for rank in known if has_ended(*processes[rank])]) and time.monotonic() < until:
+        while not (found := gone(store, range(dist.get_world_size()))) and time.monotonic() < until:
             time.sleep(EXIT_TIMEOUT / 10)
-        return gone
+        return found
 
-    if gone := ask_store(ask):
-        return f"the process of {ranks_in_words(gone)} is gone, see its exit code, and dmesg where it was killed"
+    if found := ask_store(ask):
+        return f"the process of {ranks_in_words(found)} is gone, see its exit code, and dmesg where it was killed"
     return "which one cannot be seen from here, see the exit codes of all"
 
 
@@ -244,6 +243,12 @@ def wait_until_idle() -> None:
             return
         previous = states
         time.sleep(max(0.01, 2 * min(sys.getswitchinterval(), 1.0)))
+
+
+def gone(store: Any, ranks: Iterable[int]) -> list[int]:
+    """Return which ranks' processes have ended, as far as this host sees it."""
+    known = [rank for rank in ranks if store.check([f"{WHERE}{rank}"])]
+    return [rank for rank in known if has_ended(*json.loads(store.get(f"{WHERE}{rank}")))]
 
 
 def has_ended(host: str, process: int) -> bool:

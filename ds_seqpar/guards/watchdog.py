@@ -7,6 +7,9 @@ often a thread leaves the processor. So ZeRO's collectives, barriers and acceler
 A rank that has waited too long raises the alarm in the job's store. Every rank then writes its state there, whether it
 waits or not. The rank of the alarm joins the states, and all ranks read the result. The thread has a connection of its
 own to the store, since the main thread may block the other.
+
+A rank that ends while others make a group is not noticed by torch: they try to reach it until the group's timeout. So
+the second look at such a wait raises the alarm if a process of this host has ended.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import Program, label_of
 from ..core.compiler.schedules.actions import unit_name
 from ..core.runtime import groups
+from ..core.runtime.devices import ranks_per_node
 from ..core.runtime.transport import Comm
 from ..core.runtime.walk import Observer, Walk
 from ..core.settings import SequenceParallelConfig
@@ -205,6 +209,7 @@ class _Watchdog(threading.Thread):
 
     Attributes:
         users: Who wants to be watched.
+        near: The ranks of this host.
         number: How many alarms the job had.
         host: The wait of the thread that communicates.
         device: The walk that the device has to end next, if the host has ended it.
@@ -215,6 +220,8 @@ class _Watchdog(threading.Thread):
         self.rank, self.world, self.group = dist.get_rank(), dist.get_world_size(), weakref.ref(groups.all_ranks())
         self.store, self.at_exit = compat.default_store().clone(), threading.Event()
         self.users = weakref.WeakSet[Watched]()
+        size = ranks_per_node(self.world)
+        self.near = range(self.rank // size * size, self.world)[:size]
         self.number, self.at, self.host, self.device = 0, time.monotonic(), _Clock(), _Clock()
 
     def is_of_this_job(self) -> bool:
@@ -250,7 +257,8 @@ class _Watchdog(threading.Thread):
         self.at = now
         self.host.look(_mark() if self.users else None, passed)
         self.device.look(next(filter(None, (user.oldest_open() for user in self.users)), None), passed)
-        if self.device.is_at(seconds) or (self.host.is_at(seconds) and self.host.is_at(self.limit())):
+        is_at = self.device.is_at(seconds) or (self.host.is_at(seconds) and self.host.is_at(self.limit()))
+        if is_at or (self.host.is_at(self.tick / 2) and _makes_a_group(_frames()) and self.gone()):
             self.store.compare_set(self.key("alarm"), "", str(self.rank))
         if self.store.check([self.key("alarm")]):
             self.host.told, self.device.told = self.host.mark, self.device.mark
@@ -273,7 +281,8 @@ class _Watchdog(threading.Thread):
         self.store.set(self.key("state", self.rank), json.dumps(state))
         if self.rank == writer:
             self.wait_for_all("state")
-            text, sentence = report({rank: self.state_of(rank) for rank in range(self.world)}, self.limit())
+            waited = min(self.limit(), round(max(self.host.seconds, self.device.seconds), 1))
+            text, sentence = report({rank: self.state_of(rank) for rank in range(self.world)}, waited)
             print(text, file=sys.stderr, flush=True)
             self.store.set(self.key("report"), sentence)
         try:
@@ -289,8 +298,11 @@ class _Watchdog(threading.Thread):
     def wait_for_all(self, place: str) -> None:
         """Wait until all ranks have come to a place of a report, but not for ever."""
         with contextlib.suppress(RuntimeError):
-            keys = [self.key(place, rank) for rank in range(self.world)]
+            keys = [self.key(place, rank) for rank in sorted({*range(self.world)} - {*self.gone()})]
             self.store.wait(keys, timedelta(seconds=self.tick + ANSWER))
+
+    def gone(self) -> list[int]:
+        return process_exit.gone(self.store, self.near)
 
     def state_of(self, rank: int) -> State:
         if self.store.check([key := self.key("state", rank)]):
@@ -340,9 +352,13 @@ def _mark() -> Any:
     wait, frames = waits.innermost(), _frames()
     if wait is None and not _waits(frames):
         return None
-    if frames and frames[0].f_code.co_name == MAKING_A_GROUP:
+    if _makes_a_group(frames):
         return id(frames[0]), frames[0].f_lasti
     return wait and (wait.since, wait.awaited), _slept()
+
+
+def _makes_a_group(frames: list[FrameType]) -> bool:
+    return bool(frames) and frames[0].f_code.co_name == MAKING_A_GROUP
 
 
 def _waits(frames: list[FrameType]) -> bool:
@@ -352,7 +368,7 @@ def _waits(frames: list[FrameType]) -> bool:
     code = frames[0].f_code
     if code.co_name == BACKWARD:
         return not torch.accelerator.is_available() and _slept().startswith("S")
-    return code.co_name == MAKING_A_GROUP or (bool(WAITING.search(code.co_filename)) and _slept().startswith("S"))
+    return _makes_a_group(frames) or (bool(WAITING.search(code.co_filename)) and _slept().startswith("S"))
 
 
 def _state(walk: Walk | None, stuck: Launched | None = None) -> State:
