@@ -242,7 +242,13 @@ def test_masks_are_compiled():
     def made(q, k, v, mask):
         return sp.attention(q, k, v, mask=Mask(window=6)) * 2.0
 
-    fields_of_given = ({"window": 5}, {"window": 5}, {"documents": (0, 7, 30)}, {})
+    fields_of_given = (
+        {"window": 5},
+        {"window": 5},
+        {"documents": (0, 7, 30)},
+        {"window": 5, "blocks": ((2, 11), (12, 20))},
+        {},
+    )
     for function, fields in (*((given, fields) for fields in fields_of_given), (made, {"window": 6})):
 
         def way(*tensors, function=function, fields=fields):

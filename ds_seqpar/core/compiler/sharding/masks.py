@@ -1,4 +1,4 @@
-"""Masks: the keys that each query sees, from a causal edge, windows, a prefix, and documents and their parents."""
+"""Masks: the keys that each query sees, from a causal edge, windows, a prefix, documents with parents, and blocks."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class Mask:
             after another child of it and all documents below that. Not with a window. () means no parents.
         prefix: Number of keys at the start of the sequence that every query also sees (a prefix-LM). It requires a
             causal mask without window and documents.
+        blocks: (first, end) of spans of tokens that see one another in both directions, as those of a picture do:
+            a query in [first, end) also sees the keys up to end. Ascending and disjoint, each within a document. It
+            requires a causal mask without a prefix.
+        whole_blocks: With blocks and a window, whether a query also sees the keys of its block that lie before its
+            window. Models have both kinds.
 
     Raises:
         InputError: A field has a wrong type or value, or fields do not go together.
@@ -65,6 +70,8 @@ class Mask:
     prefix: int = 0
     window_right: int | None = None
     parents: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
@@ -94,7 +101,14 @@ class Mask:
                 f"documents with parents need a mask without a window; got {limits}, give each document a "
                 "row of its own, behind copies of its parents"
             )
-        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "parents": parents}
+        blocks = _checked_blocks(self.blocks, documents)
+        if blocks and (not self.causal or prefix):
+            limits = Mask(causal=self.causal, prefix=prefix)
+            raise InputError(
+                f"blocks need a causal mask without a prefix; got {limits}, leave out the one or the other"
+            )
+        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "parents": parents,
+                  "blocks": blocks, "whole_blocks": bool(self.whole_blocks and blocks and window)}  # fmt: skip
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         _ = self.ancestors, self.handle, self._hash  # raises for another order; graphs read what is there
@@ -112,7 +126,8 @@ class Mask:
     @functools.cached_property
     def _hash(self) -> int:  # of numbers only, so that it is the same in every process
         right = -1 if self.window_right is None else self.window_right
-        extra = (self.prefix, right) if self.prefix or right >= 0 else ()
+        extra: tuple[object, ...] = (self.prefix, right) if self.prefix or right >= 0 else ()
+        extra += (self.blocks, self.whole_blocks) if self.blocks else ()
         return hash((self.causal, self.window or 0, self.documents, *extra, *((self.parents,) if self.parents else ())))
 
     def __hash__(self) -> int:
@@ -123,6 +138,7 @@ class Mask:
         limits += [f"prefix {self.prefix}"] * bool(self.prefix)
         limits += [f"window_right {self.window_right}"] * (self.window_right is not None)
         limits += [f"{len(self.documents)} documents{' with parents' * bool(self.parents)}"] * bool(self.documents)
+        limits += [f"{len(self.blocks)} {'whole ' * self.whole_blocks}blocks"] * bool(self.blocks)
         return ", ".join(limits) or "full"
 
     @property
@@ -132,13 +148,14 @@ class Mask:
 
     @property
     def right(self) -> int | None:
-        """The most keys after its own position that a query sees, apart from a prefix; None means no limit."""
+        """The most keys after its own position that a query sees, apart from a prefix and blocks; None: no limit."""
         return 0 if self.causal else self.window_right
 
     @property
     def scale_free(self) -> bool:
         """Whether visibility depends only on the order of positions, not on the distances between them."""
-        return not (self.window or self.documents or self.prefix or self.window_right is not None)
+        limits = self.window, self.documents, self.prefix, self.blocks
+        return not any(limits) and self.window_right is None
 
     def bounds(self, p: int) -> tuple[int, int]:
         """Return (lo, hi): a query at p sees the keys at lo .. hi - 1, of its own document. hi is END for no limit."""
@@ -150,7 +167,46 @@ class Mask:
                 hi = min(hi, self.documents[document])
         if self.window and p - self.window >= lo:
             lo = p - self.window + 1
+        for first, end in self.blocks[(block := bisect_right(self.blocks, (p, END)) - 1) : block + 1]:
+            if first <= p < end:
+                return (min(lo, first) if self.whole_blocks else lo), end
         return lo, hi
+
+    @functools.cached_property
+    def _outside(self) -> Mask:
+        """What queries outside of blocks see."""
+        return dataclasses.replace(self, blocks=())
+
+    @functools.cached_property
+    def _inside(self) -> Mask:
+        """What queries in a block see of the keys up to its end."""
+        return dataclasses.replace(self, causal=False, blocks=(), whole_blocks=False)
+
+    @functools.cached_property
+    def _whole(self) -> Mask:
+        """What queries see of their whole block."""
+        return dataclasses.replace(self._inside, window=None)
+
+    def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
+        """Yield a run of queries in parts, whose masks have no blocks.
+
+        Yields:
+            (the queries of the run before the part, the part, the keys [k0, k1) that it may see, its mask).
+        """
+        start, step, length = q
+        last, position = start + step * (length - 1), start
+        spans: list[tuple[int, int, tuple[int, int], Mask]] = []
+        for first, end in self.blocks[max(0, bisect_right(self.blocks, (start, END)) - 1) :]:
+            if first > last:
+                break
+            far = min(end, first + self.window) if self.whole_blocks and self.window else end
+            spans += [(position, first, (0, END), self._outside), (first, far, (0, end), self._inside)]
+            spans += [(far, end, (first, end), self._whole)] * (far < end)
+            position = end
+        for lo, hi, keys, mask in (*spans, (position, END, (0, END), self._outside)):
+            before, part = between(q, lo, hi)
+            if part[2] > 0:
+                yield before, part, keys, mask
 
     @functools.cached_property
     def own(self) -> Level:
@@ -232,6 +288,26 @@ def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...
             f"documents; got {parents!r:.80}"
         )
     return tuple(number for number in numbers if number is not None) if {*numbers} - {-1} else ()
+
+
+def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the blocks as a mask stores them: without those of one token, which see what they see anyway."""
+    try:
+        pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
+    except (TypeError, ValueError):
+        pairs = ((None, None),)
+    checked = [(first, end) for first, end in pairs if first is not None and end is not None]
+    if type(blocks) is not tuple or len(checked) < len(pairs):
+        raise InputError(f"blocks must be a tuple of (first position, position after the last); got {blocks!r:.80}")
+    for (_, before), (first, end) in itertools.pairwise([(0, 0), *checked]):
+        if not before <= first < end:
+            raise InputError(
+                f"blocks must ascend, with a token at least and disjoint; got {(first, end)} after {before}"
+            )
+        if bisect_right(documents, first) < bisect_left(documents, end):
+            start = documents[bisect_right(documents, first)]
+            raise InputError(f"a block must be within a document; got {(first, end)}, in which one begins at {start}")
+    return tuple((first, end) for first, end in checked if end - first > 1)
 
 
 CAUSAL, FULL = Mask(), Mask(causal=False)
@@ -319,6 +395,8 @@ def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
         first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
         if first > kv.last or first >= hi:
             return False
+    if q.step > 1 and mask.blocks:
+        return any(_meets_part(Run(*part), kv, span, its) for _, part, span, its in mask.parts(q))
     if q.step == 1 or not (mask.documents or (mask.window and mask.window < q.step)):
         return True  # the queries see every position from lo to hi - 1
     queries, keys = (q.start, q.step, q.length), (kv.start, kv.step, kv.length)
@@ -333,6 +411,13 @@ def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
         if a[2] > 0 and b[2] > 0 and _meets_in_document(a, b, mask):
             return True
     return False
+
+
+def _meets_part(q: Run, kv: Run, span: tuple[int, int], mask: Mask) -> bool:
+    """Return whether any query of a run sees any key of another run that lies in a span of positions."""
+    (lo, hi), keys = _reach(q, mask), Run(*between(kv, *span)[1])
+    lo, hi = max(lo, span[0]), min(hi, span[1])
+    return keys.length > 0 and keys.start < hi and keys.last >= lo and _meets(q, keys, lo, hi, mask)
 
 
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:

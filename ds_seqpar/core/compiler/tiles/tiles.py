@@ -250,6 +250,12 @@ def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[in
 
 def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
     """Append the pieces in which one query run sees keys in position order, all of one document."""
+    if mask.blocks:
+        for rows, part, span, its in mask.parts(q):
+            before, seen = _keys_between(keys, 0, *span)
+            if seen:
+                _append(pieces, row + rows, part, column + before, seen, its)
+        return
     start, step, length = q
     key, key_step, count = keys[-1]
     after = mask.right
