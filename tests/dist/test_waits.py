@@ -41,7 +41,7 @@ def test_who_waits_long_says_for_whom_once_and_goes_on():
     assert again == []  # once for each kind of call
     assert missing(other, "in sp.loader for rank") == []
     assert not waits._now
-    wait = waits.Wait("a call", sp.groups.control)
+    wait = waits.explaining_failure("a call", sp.groups.control)
     assert wait.whom() == "another rank"
     wait.awaited = 1, 3  # of ranks that lie up to rank 1, round the end: 3, 0, 1
     assert wait.whom() == "one of the 3 ranks up to rank 1"
