@@ -359,7 +359,7 @@ def _waits(frames: list[FrameType]) -> bool:
     return code.co_name == MAKING_A_GROUP or (bool(WAITING.search(code.co_filename)) and _slept().startswith("S"))
 
 
-def _state(walk: Walk | None, call: Any, stuck: Launched | None = None) -> State:
+def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -> State:
     """Return what this rank does, in a walk of a call. stuck: a walk that its device does not come to the end of."""
     frames, wait = _frames(), waits.innermost()  # which go on meanwhile
     if stuck is not None:  # which came before whatever the host does
