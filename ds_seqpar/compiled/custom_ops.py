@@ -48,17 +48,22 @@ def _forward(
     agreement: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Compute `Runtime.forward` as an op, with the settings as numbers."""
-    mask, shards, scores, head_chunks, saves, lse, latent = settings
+    mask, shards, scores, head_chunks, saves, lse, latent, layer = settings
     handles, sizes = (runtime.handle, mask.handle, handle_of_shards(shards)), _sizes(runtime, q, k, shards)
-    return attention_op(q, k, v, sinks, *handles, *scores, head_chunks, int(saves), latent, lse, sizes, agreement)
+    return attention_op(
+        q, k, v, sinks, *handles, *scores, head_chunks, int(saves), latent, lse, layer, sizes, agreement
+    )
 
 
 def _settings(
-    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int, lse: bool
-) -> CallSettings:
+    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int, lse: bool,
+    layer: int | None = None,
+) -> CallSettings:  # fmt: skip
     """Return the settings that `_forward` gave as numbers."""
-    scores = Scores(scale, softcap)
-    return CallSettings(object_of(mask), shards_of(shards), scores, head_chunks, SavedForBackward(saves), lse, latent)
+    return CallSettings(
+        object_of(mask), shards_of(shards), Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, latent,
+        layer,
+    )  # fmt: skip
 
 
 def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
@@ -73,7 +78,8 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, layer: int | None,
+    sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Compute attention's forward.
@@ -85,7 +91,7 @@ def attention_op(
     Returns:
         The results of `Runtime.forward`.
     """
-    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse)
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse, layer)
     results = object_of(handle).forward(q, k, v, sinks, settings)
     # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
     results[1].untyped_storage().settings = settings
@@ -95,7 +101,8 @@ def attention_op(
 @attention_op.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, layer: int | None,
+    sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     in_one_message, ulysses_size, ulysses_rank, *tokens = sizes
@@ -113,7 +120,7 @@ def _(
 
 
 def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
-    q, k, v, sinks, *ctx.numbers, lse, _, _ = inputs
+    q, k, v, sinks, *ctx.numbers, lse, _, _, _ = inputs
     *_, saves, latent = ctx.numbers
     ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [*k.shape, *v.shape]
     eager.save(ctx, (q, k, v), sinks, output, SavedForBackward(saves), lse, latent)
@@ -121,7 +128,7 @@ def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
     gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.shapes, *ctx.numbers))
-    return *gradients, *[None] * 11
+    return *gradients, *[None] * 12
 
 
 attention_op.register_autograd(_gradients, setup_context=_save)

@@ -1,4 +1,4 @@
-"""Checks of attention's inputs, on this rank and then between ranks, before anything is sent.
+"""Checks of attention's inputs, on this rank and then by guards, before anything is sent.
 
 Where a check takes `object`, a user may have passed anything.
 """
@@ -16,9 +16,7 @@ from torch.nn import Parameter
 
 from ...base import compat
 from ...base.errors import InputError, SeqParError, as_seqpar_error
-from ...base.fingerprint import Fingerprint
-from ...guards import mismatch_hints
-from ...guards.agreement import Compared
+from ...base.fingerprint import Compared, Fingerprint
 from ...memory import checkpoints
 from ...operators.latent import padded
 from ..compiler.sharding.handles import object_of
@@ -26,9 +24,9 @@ from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank, tokens_of
 from ..settings import SequenceParallelConfig, check_length
-from .groups import check_thread
 from .kernels import Scores
 from .runtime import CallSettings, Runtime
+from .seams import ATTENTION, Inputs
 from .transport import TorchComm
 
 
@@ -54,6 +52,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     latent: bool = False  # whether k is the latent (batch, local_seq, R) and v the matrix that expands it
+    layer: int | None = None  # of a patched model, for guards; None in compiled code
 
 
 class AdmittedCall(NamedTuple):
@@ -69,10 +68,10 @@ class AdmittedCall(NamedTuple):
     agreement: Tensor | None  # in a compiled graph: the result of `agreement_op`, for ops that must run after it
 
 
-def admit(
+def admitted_call(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, agreed: bool = False, parts: int = 1
 ) -> AdmittedCall:
-    """Check a call, and decide how it is computed. Collective, as `agree_on_inputs` is, unless `agreed`.
+    """Check a call, and decide how it is computed. Collective, as `check_inputs` is, unless `agreed`.
 
     Args:
         runtime: The runtime of this rank.
@@ -89,10 +88,10 @@ def admit(
     if agreed:
         check_derivatives(q, k, v)
     elif compiling and _can_be_op(runtime, q, k, v, options):
-        mask, shards, *rest = options
+        mask, shards, *rest, _ = options
         agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
     elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
-        agree_on_inputs(runtime, q, k, v, options)
+        check_inputs(runtime, q, k, v, options)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     head_chunks = 1
     if options.latent:
@@ -105,7 +104,7 @@ def admit(
     saves = runtime.config.kept(max(head_chunks, parts), checkpointed, replay is not None and replay.checkpoint_saves)
     settings = CallSettings(
         options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
-        options.lse and runtime.ulysses.size > 1, v_dim if options.latent else 0,
+        options.lse and runtime.ulysses.size > 1, v_dim if options.latent else 0, options.layer,
     )  # fmt: skip
     return AdmittedCall(runtime, (q, k, v), options.sinks, settings, v_dim, options.lse, checkpointed, agreement)
 
@@ -142,10 +141,10 @@ def agreement_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
     backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None, latent: bool,
 ) -> Tensor:  # fmt: skip
-    """Call `agree_on_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
+    """Call `check_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
     afterwards."""
     options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, latent)
-    agree_on_inputs(object_of(handle), q, k, v, options)
+    check_inputs(object_of(handle), q, k, v, options)
     return _empty(q)
 
 
@@ -154,38 +153,27 @@ def _empty(q: Tensor, *rest: object) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # integers, through which no gradient flows
 
 
-def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
-    """Check the inputs of a call on this rank, and compare them between the ranks that share the sequence. Collective.
+def check_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    """Check the inputs of a call on this rank, and by guards, which compare them between ranks. Collective with those.
 
     Raises:
-        InputError, ConfigError, KernelError, DisagreementError: On all of these ranks, if one of them got inputs that
-            attention cannot take, or other shapes, dtypes or settings than its peers.
+        InputError, ConfigError, KernelError, DisagreementError: This rank got inputs that attention cannot take; with
+            guards on all ranks of the sequence, also where inputs or settings differ from those of its peers.
     """
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
-        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
+        torch.compiler.disable(check_inputs)(runtime, q, k, v, options)
         return
-    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and need no agreement
-    group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
-    if group is not None:
-        check_thread()
-        runtime.calls.enter()
+    key = _key(q, k, v, options)
     compared = runtime.admitted.get(key) if key is not None else None
     if compared is None:
         error = attention_error(runtime, q, k, v, options)
         # after an error the inputs may be nothing that can be described
-        compared = Compared(COMPARED, {} if error or group is None else _compared_fields(runtime, q, k, v, options))
+        compared = Compared(COMPARED, {} if error else _compared_fields(runtime, q, k, v, options))
         if error is None and key is not None:
-            runtime.admit(key, compared)
+            runtime.remember(key, compared)
     else:
         error = derivatives_error(q, k, v)
-    if error is None and group is None:
-        return  # there is no other rank to compare with
-    # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
-    with compat.without_torch_func():
-        runtime.checker.check_deferred(
-            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention,
-            device=getattr(q, "device", None),
-        )  # fmt: skip
+    runtime.admit(Inputs(ATTENTION, compared, {"q": q, "k": k, "v": v}), error)
 
 
 def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:
@@ -211,13 +199,14 @@ def _which_run() -> str:
 
 def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:
     """Return what must be the same on all ranks, by name. With uneven shards the lengths may differ."""
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and are not compared
     tensors = dict(zip(("q", "latent", "expand") if options.latent else "qkv", (q, k, v), strict=True))
     fields: dict[str, object] = {name: describe(x) for name, x in tensors.items()}
     if options.shards is not None:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in tensors.items()}
         fields["shards"] = f"of {options.shards.size} ranks {options.shards.fingerprint}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": _which_run()}
-    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
+    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.comm.groups.number}
     if not runtime.differentiable:
         fields["keys"] = "that are kept"
     if not options.mask.scale_free:

@@ -19,6 +19,7 @@ from .buffers import Tensors
 from .call import Saved
 from .dense import has_common, offsets
 from .runtime import CallSettings, Runtime
+from .seams import ATTENTION, GuardedCall
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
 
@@ -112,7 +113,7 @@ class Attention(torch.autograd.Function):
             results = tuple(compute(q, k, v, sinks, settings))
             checkpoints.save(results)
         else:
-            runtime.calls.follow(runtime.call_name, sends=False)
+            runtime.guarded(GuardedCall("forward", ATTENTION, settings.layer, sends=False)).close()
         ctx.runtime, ctx.settings, ctx.kv_heads = runtime, settings, k.shape[2]
         save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse, settings.latent)
         # the lse stays differentiable: `gradients` finds the inputs through it

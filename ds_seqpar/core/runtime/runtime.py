@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,12 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...base import compat
+from ...base.errors import SeqParError
+from ...base.fingerprint import Compared
 from ...base.log import log_once
-from ...guards.agreement import Compared
-from ...guards.backward_order import Calls
-from ...guards.consistency import ConsistencyChecker
-from ...guards.finite import Finite, LooksAtWalks
 from ..compiler.compile import BoundProgram, Compiler, Recipe
 from ..compiler.program.shape import Shape, shape_of
 from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
@@ -30,10 +28,10 @@ from ..settings import SequenceParallelConfig
 from .call import BackwardCall, ForwardCall, Saved
 from .dense import common_part, has_common, moments, takes_common_off
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select, slowness
+from .seams import ATTENTION, Guard, GuardedCall, Inputs
 from .transport import Comm, OneRing, TorchComm
 from .walk import Observer, Walk
 
-ATTENTION = "attention"  # the name of a call in errors
 SUM = "the sum of keys over ranks"
 MOST_ADMITTED = 16  # keys of inputs that were checked
 
@@ -50,6 +48,7 @@ class CallSettings(NamedTuple):
     # head_dim of v in latent attention, whose latent is in the place of k, and the matrix that expands it in that of v;
     # else 0
     latent: int = 0
+    layer: int | None = None  # of a patched model, for guards
 
 
 class Runtime:
@@ -59,14 +58,12 @@ class Runtime:
         rank: The CP rank.
         size: cp_size.
         ulysses: ulysses_size and this rank's Ulysses rank.
-        calls: The calls whose backward the ranks agree on.
-        checker: What the ranks compare.
-        admitted: By key, what ranks compare of inputs that `admit` has checked.
+        admitted: By key, what ranks compare of inputs that were checked.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         handle: The handle of this object, for ops.
+        guards: Those that are told of calls.
         observers: Those that are told of walks.
-        finite: What looks for NaN and inf; None where `check_finite` is not set.
         differentiable: Whether there is a backward.
         fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
             the local shape, the mask, the shards, the kernel whose workspace counts).
@@ -78,8 +75,6 @@ class Runtime:
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0
     ) -> None:
-        self.checker = ConsistencyChecker(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
-        self.calls = Calls(self.checker)
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -88,20 +83,14 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-        self.finite = finite = Finite() if config.check_finite else None
-        self.observers: list[Observer] = [] if finite is None else [LooksAtWalks(finite)]
-
-    @property
-    def call_name(self) -> str:
-        """The name of the next call in errors."""
-        layer = self.calls.layer
-        return ATTENTION if layer is None else f"{ATTENTION} of layer {layer}"
+        self.guards: list[Guard] = []
+        self.observers: list[Observer] = []
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
         """The runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward only.
 
-        It shares the checker and the calls.
+        It shares the guards and the observers.
         """
         other, size = copy.copy(self), self.size * self.ulysses.size
         other.config = dataclasses.replace(
@@ -115,7 +104,21 @@ class Runtime:
         other.admitted, other.last_bound, other.handle = {}, {}, handle_of(other)
         return other
 
-    def admit(self, key: tuple, compared: Compared) -> None:
+    def admit(self, inputs: Inputs, error: SeqParError | None) -> None:
+        """Raise the error by which this rank cannot compute a call, or that a guard has found. Collective."""
+        for guard in self.guards:
+            error = guard.admit(inputs, error)
+        if error is not None:
+            raise error
+
+    def guarded(self, call: GuardedCall) -> contextlib.ExitStack:
+        """Return a context for a call's forward or backward, with those of all guards."""
+        with contextlib.ExitStack() as stack:
+            for guard in self.guards:
+                stack.enter_context(guard.around(call))
+            return stack.pop_all()
+
+    def remember(self, key: tuple, compared: Compared) -> None:
         """Keep what ranks compare of inputs that were checked, for those of the latest keys."""
         self.admitted[key] = compared
         if len(self.admitted) > MOST_ADMITTED:
@@ -190,16 +193,11 @@ class Runtime:
         Returns:
             The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is taken off (see `dense`).
         """
-        name = self.call_name
-        self.calls.follow(name)
-        if self.finite is not None:
-            tensors = {"q": q, "k": k, "v": v}
-            self.finite.begin(f"{name} (call {self.calls.count})", tensors, settings.scores, sinks)
-        common = None
-        if self.takes_common_off(q.dtype, settings):
-            common = common_part(self.comm.parts_of_all(moments(k), SUM), k.shape[2])
-        results = self.forward_walk(q, k, v, sinks, settings, common).run()
-        self.agree_on_finite()
+        with self.guarded(guarded_call("forward", settings, {"q": q, "k": k, "v": v}, sinks)):
+            common = None
+            if self.takes_common_off(q.dtype, settings):
+                common = common_part(self.comm.parts_of_all(moments(k), SUM), k.shape[2])
+            results = self.forward_walk(q, k, v, sinks, settings, common).run()
         return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
 
     def backward(
@@ -216,23 +214,9 @@ class Runtime:
         Returns:
             [dq, dk, dv], and with sinks their gradient.
         """
-        self.calls.enter()
-        if self.finite is not None:
-            self.finite.begin(self.calls.name_of_current(), local, settings.scores, sinks)
-        common = common if self.takes_common_off(local["do"].dtype, settings) else None
-        results = self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
-        self.agree_on_finite()
-        return results
-
-    def agree_on_finite(self) -> None:
-        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them.
-
-        In training an engine raises it on the ranks of all sequences, before or after its backward.
-        """
-        if self.finite is not None and self.checker.groups is not None:
-            trains = torch.is_grad_enabled() or compat.graph_task() >= 0
-            others = self.finite.engine is not None and self.topology.size("data") > 1
-            self.finite.agree(self.checker.groups.control, later=trains and others)
+        with self.guarded(guarded_call("backward", settings, local, sinks)):
+            common = common if self.takes_common_off(local["do"].dtype, settings) else None
+            return self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
 
     def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
         if settings.latent:  # keys do not exist before they are computed with
@@ -243,7 +227,7 @@ class Runtime:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
-        mask, shards, scores, head_chunks, saves, lse, latent = settings
+        mask, shards, scores, head_chunks, saves, lse, latent, _ = settings
         options, width = (head_chunks, SavedForBackward.QKV_AND_OUT, lse), k.shape[3] if latent else 0
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
@@ -255,13 +239,19 @@ class Runtime:
         common: Tensor | None,
     ) -> Walk:  # fmt: skip
         """Return a walk over a rank's local tensors, with the results of `BackwardCall`. For `common` see there."""
-        mask, shards, scores, head_chunks, saves, _, latent = settings
+        mask, shards, scores, head_chunks, saves, _, latent, _ = settings
         options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
         do, width = local["do"], local["v"].shape[1] if latent else 0
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
         local, expansion = _operands(local, latent)
         call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
         return Walk(bound, call, self.comm, self.observers)
+
+
+def guarded_call(direction: str, settings: CallSettings, local: dict[str, Tensor], sinks: Tensor | None) -> GuardedCall:
+    """Return attention's forward or backward of a rank's local tensors, as guards are told of it."""
+    operands = {**local, "sinks": sinks, **settings.scores._asdict()}
+    return GuardedCall(direction, ATTENTION, settings.layer, operands=operands)
 
 
 def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:
