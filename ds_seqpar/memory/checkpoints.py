@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from ..core.runtime.buffers import Tensors
+from ..core.runtime.replay import finders
 
 if TYPE_CHECKING:
     from .offload import HostTensor, Store
@@ -98,6 +99,11 @@ class Replay:
         """Save a result, if this is the first run and results are saved."""
         if self.runs == 1 and self.saves:
             self.saved.append(self.pack(result))
+
+    def save_in_all(self, result: Tensors) -> None:
+        self.save(result)
+        if self.outer is not None:
+            self.outer.save_in_all(result)
 
 
 class HeadChunkReplay(Replay):
@@ -195,18 +201,7 @@ def current() -> Replay | None:
     return replay
 
 
-def replayed() -> Tensors | None:
-    """Return the saved result that the next call of attention returns, or None."""
-    replay = current()
-    return None if replay is None else replay.next_result()
-
-
-def save(result: Tensors) -> None:
-    """Save a result of attention in every checkpoint around this call that is in its first run and saves results."""
-    replay = current()
-    while replay is not None:
-        replay.save(result)
-        replay = replay.outer
+finders.append(current)
 
 
 class Checkpoint:

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from ..base import profiling
 from ..core.compiler.program import instructions as op
+from ..core.runtime.replay import once
 from ..core.runtime.runtime import Runtime
 from ..core.runtime.transport import Message
 from ..guards import waits
-from ..memory import checkpoints
 from .precision import all_digits
 from .segments import Segments, go_in_order, partners
 
@@ -35,14 +35,14 @@ class Entering(torch.autograd.Function):
     def forward(
         ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
     ) -> Tensor:
-        replayed = checkpoints.replayed()
-        peers.calls.follow(name, sends=replayed is None)
-        if replayed is None:
-            replayed = (entering_states(peers, segments, reach, states, maps, reverse=False),)
-            checkpoints.save(replayed)
+        def compute() -> tuple[Tensor]:
+            peers.calls.follow(name)
+            return (entering_states(peers, segments, reach, states, maps, reverse=False),)
+
+        (entering,) = once(compute, lambda: peers.calls.follow(name, sends=False))
         ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
-        ctx.save_for_backward(maps, *replayed)
-        return replayed[0]
+        ctx.save_for_backward(maps, entering)
+        return entering
 
     @staticmethod
     @once_differentiable

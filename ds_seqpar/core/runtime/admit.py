@@ -19,13 +19,13 @@ from ...base.errors import InputError, SeqParError, as_seqpar_error
 from ...base.fingerprint import Fingerprint
 from ...guards import mismatch_hints
 from ...guards.agreement import Compared
-from ...memory import checkpoints
 from ...operators.latent import padded
 from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank, tokens_of
 from ..settings import SequenceParallelConfig, check_length
+from . import replay
 from .groups import check_thread
 from .kernels import Scores
 from .runtime import CallSettings, Runtime
@@ -85,13 +85,13 @@ def admit(
             head chunk.
     """
     agreement, compiling = None, torch.compiler.is_compiling()
-    replay = None if compiling else checkpoints.current()
+    checkpoint = None if compiling else replay.current()
     if agreed:
         check_derivatives(q, k, v)
     elif compiling and _can_be_op(runtime, q, k, v, options):
         mask, shards, *rest = options
         agreement = agreement_op(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *rest)
-    elif replay is None or not replay.replays_next:  # a result that is replayed is neither computed nor sent
+    elif checkpoint is None or not checkpoint.replays_next:  # a result that is replayed is neither computed nor sent
         agree_on_inputs(runtime, q, k, v, options)
     v_dim, scale = v.shape[-1], q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     head_chunks = 1
@@ -101,8 +101,8 @@ def admit(
     else:
         q, k, v = of_one_head_dim(q, k, v) if q.shape[-1] != v_dim else (q, k, v)
         head_chunks = runtime.head_chunks(q, k.shape[2], options.mask, options.shards) if parts == 1 else 1
-    checkpointed = replay is not None
-    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, replay is not None and replay.checkpoint_saves)
+    checkpointed, keeps = checkpoint is not None, checkpoint is not None and checkpoint.checkpoint_saves
+    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, keeps)
     settings = CallSettings(
         options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
         options.lse and runtime.ulysses.size > 1, v_dim if options.latent else 0,
@@ -205,8 +205,8 @@ def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | 
 
 
 def _which_run() -> str:
-    replay = checkpoints.current()
-    return "none" if replay is None else replay.which_run
+    checkpoint = replay.current()
+    return "none" if checkpoint is None else checkpoint.which_run
 
 
 def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:

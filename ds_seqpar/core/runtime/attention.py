@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...base.errors import InputError
-from ...memory import checkpoints
 from ..compiler.program.ulysses import SavedForBackward
 from .admit import AdmittedCall
 from .buffers import Tensors
 from .call import Saved
 from .dense import has_common, offsets
+from .replay import once
 from .runtime import CallSettings, Runtime
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
@@ -107,12 +107,9 @@ class Attention(torch.autograd.Function):
         ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runtime: Runtime, settings: CallSettings,
         compute: Callable[..., list[Tensor]],
     ) -> Tensors:  # fmt: skip
-        results = checkpoints.replayed()
-        if results is None:
-            results = tuple(compute(q, k, v, sinks, settings))
-            checkpoints.save(results)
-        else:
-            runtime.calls.follow(runtime.call_name, sends=False)
+        results = once(
+            lambda: compute(q, k, v, sinks, settings), lambda: runtime.calls.follow(runtime.call_name, sends=False)
+        )
         ctx.runtime, ctx.settings, ctx.kv_heads = runtime, settings, k.shape[2]
         save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse, settings.latent)
         # the lse stays differentiable: `gradients` finds the inputs through it
