@@ -17,13 +17,15 @@ from ..core.compiler.schedules.actions import Gather
 from ..core.compiler.sharding.heads import check_heads
 from ..core.runtime import admit as input_checks
 from ..core.runtime import attention
-from ..core.runtime.admit import AttentionOptions, admit, check_kept, check_no_gradients, describe
+from ..core.runtime.admit import AttentionOptions, admit, check_kept, check_no_gradients
 from ..core.runtime.buffers import sum_dtype
+from ..core.runtime.call import readable
 from ..core.runtime.groups import check_thread
 from ..core.runtime.kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from ..core.runtime.kernels.accumulate import merge_sinks_
 from ..core.runtime.kernels.reference import attend as attend_densely
-from ..core.runtime.runtime import Runtime, readable
+from ..core.runtime.operator import describe
+from ..core.runtime.runtime import Runtime
 
 STEP = "the exchange of a decode step"
 MOST = 2**18  # bytes of a rank's partial results, up to which every rank merges all
@@ -36,7 +38,7 @@ def attend(
     """Compute `SequenceParallel.cache_attention`."""
     if agreed:
         check_kept(options)
-    out, lse = attention.attention(admit(runtime.one_ring, q, k, v, options, agreed))
+    out, lse = attention.attention(admit(runtime.one_ring, (q, k, v), options, agreed))
     assert lse is not None
     return out, lse
 
@@ -134,7 +136,7 @@ def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | N
     fields: dict[str, object] = {}
     try:
         check_no_gradients(options.backward)
-        input_checks.check_arguments(q, k, v, options.mask, options.scale, lengths_differ=True)
+        input_checks.check_arguments((q, k, v), options.mask, options.scale, lengths_differ=True)
         input_checks.check_softcap(options.softcap)
         input_checks.check_sinks(options.sinks, q)
         check_heads(1, q.shape[2], k.shape[2], size=1)

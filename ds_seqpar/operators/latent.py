@@ -7,18 +7,23 @@ become that of the latent there, which is sent with it. The matrix's own gradien
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ..base.errors import InputError, SeqParError
+from ..core.compiler.program.shape import ITEMSIZE, Shape
+from ..core.compiler.sharding.shards import UnevenShards, tokens_of
 from ..core.compiler.tiles.tiles import Rows, Tile
 from ..core.runtime.buffers import Tensors, sum_dtype
 from ..core.runtime.dense import Backward, Forward
 from ..core.runtime.kernels import Kernel
 from ..core.runtime.kernels.accumulate import Accumulator, Sum
+from ..core.runtime.operator import Operator, padded, register, shape_of
+from ..core.settings import SequenceParallelConfig
 
 
 def expanded(latent: Tensor, matrix: Tensor, k_dim: int) -> list[Tensor]:
@@ -49,11 +54,6 @@ class Expansion(NamedTuple):
         """Return gradients of `expand`'s k and v as one matrix (B * n, H * (D + Dv))."""
         k_dim = self.matrix.shape[1] // self.heads - self.v_dim
         return torch.cat([dk[..., :k_dim], dv[..., : self.v_dim]], dim=-1).flatten(2).flatten(0, 1)
-
-
-def padded(x: Tensor, dim: int) -> Tensor:
-    """Return x (..., D) with zeros up to `dim`, as it is where it has as many elements."""
-    return x if x.shape[-1] >= dim else functional.pad(x, (0, dim - x.shape[-1]))
 
 
 def _seen(latent: Tensor, launches: Sequence[Tile]) -> Tensor:
@@ -103,3 +103,107 @@ class LatentBackward(Backward):
         self.dmatrix += latent.flatten(2).flatten(0, 1).mT @ columns
         gradient = (columns @ self.expansion.matrix.mT).view(latent.shape)
         dlatent.add((gradient,), Rows(0, latent.shape[1]), kv[0].shape[1])
+
+    def parameter_gradients(self) -> Tensors:
+        return (self.dmatrix.unflatten(1, (self.expansion.heads, -1)).transpose(0, 1),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LatentShape(Shape):
+    """The shape of latent attention, where `latent` numbers with one head stand for k and v."""
+
+    latent: int
+
+    @property
+    def kv(self) -> dict[str, int]:
+        return {"latent": self.latent}
+
+    @property
+    def kernel_kv_heads(self) -> int:
+        return self.q_heads
+
+    def product_bytes(self, direction: str, keys: int) -> int:
+        """Return the bytes of so many keys and values with the matrix that expands them, and in backward of
+        the gradients of both."""
+        expanded, matrix = 2 * self.batch * keys * self.head_dim, 2 * self.latent * self.head_dim
+        width = expanded * (1 if direction == "forward" else 2) + matrix
+        gradient = 0 if direction == "forward" else 2 * matrix * ITEMSIZE[self.accum_dtype]
+        return self.q_heads * (width * self.itemsize + gradient)
+
+
+class Latent(Operator):
+    """Attention of q (B, s, H, D) to a latent (B, s, R), which a matrix (H, R, D + Dv) expands."""
+
+    name, operands, parameters, dims = "latent attention", ("q", "latent"), ("expand",), (4, 3, 3)
+    is_linear = False  # keys do not exist before they are computed with
+    kind = LatentShape
+
+    def check_shapes(self, tensors: Sequence[object], lengths_differ: bool) -> None:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in tensors]
+        fits = [len(shape) for shape in shapes] == [*self.dims] and all(n for s in shapes for n in (s[0], *s[2:]))
+        if fits:
+            (rows, tokens, heads, dim), (latent_rows, latent_tokens, width), matrix = shapes
+            fits = rows == latent_rows and (lengths_differ or tokens == latent_tokens)
+            fits = fits and matrix[:2] == (heads, width) and matrix[2] > dim
+        if not fits:
+            raise InputError(
+                "latent attention needs q (batch, local_seq, heads, head_dim), latent (batch, local_seq, width) and "
+                f"expand (heads, width, head_dim + v_dim); got {', '.join(map(shape_of, tensors))}"
+            )
+
+    def prepare(self, tensors: Sequence[Tensor]) -> tuple[Tensors, int]:
+        q, latent, expand = tensors
+        v_dim = expand.shape[2] - q.shape[3]
+        return (padded(q, v_dim), latent.unsqueeze(2), expand), v_dim
+
+    def kv_heads(self, tensors: Sequence[Tensor]) -> int:
+        return 1
+
+    def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        return {"latent": shapes[1][3]}
+
+    def forward(
+        self, kernel: Kernel, scale: float, q: Tensor, kv: Tensors, parameters: Sequence[Tensor], v_dim: int
+    ) -> LatentForward:
+        return LatentForward(kernel, scale, q, kv[0], Expansion.of(parameters[0], v_dim))
+
+    def backward(
+        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, kv: Tensors, out: Tensor, lse: Tensor,
+        parameters: Sequence[Tensor], v_dim: int,
+    ) -> LatentBackward:  # fmt: skip
+        return LatentBackward(kernel, scale, do, q, kv[0], out, lse, Expansion.of(parameters[0], v_dim))
+
+
+LATENT = register(Latent())
+
+
+def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int, dims: int) -> bool:
+    """Return whether latent attention sends latents, of a resolved config. Where not, it sends keys and values.
+
+    To expand a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but
+    Ulysses ranks once, each for its own heads.
+
+    Args:
+        config: The settings.
+        tokens: Tokens of the whole sequence.
+        heads: Query heads.
+        width: Numbers of a token's latent.
+        dims: head_dim + v_dim.
+    """
+    if config.size == 1 or config.latent_attention != "auto":
+        return config.size > 1 and config.latent_attention == "latent"
+    cp_size, one_chunk = config.size // config.ulysses, config.head_chunks in (1, "auto")
+    return one_chunk and width * config.ulysses < heads * dims and (cp_size == 1 or tokens >= width * cp_size)
+
+
+def sends_latent(config: SequenceParallelConfig, tensors: Sequence[Tensor], shards: UnevenShards | None) -> bool:
+    """Return whether a call of latent attention sends its latent. True also for what latent attention will refuse."""
+    try:
+        LATENT.check(tensors, shards is not None)
+    except SeqParError:
+        return True
+    q, _, expand = tensors
+    tokens = q.shape[1] * config.size
+    if isinstance(shards, UnevenShards):
+        tokens = sum(tokens_of(shards, "q", rank) for rank in range(shards.size))
+    return is_sent(config, tokens, *expand.shape)

@@ -69,10 +69,9 @@ TRANSPORT = {
 # The core computes attention of each schedule that follows from a ring or a mesh. It is to import itself and the base
 # alone; what it imports beside is listed, and the list may only shrink.
 BESIDE = {
-    "core.runtime.call": {"operators.latent"},
     "core.runtime.transport": {"guards.process_exit", "guards.waits"},
     "core.runtime.groups": {"guards.process_exit"},
-    "core.runtime.admit": {"guards.agreement", "guards.mismatch_hints", "operators.latent"},
+    "core.runtime.admit": {"guards.agreement", "guards.mismatch_hints"},
     "core.runtime.runtime": {f"guards.{name}" for name in ("agreement", "backward_order", "finite", "consistency")},
 }
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards
 from ..compiler.tiles.tiles import Tile
 from .buffers import Tensors, sum_dtype
 from .kernels import Kernel
@@ -117,7 +115,7 @@ class Backward(Work):
         if kind == "kv":
             return _take_rows(self.kv, rows)
         q, do, lse, out = _take_rows((self.q, self.do, self.lse, self.out), rows)
-        return q, do, lse, rowsum(do, out, lse.dtype) if for_message and out.dim() == q.dim() else out
+        return q, do, lse, rowsum(do, out, lse.dtype) if for_message and not is_delta(out) else out
 
     def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
         return Sum(make)
@@ -126,12 +124,16 @@ class Backward(Work):
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
     ) -> None:
         if q_slot not in self.out_of_slot:
-            self.out_of_slot[q_slot] = q[3] if q[3].dim() == q[1].dim() else out_with_rowsum(q[1], q[3])
+            self.out_of_slot[q_slot] = out_with_rowsum(q[1], q[3]) if is_delta(q[3]) else q[3]
         dq, dkv = results
         backward(self.kernel, q[1], q[0], kv[0], kv[1], self.out_of_slot[q_slot], q[2], launches, self.scale, dq, dkv)
 
     def forget(self, slot: int) -> None:
         self.out_of_slot.pop(slot, None)
+
+    def parameter_gradients(self) -> Tensors:
+        """Return the gradients of the operator's parameters, once all products are computed."""
+        return ()
 
     def finish(self, results: list[Accumulator]) -> Tensors:
         dq, dkv = results
@@ -143,6 +145,11 @@ class Backward(Work):
 
 def _take_rows(tensors: Tensors, rows: slice) -> Tensors:
     return tensors if rows == ALL else tuple(x[:, rows] for x in tensors)
+
+
+def is_delta(out: Tensor) -> bool:
+    """Return whether this is delta (B, n, H) in the place of out (B, n, H, D)."""
+    return out.dim() == 3
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,19 +233,6 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 #
 # Only those elements of head_dim are subtracted in which the keys' mean is greater than their standard deviation. So
 # keys without a bias stay the same, bit by bit. After RoPE these are the elements that rotate slowly.
-
-
-def takes_common_off(dtype: torch.dtype, softcap: float, cp_size: int, mask: Mask, shards: Shards | None) -> bool:
-    """Return whether a common part is subtracted from the keys: in fp32, where results of a row may be merged. They are
-    merged among several CP ranks, and where a product has several tiles. The value is the same on all ranks."""
-    whole = cp_size == 1 and mask.scale_free and not isinstance(shards, UnevenShards)
-    return has_common(dtype) and not softcap and not whole
-
-
-def has_common(dtype: torch.dtype) -> bool:
-    """Return whether the last of forward's results is the common part, 0 where nothing was subtracted. It depends on
-    the dtype only, since a compiler must know it without the mask."""
-    return dtype == torch.float32
 
 
 def moments(k: Tensor) -> Tensor:

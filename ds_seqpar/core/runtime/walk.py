@@ -14,7 +14,6 @@ from ...base.errors import CommunicationError
 from ..compiler.compile import BoundProgram, side_of
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import LOCAL, Transfer, methods_of
-from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
@@ -128,7 +127,7 @@ class Walk:
             self.buffers.adopt(instruction.into, joined.contiguous())
 
     def exchange_start(self, instruction: op.ExchangeStart) -> None:
-        sizes, kind = self.bound.exchange_sizes(instruction.exchange), COUNTERS[instruction.exchange.fields[0]]
+        sizes, kind = self.bound.exchange_sizes(instruction.exchange), instruction.exchange.kind
         sent, received = (self.buffers.elements(slot, sizes.dtype) for slot in (instruction.sent, instruction.received))
         self.tickets[instruction.ticket] = self.comm.exchange(kind, sent, received, (sizes.outgoing, sizes.incoming))
 
