@@ -254,8 +254,8 @@ class _Ranks:
             local: The rank's tensors of the operator.
             result: The result of its forward.
         """
-        common, operator, saves = settings.operator.has_common(do.dtype), settings.operator, settings.saves
-        found = AttentionResults.of(result, settings.head_chunks, saves, settings.lse, common)
+        operator, saves = settings.operator, settings.saves
+        found = AttentionResults.of(result, do.dtype, settings)
         names = operator.parameters if saves.qkv else operator.inputs
         tensors = {"do": do, **dict(zip(names, local[len(local) - len(names) :], strict=True))}
         if not saves.out:

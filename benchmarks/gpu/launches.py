@@ -175,7 +175,7 @@ def layer(setting: Setting, tokens: int) -> dict[str, Counter[str]]:
         for _ in range(2):
             with counting(comm) as found["forward"]:
                 results = runtime.forward_walk((q, k, v), None, settings, None).run()
-            found = AttentionResults.of(results, 1, setting.saves, False, False)
+            found = AttentionResults.of(results, q.dtype, settings)
             local = {"do": do} | ({} if setting.saves.out else {"out": found.out})
             local |= {} if setting.saves.qkv else {"q": q, "k": k, "v": v}
             with counting(comm) as found["backward"]:

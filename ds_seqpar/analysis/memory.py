@@ -15,7 +15,7 @@ from ..core.compiler.program.instructions import is_local, methods_of
 from ..core.compiler.program.shape import ITEMSIZE, Shape, token_bytes
 from ..core.compiler.program.ulysses import SavedForBackward
 from ..core.compiler.schedules.actions import ACCUMULATORS, Unit
-from ..core.compiler.sharding.heads import free_head_chunk_counts, largest_share
+from ..core.compiler.sharding.heads import largest_share, max_head_chunks
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
 from ..core.compiler.tiles.launches import PLAIN_KERNEL
@@ -308,7 +308,7 @@ class _Tracker:
         heads, field = self.bound.heads, self.shape.field(name)
         tokens = tokens_by_ulysses_rank(self.bound.shards, field.side, self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field.side)
-        width = (of_head_chunk.stop - of_head_chunk.start) * field.of_head * field.itemsize
+        width = (of_head_chunk.stop - of_head_chunk.start) * max(1, field.width) * field.itemsize
         return self.shape.batch * tokens[heads.ulysses.rank] * width
 
     def pack_heads(self, instruction: op.PackHeads) -> None:
@@ -363,6 +363,12 @@ class _Tracker:
 
 
 TRACK = methods_of(_Tracker)
+
+
+def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
+    """Return the numbers of equal head chunks that send no more bytes than one does, ascending."""
+    limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
+    return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
 
 
 def fewest_head_chunks(

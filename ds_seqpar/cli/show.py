@@ -14,7 +14,7 @@ from ..base.errors import ConfigError
 from ..core.compiler.compile import Compiler, block_mask_of
 from ..core.compiler.program.instructions import HeadExchange
 from ..core.compiler.program.shape import Shape, shape_of, token_bytes
-from ..core.compiler.program.ulysses import Heads, HeadSplit, SavedForBackward, UlyssesGroup
+from ..core.compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..core.compiler.schedules import SCHEDULES, settings
 from ..core.compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..core.compiler.sharding.layout import LAYOUTS, multiple
@@ -24,7 +24,7 @@ from ..core.compiler.tiles.launches import PLAIN_KERNEL
 from ..core.compiler.tiles.tiles import tiles
 from ..core.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..planner import limits
-from ..schedules.simulate import Costs, communication, computation, programs_of, simulate
+from ..schedules.simulate import Costs, HeadSplit, communication, computation, programs_of, simulate
 from ..schedules.validate import validate
 
 HEAD_DIM = 128

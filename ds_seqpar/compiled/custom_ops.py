@@ -16,6 +16,7 @@ from torch import Tensor
 from ..base import compat
 from ..core.compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..core.compiler.sharding.handles import object_of, objects_of
+from ..core.compiler.sharding.masks import FULL
 from ..core.compiler.sharding.shards import Shards, tokens_of
 from ..core.runtime import attention as eager
 from ..core.runtime.admit import AdmittedCall, handle_of_shards, shards_of
@@ -118,9 +119,10 @@ def _(
 
 def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
     tensors, sinks, *ctx.numbers, lse, _, _ = inputs
-    *_, head_chunks, saves, operator, _ = ctx.numbers
+    *_, head_chunks, saves, operator, v_dim = ctx.numbers
+    what = Scores(1.0), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim
     ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [size for x in tensors for size in x.shape]
-    eager.save(ctx, tensors, sinks, output, OPERATORS[operator], head_chunks, SavedForBackward(saves), lse)
+    eager.save(ctx, tensors, sinks, output, CallSettings(FULL, None, *what))  # of which the mask is not read
 
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:

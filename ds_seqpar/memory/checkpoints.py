@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
+from ..core.runtime import replay as seam
 from ..core.runtime.buffers import Tensors
-from ..core.runtime.replay import finders
 
 if TYPE_CHECKING:
     from .offload import HostTensor, Store
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Replay:
+class Replay(seam.Replay):
     """The results of attention in one checkpointed call of a function, in the order of the calls of attention.
 
     Args:
@@ -62,6 +62,7 @@ class Replay:
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Run the function. Attention inside of it finds this replay."""
         self.runs += 1
+        self.which_run = "first run" if self.runs == 1 else "run again"
         if self.runs > 2:
             self.saved.clear()  # left by a second run that ended early
         self.head_chunk_results = []
@@ -70,11 +71,6 @@ class Replay:
             return function(*args, **kwargs)
         finally:
             _current.reset(token)
-
-    @property
-    def which_run(self) -> str:
-        """Which run of the function this is, for ranks to compare: what they send differs by it."""
-        return "first run" if self.runs == 1 else "run again"
 
     @property
     def has_next(self) -> bool:
@@ -100,10 +96,17 @@ class Replay:
         if self.runs == 1 and self.saves:
             self.saved.append(self.pack(result))
 
-    def save_in_all(self, result: Tensors) -> None:
-        self.save(result)
-        if self.outer is not None:
-            self.outer.save_in_all(result)
+    def once(self, compute: Callable[[], Sequence[Tensor]], replays: Callable[[], object]) -> Tensors:
+        result = self.next_result()
+        if result is not None:
+            replays()
+            return result
+        result = tuple(compute())
+        around: Replay | None = self
+        while around is not None:
+            around.save(result)
+            around = around.outer
+        return result
 
 
 class HeadChunkReplay(Replay):
@@ -192,16 +195,16 @@ def current() -> Replay | None:
     Also None in a checkpoint of torch's own inside of ours. That one computes again when ours is over, and must then
     find what it found in forward: nothing.
     """
-    replay = _current.get()
+    found = _current.get()
     frame: FrameType | None = sys._getframe(1)
-    while replay is not None and frame is not None and frame.f_code is not Replay.run.__code__:
+    while found is not None and frame is not None and frame.f_code is not Replay.run.__code__:
         if frame.f_code.co_filename == TORCH_CHECKPOINT_FILE:
             return None
         frame = frame.f_back
-    return replay
+    return found
 
 
-finders.append(current)
+seam.finders.append(current)
 
 
 class Checkpoint:

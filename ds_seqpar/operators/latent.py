@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from ..core.compiler.program.shape import ITEMSIZE, Shape
 from ..core.compiler.sharding.shards import UnevenShards, tokens_of
 from ..core.compiler.tiles.tiles import Rows, Tile
 from ..core.runtime.buffers import Tensors, sum_dtype
-from ..core.runtime.dense import Backward, Forward
-from ..core.runtime.kernels import Kernel
+from ..core.runtime.dense import Backward, Forward, Operands
 from ..core.runtime.kernels.accumulate import Accumulator, Sum
 from ..core.runtime.operator import Operator, padded, register, shape_of
 from ..core.settings import SequenceParallelConfig
@@ -64,9 +63,9 @@ def _seen(latent: Tensor, launches: Sequence[Tile]) -> Tensor:
 class LatentForward(Forward):
     """Forward of q (B, n, H, D) and a latent (B, m, 1, R)."""
 
-    def __init__(self, kernel: Kernel, scale: float, q: Tensor, latent: Tensor, expansion: Expansion) -> None:
-        super().__init__(kernel, scale, q, latent)
-        self.expansion = expansion
+    def __init__(self, operands: Operands) -> None:
+        super().__init__(operands)
+        self.expansion = Expansion.of(operands.parameters[0], operands.v_dim)
 
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
@@ -82,13 +81,10 @@ class LatentBackward(Backward):
         dmatrix: The gradient of the expansion's matrix, in accum_dtype.
     """
 
-    def __init__(
-        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, latent: Tensor, out: Tensor, lse: Tensor,
-        expansion: Expansion,
-    ) -> None:  # fmt: skip
-        super().__init__(kernel, scale, do, q, (latent,), out, lse)
-        self.expansion = expansion
-        self.dmatrix = torch.zeros_like(expansion.matrix, dtype=sum_dtype(q.dtype))
+    def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
+        super().__init__(operands, do, out, lse)
+        self.expansion = Expansion.of(operands.parameters[0], operands.v_dim)
+        self.dmatrix = torch.zeros_like(self.expansion.matrix, dtype=sum_dtype(self.dtype))
 
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
@@ -136,9 +132,9 @@ class Latent(Operator):
 
     name, operands, parameters, dims = "latent attention", ("q", "latent"), ("expand",), (4, 3, 3)
     is_linear = False  # keys do not exist before they are computed with
-    kind = LatentShape
+    kind, forward, backward = LatentShape, LatentForward, LatentBackward
 
-    def check_shapes(self, tensors: Sequence[object], lengths_differ: bool) -> None:
+    def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in tensors]
         fits = [len(shape) for shape in shapes] == [*self.dims] and all(n for s in shapes for n in (s[0], *s[2:]))
         if fits:
@@ -156,22 +152,8 @@ class Latent(Operator):
         v_dim = expand.shape[2] - q.shape[3]
         return (padded(q, v_dim), latent.unsqueeze(2), expand), v_dim
 
-    def kv_heads(self, tensors: Sequence[Tensor]) -> int:
-        return 1
-
     def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         return {"latent": shapes[1][3]}
-
-    def forward(
-        self, kernel: Kernel, scale: float, q: Tensor, kv: Tensors, parameters: Sequence[Tensor], v_dim: int
-    ) -> LatentForward:
-        return LatentForward(kernel, scale, q, kv[0], Expansion.of(parameters[0], v_dim))
-
-    def backward(
-        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, kv: Tensors, out: Tensor, lse: Tensor,
-        parameters: Sequence[Tensor], v_dim: int,
-    ) -> LatentBackward:  # fmt: skip
-        return LatentBackward(kernel, scale, do, q, kv[0], out, lse, Expansion.of(parameters[0], v_dim))
 
 
 LATENT = register(Latent())

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..base import profiling
 from ..core.compiler.program import instructions as op
-from ..core.runtime.replay import once
+from ..core.runtime import replay
 from ..core.runtime.runtime import Runtime
 from ..core.runtime.transport import Message
 from ..guards import waits
@@ -39,7 +39,7 @@ class Entering(torch.autograd.Function):
             peers.calls.follow(name)
             return (entering_states(peers, segments, reach, states, maps, reverse=False),)
 
-        (entering,) = once(compute, lambda: peers.calls.follow(name, sends=False))
+        (entering,) = replay.current().once(compute, lambda: peers.calls.follow(name, sends=False))
         ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
         ctx.save_for_backward(maps, entering)
         return entering

@@ -69,6 +69,20 @@ def test_what_is_sent_changes_no_number():
         oracle.assert_exact(attend(sp, *single, placement=placement), dense(*single), (ulysses, sent), limit=1e-5)
 
 
+@on_each_of(2)
+def test_the_log_sum_exp_of_a_latent_is_that_of_its_keys():
+    """In fp32 too, where a common part is taken off keys that exist."""
+    q, latent, expand, _ = tensors(24)
+    k = torch.einsum("bsr,hre->bshe", latent, expand)[..., :DIM]
+    expected = torch.einsum("bqhd,bkhd->bqhk", q, k).div(DIM**0.5)
+    expected = expected.masked_fill(torch.ones(24, 24).triu(1).bool()[:, None], -torch.inf).logsumexp(-1)
+    for ulysses in (1, 2):
+        sp = make(size=2, ulysses=ulysses, latent_attention="latent")
+        q, latent, expand = (x.float() for x in (q, latent, expand))
+        _, lse = sp.latent_attention(sp.shard(q, 1), sp.shard(latent, 1), expand, return_lse=True)
+        oracle.assert_exact([sp.gather(lse, 1)], [expected], limit=1e-5)
+
+
 @on_each_of(4)
 def test_what_arrives_is_the_plans():
     """A latent in place of keys and values, in each direction, and for Ulysses ranks once with all heads' gradients."""

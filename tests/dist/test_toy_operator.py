@@ -58,18 +58,13 @@ class TiedBackward(Backward):
 
 
 class Tied(Operator):
-    name, operands, dims, is_linear, kind = "tied attention", ("q", "x"), (4, 4), False, TiedShape
+    name, operands, dims, is_linear = "tied attention", ("q", "x"), (4, 4), False
+    kind, forward, backward = TiedShape, TiedForward, TiedBackward
 
     def check_shapes(self, tensors, lengths_differ):
         q, x = tensors
         if any(y.dim() != 4 for y in tensors) or q.shape[3] != x.shape[3]:
             raise InputError(f"tied attention needs q and x of one head_dim; got {shape_of(q)} and {shape_of(x)}")
-
-    def forward(self, kernel, scale, q, kv, parameters, v_dim):
-        return TiedForward(kernel, scale, q, *kv)
-
-    def backward(self, kernel, scale, do, q, kv, out, lse, parameters, v_dim):
-        return TiedBackward(kernel, scale, do, q, kv, out, lse)
 
 
 TIED = register(Tied())

@@ -84,21 +84,21 @@ def admit(
             head chunk.
     """
     agreement, compiling = None, torch.compiler.is_compiling()
-    checkpoint = None if compiling else replay.current()
+    checkpoint = replay.NONE if compiling else replay.current()
     if agreed:
         check_derivatives(*tensors)
     elif compiling and _can_be_op(runtime, tensors, options):
         mask, shards, *rest, operator = options
         handles = runtime.handle, mask.handle, handle_of_shards(shards)
         agreement = agreement_op(tensors, *handles, *rest, operator.name)
-    elif checkpoint is None or not checkpoint.replays_next:  # a result that is replayed is neither computed nor sent
+    elif not checkpoint.replays_next:  # a result that is replayed is neither computed nor sent
         agree_on_inputs(runtime, tensors, options)
     scale = tensors[0].shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     tensors, v_dim = options.operator.prepare(tensors)
     q, keys, *_ = tensors
     head_chunks = runtime.head_chunks(q, keys.shape[2], options.mask, options.shards) if parts == 1 else 1
-    checkpointed, keeps = checkpoint is not None, checkpoint is not None and checkpoint.checkpoint_saves
-    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, keeps)
+    checkpointed = checkpoint is not replay.NONE
+    saves = runtime.config.kept(max(head_chunks, parts), checkpointed, checkpoint.checkpoint_saves)
     settings = CallSettings(
         options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
         options.lse and runtime.ulysses.size > 1, options.operator, v_dim,
@@ -115,7 +115,7 @@ def _can_be_op(runtime: Runtime, tensors: Sequence[Any], options: AttentionOptio
     scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
     if not (readable and values and scalars and isinstance(options.sinks, Tensor | None)):
         return False
-    q_heads, kv_heads = tensors[0].shape[2], operator.kv_heads(tensors)
+    q_heads, kv_heads = (x.shape[2] for x in operator.prepare(tensors)[0][:2])
     head_chunks = 1 if runtime.config.head_chunks == "auto" else runtime.config.head_chunks
     if kv_heads < 1 or q_heads % kv_heads:
         return False
@@ -193,17 +193,12 @@ def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
         return None
     properties = tuple((x.layout, x.shape, x.dtype, x.device) for x in tensors)
     # types first: a comparison of keys ends at the first difference, and values of other types may not be comparable
-    key = tuple(type(x) for x in options), properties, options._replace(sinks=None), _which_run()
+    key = tuple(type(x) for x in options), properties, options._replace(sinks=None), replay.current().which_run
     try:
         hash(key)
     except TypeError:  # an argument is nothing that attention takes
         return None
     return key
-
-
-def _which_run() -> str:
-    checkpoint = replay.current()
-    return "none" if checkpoint is None else checkpoint.which_run
 
 
 def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> dict[str, object]:
@@ -213,10 +208,9 @@ def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: Atten
     if options.shards is not None:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in named.items()}
         fields["shards"] = f"of {options.shards.size} ranks {options.shards.fingerprint}"
-    fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": _which_run()}
+    fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": replay.current().which_run}
     fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
-    if not runtime.differentiable:
-        fields["keys"] = "that are kept"
+    fields["operator"] = options.operator.name
     if not options.mask.scale_free:
         fields["mask"] = f"{options.mask} {Fingerprint.of(options.mask)}"
     if options.sinks is not None:
@@ -227,8 +221,7 @@ def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: Atten
 def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> SeqParError | None:
     """Return the reason why this rank cannot compute attention over these inputs as an error, or None if it can."""
     try:
-        if not runtime.differentiable:
-            check_kept(options)
+        options.operator.check_options(options)
         operator, lengths_differ = options.operator, options.shards is not None
         check_arguments(tensors, options.mask, options.scale, lengths_differ, operator)
         tensors, v_dim = operator.prepare(tensors)
@@ -244,24 +237,6 @@ def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: Attent
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
-
-
-def check_kept(options: AttentionOptions) -> None:
-    """Raise InputError for options that attention to kept keys does not take."""
-    check_no_gradients(options.backward)
-    if not isinstance(options.shards, UnevenShards):
-        got = type(options.shards).__name__
-        raise InputError(
-            f"attention to kept keys needs shards that are UnevenShards, of new tokens and kept; got {got}"
-        )
-
-
-def check_no_gradients(backward: bool) -> None:
-    """Raise InputError where kept keys are attended to with gradients."""
-    if backward:
-        raise InputError(
-            "attention to kept keys has no backward; got tensors that require gradients, call it under torch.no_grad()"
-        )
 
 
 def check_arguments(

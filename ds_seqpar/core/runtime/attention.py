@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from ...base.errors import InputError
-from ..compiler.program.ulysses import SavedForBackward
+from . import replay
 from .admit import AdmittedCall
 from .buffers import Tensors
 from .call import AttentionResults, CallSettings, Saved
 from .dense import is_delta, offsets
-from .operator import Operator
-from .replay import once
 from .runtime import Runtime
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
@@ -37,8 +35,7 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
 def returned(call: AdmittedCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return the (out, lse) of `attention` from the results of `Runtime.forward`."""
     settings, q = call.settings, call.tensors[0]
-    common = settings.operator.has_common(q.dtype)
-    found = AttentionResults.of(results, settings.head_chunks, settings.saves, settings.lse, common)
+    found = AttentionResults.of(results, q.dtype, settings)
     out = found.out if settings.v_dim == found.out.shape[-1] else found.out[..., : settings.v_dim]
     if not call.return_lse:
         return out, None
@@ -60,14 +57,12 @@ def backward(
         local[name] = inner.pop()
     if not saves.out:
         local["out"] = inner.pop()
-    saved_by_forward = Saved.of(inner, settings.head_chunks, saves)
-    return runtime.backward(local, shapes, sinks, saved_by_forward, settings, common)
+    return runtime.backward(local, shapes, sinks, Saved.of(inner, settings), settings, common)
 
 
 def save(
-    ctx: Context, tensors: Tensors, sinks: Tensor | None, results: Sequence[Tensor], operator: Operator,
-    head_chunks: int, saves: SavedForBackward, lse: bool,
-) -> None:  # fmt: skip
+    ctx: Context, tensors: Tensors, sinks: Tensor | None, results: Sequence[Tensor], settings: CallSettings
+) -> None:
     """Save for backward: sinks, the keys' common part, each head chunk's lse, the inner tensors that forward returned,
     and where backward needs them the local out and the operator's tensors.
 
@@ -76,9 +71,9 @@ def save(
         results: The results of forward.
     """
     ctx.set_materialize_grads(False)
-    q, found = tensors[0], AttentionResults.of(results, head_chunks, saves, lse, operator.has_common(tensors[0].dtype))
+    q, saves, found = tensors[0], settings.saves, AttentionResults.of(results, tensors[0].dtype, settings)
     inner = (x for of_head_chunks in found.saved for x in of_head_chunks)
-    given = tensors[len(operator.operands) :] if saves.qkv else tensors  # parameters are in no exchange
+    given = tensors[len(settings.operator.operands) :] if saves.qkv else tensors  # parameters are in no exchange
     ctx.out = q.shape, q.dtype, q.device
     ctx.save_for_backward(sinks, found.common, *inner, *(() if saves.out else (found.out,)), *given)
 
@@ -112,11 +107,11 @@ class Attention(torch.autograd.Function):
         ctx: Context, runtime: Runtime, settings: CallSettings, compute: Callable[..., list[Tensor]],
         sinks: Tensor | None, *tensors: Tensor,
     ) -> Tensors:  # fmt: skip
-        results = once(
+        results = replay.current().once(
             lambda: compute(tensors, sinks, settings), lambda: runtime.calls.follow(runtime.call_name, sends=False)
         )
         ctx.runtime, ctx.settings, ctx.shapes, q = runtime, settings, [x.shape for x in tensors], tensors[0]
-        save(ctx, tensors, sinks, results, settings.operator, settings.head_chunks, settings.saves, settings.lse)
+        save(ctx, tensors, sinks, results, settings)
         # the lse stays differentiable: `gradients` finds the inputs through it
         ctx.mark_non_differentiable(*results[2:])
         return (q.new_zeros(()).expand(q.shape), *results[1:]) if is_delta(results[0]) else results

@@ -20,7 +20,7 @@ from ..compiler.program.ulysses import operands as exchanges_of_operands
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import Shards, UnevenShards
 from .buffers import Tensors, split_in
-from .dense import Backward, Work, is_delta, of_query_heads, offsets, rowsum
+from .dense import Backward, Forward, Operands, is_delta, of_query_heads, offsets, rowsum
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_deltas
 from .operator import DENSE, Operator
@@ -53,10 +53,10 @@ class Saved(NamedTuple):
     outs: list[Tensor]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], head_chunks: int, saves: SavedForBackward) -> Saved:
-        """Return them from one list of all, one after the other."""
-        lses, rest = [*tensors[:head_chunks]], [*tensors[head_chunks:]]
-        end = len(rest) - head_chunks * saves.out
+    def of(cls, tensors: Sequence[Tensor], settings: CallSettings) -> Saved:
+        """Return them from a list of all, one after the other."""
+        lses, rest = [*tensors[: settings.head_chunks]], [*tensors[settings.head_chunks :]]
+        end = len(rest) - settings.head_chunks * settings.saves.out
         return cls(lses, rest[:end], rest[end:])
 
 
@@ -73,13 +73,12 @@ class AttentionResults(NamedTuple):
         return [self.out, *saved, *(x for x in (self.lse, self.common) if x is not None)]
 
     @classmethod
-    def of(
-        cls, results: Sequence[Tensor], head_chunks: int, saves: SavedForBackward, lse: bool, common: bool
-    ) -> AttentionResults:
-        """Return the results of a list that `to_list` has made. lse, common: whether it has them."""
+    def of(cls, results: Sequence[Tensor], dtype: torch.dtype, settings: CallSettings) -> AttentionResults:
+        """Return the results of a list that `to_list` has made. `dtype` is that of q."""
         out, *rest = results
-        last = rest.pop() if common else None
-        return cls(out, lse=rest.pop() if lse else None, saved=Saved.of(rest, head_chunks, saves), common=last)
+        common = rest.pop() if settings.operator.has_common(dtype) else None
+        lse = rest.pop() if settings.lse else None
+        return cls(out, Saved.of(rest, settings), lse, common)
 
 
 class Call(abc.ABC):
@@ -90,6 +89,7 @@ class Call(abc.ABC):
         parameters: Those of the operator, of all heads.
         common: What is subtracted from all keys (Hkv, D), or None (see `dense`).
         sinks: (Hq,), or None.
+        saved: What forward saves for backward, empty at first.
         heads: Which Ulysses rank works on which heads in which head chunk.
         alone: Whether this rank is the only Ulysses rank.
         inner: The tensors of the head chunk that was entered, by field.
@@ -99,10 +99,11 @@ class Call(abc.ABC):
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, settings: CallSettings, local: dict[str, Tensor],
-        sinks: Tensor | None, common: Tensor | None,
+        sinks: Tensor | None, common: Tensor | None, saved: Saved,
     ) -> None:  # fmt: skip
         self.bound, self.heads, self.settings, self.operator = bound, bound.heads, settings, settings.operator
         self.kernel, self.scale, self.sinks, self.common = kernel, settings.scores.scale, sinks, common
+        self.saved = saved
         self.parameters = [local.pop(name) for name in self.operator.parameters]
         self.local = readable(local)
         self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(local.values())).device
@@ -111,7 +112,7 @@ class Call(abc.ABC):
         self.local_results: dict[str, Tensor] = {}
 
     @abc.abstractmethod
-    def enter(self, head_chunk: int) -> Work:
+    def enter(self, head_chunk: int) -> Forward:
         """Return the work of the head chunk's inner tensors."""
 
     @abc.abstractmethod
@@ -180,10 +181,11 @@ class Call(abc.ABC):
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
 
-    def inner_operands(self, head_chunk: int) -> tuple[Tensor, Tensors, list[Tensor]]:
-        """Return q, the tensors of keys, and the parameters of the heads that this Ulysses rank works on."""
+    def operands(self, head_chunk: int) -> Operands:
+        """Return what the head chunk is computed of, the heads that this Ulysses rank works on."""
         q, *kv = (self.inner[field] for field in self.operator.operands)
-        return q, tuple(kv), [self.of_inner_heads(x, head_chunk) for x in self.parameters]
+        parameters = [self.of_inner_heads(x, head_chunk) for x in self.parameters]
+        return Operands(self.kernel, self.scale, q, tuple(kv), parameters, self.settings.v_dim)
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
         """Return the sinks (H,) of the heads that this Ulysses rank works on. Where the keys' common part was
@@ -198,22 +200,15 @@ class ForwardCall(Call):
     """The forward of a call, with the operator's local tensors. Its results are `AttentionResults`. Without other
     Ulysses ranks no inner tensors are saved but the lses."""
 
-    def __init__(
-        self, bound: BoundProgram, kernel: Kernel, settings: CallSettings, local: dict[str, Tensor],
-        sinks: Tensor | None, common: Tensor | None,
-    ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, settings, local, sinks, common)
-        self.saved = Saved([], [], [])
-
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
         super().arrive(exchange, joined)
         if self.settings.saves.qkv:
             self.saved.operands.append(joined)
 
-    def enter(self, head_chunk: int) -> Work:
+    def enter(self, head_chunk: int) -> Forward:
         self.take_local(head_chunk)
         self.take_common_off(head_chunk)
-        return self.operator.forward(self.kernel, self.scale, *self.inner_operands(head_chunk), self.settings.v_dim)
+        return self.operator.forward(self.operands(head_chunk))
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
         out, lse = result
@@ -241,7 +236,6 @@ class BackwardCall(Call):
 
     Args:
         local: do, the operator's parameters, and where they are needed its operands and out, or delta in place of out.
-        saved: What forward saved.
     """
 
     sinks_deltas: Tensor  # of the head chunk, with sinks
@@ -251,8 +245,7 @@ class BackwardCall(Call):
         self, bound: BoundProgram, kernel: Kernel, settings: CallSettings, local: dict[str, Tensor],
         sinks: Tensor | None, common: Tensor | None, saved: Saved,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, settings, local, sinks, common)
-        self.saved = saved
+        super().__init__(bound, kernel, settings, local, sinks, common, saved)
         self.dparameters = [torch.zeros_like(x) for x in self.parameters]
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
@@ -262,7 +255,7 @@ class BackwardCall(Call):
         do, out = super().part(head_chunk, "do"), super().part(head_chunk, "out")
         return (out if is_delta(out) else rowsum(do, out, self.saved.lses[head_chunk].dtype)).unsqueeze(-1)
 
-    def enter(self, head_chunk: int) -> Work:
+    def enter(self, head_chunk: int) -> Forward:
         lses, operands, outs = self.saved
         self.take_local(head_chunk)
         count = len(operands) // len(lses)  # tensors of a head chunk
@@ -280,9 +273,8 @@ class BackwardCall(Call):
             delta = out if is_delta(out) else rowsum(do, out, lse.dtype)
             self.sinks_deltas = sinks_deltas(delta, lse, self.inner_sinks(self.sinks, head_chunk))
             self.of_inner_heads(self.dsinks, head_chunk).copy_(self.sinks_deltas.sum((0, 1)).neg_())
-        q, kv, parameters = self.inner_operands(head_chunk)
-        work = self.operator.backward(self.kernel, self.scale, do, q, kv, out, lse, parameters, self.settings.v_dim)
-        if parameters:
+        work = self.operator.backward(self.operands(head_chunk), do, out, lse)
+        if self.parameters:
             self.work = work
         return work
 

@@ -6,7 +6,7 @@ An add-on has an `Operator` of its own, and registers it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..compiler.program.shape import Shape
 from ..compiler.program.shape import shape_of as shape_of_heads
 from .buffers import Tensors
 from .dense import Backward, Forward
-from .kernels import Kernel
 
 
 class Operator:
@@ -35,6 +34,8 @@ class Operator:
         is_linear: Whether a vector that is added to all keys adds its product with q to the scores, so that it can be
             taken off (see `dense`).
         kind: The class of `shape`.
+        forward: What computes the blocks of a head chunk.
+        backward: What computes their gradients.
     """
 
     name = "attention"
@@ -43,6 +44,8 @@ class Operator:
     dims: tuple[int, ...] = (4, 4, 4)
     is_linear = True
     kind: type[Shape] = Shape
+    forward: type[Forward] = Forward
+    backward: type[Backward] = Backward
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -54,7 +57,10 @@ class Operator:
         the dtype only, since a compiler must know it without the mask."""
         return self.is_linear and dtype == torch.float32
 
-    def check(self, tensors: Sequence[object], lengths_differ: bool) -> None:
+    def check_options(self, options: Any) -> None:
+        """Raise InputError for `AttentionOptions` that cannot be computed with."""
+
+    def check(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
         """Raise InputError for tensors that cannot be computed with on any number of ranks.
 
         Args:
@@ -67,30 +73,35 @@ class Operator:
                 "to_local() or to_padded_tensor() on it"
             )
         self.check_shapes(tensors, lengths_differ)
-        local = [x for x in tensors if isinstance(x, Tensor)]
-        if len({(x.dtype, x.device) for x in local}) > 1:
-            got = ", ".join(f"{x.dtype} on {x.device}" for x in local)
+        if len({(x.dtype, x.device) for x in tensors}) > 1:
+            got = ", ".join(f"{x.dtype} on {x.device}" for x in tensors)
             names = f"{', '.join(self.inputs[:-1])} and {self.inputs[-1]}"
             raise InputError(f"{self.name} needs {names} of one dtype on one device; got {got}")
-        check_derivatives(*local)
+        check_derivatives(*tensors)
 
-    def check_shapes(self, tensors: Sequence[object], lengths_differ: bool) -> None:
+    def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
         """Raise InputError for what is no tensor, or of another shape than the operator takes."""
-        if not _of_four_dims(tensors):
-            q, k, v = tensors
+        q, k, v = tensors
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
             raise InputError(
                 "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
                 f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
             )
-        _check_shapes(*tensors, lengths_differ)
+        alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
+        if k.shape[:-1] != v.shape[:-1] or not alike or q.shape[3] != k.shape[3]:
+            raise InputError(
+                "attention needs k of a shape that differs from q's in the number of heads only, and v of k's but for "
+                f"head_dim; got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+            )
+        if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
+            raise InputError(
+                "attention needs at least one sequence, head and head_dim; "
+                f"got q {shape_of(q)}, k {shape_of(k)} and v {shape_of(v)} of shape (batch, local_seq, heads, head_dim)"
+            )
 
     def prepare(self, tensors: Sequence[Tensor]) -> tuple[Tensors, int]:
         """Return the tensors as kernels need them, with all operands of 4 dims, and the width of out."""
         return tuple(of_one_head_dim(*tensors)), tensors[-1].shape[-1]
-
-    def kv_heads(self, tensors: Sequence[Tensor]) -> int:
-        """Return the heads of the keys that are sent, of tensors as the caller gives them."""
-        return tensors[1].shape[2]
 
     def shapes_of(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes of all tensors, once they are prepared, from their sizes one after the other."""
@@ -100,36 +111,12 @@ class Operator:
     def shape(self, comm_dtype: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Shape:
         """Return the shape of a rank's local tensors, from the setting, q's dtype and the shapes of all tensors."""
         (batch, _, q_heads, dim), (_, _, kv_heads, _), *_ = shapes
-        heads = q_heads, kv_heads, dim
-        return shape_of_heads(
-            comm_dtype, str(dtype).removeprefix("torch."), batch, heads, self.kind, **self.widths(shapes)
-        )
+        name, heads = str(dtype).removeprefix("torch."), (q_heads, kv_heads, dim)
+        return shape_of_heads(comm_dtype, name, batch, heads, self.kind, **self.widths(shapes))
 
     def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Return the attributes that `kind` has beside those of `Shape`."""
         return {}
-
-    def forward(
-        self, kernel: Kernel, scale: float, q: Tensor, kv: Tensors, parameters: Sequence[Tensor], v_dim: int
-    ) -> Forward:
-        """Return the computation of one head chunk's blocks.
-
-        Args:
-            kernel: What computes attention of a block.
-            scale: Factor of the scores.
-            q: (B, n, H, D).
-            kv: The tensors of keys (B, m, Hkv, width).
-            parameters: Of these heads.
-            v_dim: The width of out.
-        """
-        return Forward(kernel, scale, q, *kv)
-
-    def backward(
-        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, kv: Tensors, out: Tensor, lse: Tensor,
-        parameters: Sequence[Tensor], v_dim: int,
-    ) -> Backward:  # fmt: skip
-        """Return the computation of the gradients of `forward`, given that of out, and its results."""
-        return Backward(kernel, scale, do, q, kv, out, lse)
 
 
 OPERATORS: dict[str, Operator] = {}  # by name
@@ -142,24 +129,6 @@ def register(operator: Operator) -> Operator:
 
 
 DENSE = register(Operator())
-
-
-def _of_four_dims(tensors: Sequence[object]) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:
-    return all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None:
-    alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
-    if k.shape[:-1] != v.shape[:-1] or not alike or q.shape[3] != k.shape[3]:
-        raise InputError(
-            "attention needs k of a shape that differs from q's in the number of heads only, and v of k's but for "
-            f"head_dim; got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
-        )
-    if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
-        raise InputError(
-            "attention needs at least one sequence, head and head_dim; "
-            f"got q {shape_of(q)}, k {shape_of(k)} and v {shape_of(v)} of shape (batch, local_seq, heads, head_dim)"
-        )
 
 
 def unreadable(x: object) -> str:

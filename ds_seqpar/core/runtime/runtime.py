@@ -56,7 +56,6 @@ class Runtime:
         handle: The handle of this object, for ops.
         observers: Those that are told of walks.
         finite: What looks for NaN and inf; None where `check_finite` is not set.
-        differentiable: Whether there is a backward.
         fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
             the local shape, the mask, the shards, the kernel whose workspace counts).
     """
@@ -74,7 +73,6 @@ class Runtime:
             self.observers: list[Observer] = [] if finite is None else [LooksAtWalks(finite)]
         else:
             self.checker, self.calls, self.finite, self.observers = of.checker, of.calls, of.finite, of.observers
-        self.differentiable = of is None
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -224,7 +222,7 @@ class Runtime:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
         bound, kernel = self.bound("forward", tensors[0], [x.shape for x in tensors], settings)
         local = dict(zip(settings.operator.inputs, tensors, strict=True))
-        call = ForwardCall(bound, kernel, settings, local, sinks, common)
+        call = ForwardCall(bound, kernel, settings, local, sinks, common, Saved([], [], []))
         return Walk(bound, call, self.comm, self.observers)
 
     def backward_walk(

@@ -19,7 +19,7 @@ from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call import Call
-from .dense import ALL, Work
+from .dense import ALL, Forward
 from .kernels.accumulate import Accumulator
 from .transport import Comm, Handle, Message
 
@@ -59,7 +59,7 @@ class Walk:
         entered: Whether a head chunk was entered and not yet left.
     """
 
-    work: Work  # of the head chunk that was entered
+    work: Forward  # of the head chunk that was entered
     result: Tensors  # of the head chunk, until `leave`
 
     def __init__(self, bound: BoundProgram, call: Call, comm: Comm, observers: Iterable[Observer] = ()) -> None:

@@ -23,14 +23,9 @@ class Field:
     dtype: str
 
     @property
-    def of_head(self) -> int:
-        """The number of elements per token and head."""
-        return max(1, self.width)
-
-    @property
     def elements(self) -> int:
         """The number of elements per token."""
-        return self.heads * self.of_head
+        return self.heads * max(1, self.width)
 
     @property
     def itemsize(self) -> int:
@@ -157,8 +152,5 @@ def shape_of(
         more: the attributes that `kind` has beside those of `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"
-    q_heads, kv_heads, dim = heads
-    comm_dtype = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype]
-    return kind(
-        batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype, **more
-    )
+    comm_dtype, (q, kv, dim) = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype], heads
+    return kind(batch=batch, q_heads=q, kv_heads=kv, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype, **more)

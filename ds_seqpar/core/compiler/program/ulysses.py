@@ -55,18 +55,6 @@ class SavedForBackward(enum.IntEnum):
         return self == SavedForBackward.QKV_AND_OUT
 
 
-class HeadSplit(NamedTuple):
-    """How the heads of a call are divided among Ulysses ranks and into head chunks."""
-
-    ulysses_size: int = 1
-    head_chunks: int = 1
-    saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
-    overlap: bool = False  # whether the exchanges of a head chunk overlap with another head chunk's computation
-
-
-UNSPLIT = HeadSplit()
-
-
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of a call: the Ulysses group that shares them, and the head chunks in which they are attended to."""
@@ -114,17 +102,9 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
     fields = [shape.field(name) for name in exchange.fields]
     tokens = tokens_by_ulysses_rank(shards, fields[0].side, inner, heads.ulysses.size)
     q, kv = heads.head_chunks[exchange.head_chunk].counts
-    totals, widths = tuple(kv if x.side == "kv" else q for x in fields), tuple(x.of_head for x in fields)
+    totals, widths = tuple(kv if x.side == "kv" else q for x in fields), tuple(max(1, x.width) for x in fields)
     layout = rules.message_layout(totals, widths, kv, shape.batch, tuple(tokens), heads.ulysses.rank)
     return ExchangeSizes(*layout.sizes(exchange.inward), layout, fields[0].dtype)
-
-
-def exchanges(
-    direction: str, together: bool = True, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
-) -> list[HeadExchange]:
-    """Return the exchanges of a call with one head chunk, in order. For the others see `call_program`."""
-    inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved, KV)]
-    return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False, KV)]
 
 
 def call_program(
@@ -143,7 +123,7 @@ def call_program(
         kv: the names of the tensors of keys.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
-    inward, outward = list(_inward(direction, together, saved, kv)), list(_outward(direction, lse, kv))
+    inward, outward = [*inward_fields(direction, together, saved, kv)], [*outward_fields(direction, lse, kv)]
     if ulysses_size == 1:
         inward, outward = [], []
     arriving: list[op.ExchangeStart] = []
@@ -172,7 +152,9 @@ def operands(together: bool, kv: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [("q", *kv)] if together else [("q",), kv]
 
 
-def _inward(direction: str, together: bool, saved: SavedForBackward, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def inward_fields(
+    direction: str, together: bool, saved: SavedForBackward, kv: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
     if direction == "forward" or not saved.qkv:
         yield from operands(together, kv)
     if direction == "backward":
@@ -181,7 +163,8 @@ def _inward(direction: str, together: bool, saved: SavedForBackward, kv: tuple[s
             yield ("delta",)
 
 
-def _outward(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def outward_fields(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the fields of each outward exchange, in order."""
     # dk and dv first, separate from dq: the sent and the received buffer of an exchange exist at the same time
     if direction == "backward":
         yield from [tuple(f"d{name}" for name in kv), ("dq",)]
