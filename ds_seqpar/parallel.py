@@ -36,7 +36,7 @@ from .guards.watchdog import watch
 from .memory import checkpoints
 from .models import patcher_of_class
 from .operators import decode
-from .operators.latent import expanded
+from .operators.latent import LATENT, expanded, sends_latent
 
 if TYPE_CHECKING:
     from .auto import Job
@@ -207,7 +207,8 @@ class SequenceParallel(Sharding):
             >>> whole = sp.gather(out, 1)
         """
         mask = admit.mask_of(causal, mask)
-        return self._attention(q, k, v, AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks))
+        options = AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks)
+        return self.operator_attention((q, k, v), options)
 
     def latent_attention(
         self,
@@ -242,16 +243,23 @@ class SequenceParallel(Sharding):
         mask = admit.mask_of(causal, mask)
         options = AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks)
         q, latent, expand = _autocast(q, latent, expand)
-        if admit.sends_latent(self.config, q, latent, expand, shards):
-            return self._attention(q, latent, expand, options._replace(latent=True))
-        k, v = expanded(latent, expand, q.shape[-1])
-        return self._attention(q, k, v, options)
+        if sends_latent(self.config, (q, latent, expand), shards):
+            return self.operator_attention((q, latent, expand), options._replace(operator=LATENT))
+        return self.operator_attention((q, *expanded(latent, expand, q.shape[-1])), options)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Any:
-        q, k, v = _autocast(q, k, v)
-        call = admitted_call(
-            self.runtime, q, k, v, options._replace(backward=_is_differentiated(q, k, v, options.sinks))
-        )
+    def operator_attention(self, tensors: Sequence[Tensor], options: AttentionOptions) -> Any:
+        """Compute `attention` as an operator does, which may take other tensors than q, k and v.
+
+        Args:
+            tensors: What `options.operator` takes (`core.runtime.operator`).
+            options: The operator and the other arguments.
+
+        Returns:
+            As `attention`; with `options.lse` the log-sum-exp too.
+        """
+        tensors = _autocast(*tensors)
+        options = options._replace(backward=_is_differentiated(*tensors, options.sinks))
+        call = admitted_call(self.runtime, tensors, options)
         out, lse = _attend(call)
         return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
@@ -259,15 +267,14 @@ class SequenceParallel(Sharding):
         """Compute `attention` for a caller whose ranks have agreed on the inputs already, as a patched model's do.
 
         Args:
-            k: As for `attention`; with `options.latent` the latent, whatever the settings say.
-            v: As for `attention`; with `options.latent` what expands it.
+            k: As for `attention`; of another `options.operator` its second tensor.
+            v: As for `attention`; of another `options.operator` its third tensor.
             parts: Of how many head chunks, that the caller goes through, these tensors are one.
 
         Returns:
             The output; with `options.lse`, (output, log-sum-exp).
         """
-        q, k, v = _autocast(q, k, v)
-        call = admitted_call(self.runtime, q, k, v, options, agreed=True, parts=parts)
+        call = admitted_call(self.runtime, _autocast(q, k, v), options, agreed=True, parts=parts)
         out, lse = _attend(call)
         return out if lse is None else (out, lse)
 

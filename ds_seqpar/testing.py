@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from .core.compiler.sharding.masks import Mask
 from .core.compiler.sharding.shards import EvenShards, Shards, tokens_of
 from .core.runtime import admit
 from .core.runtime.buffers import Tensors
-from .core.runtime.call import Saved
+from .core.runtime.call import AttentionResults, CallSettings
 from .core.runtime.dense import common_part, moments
 from .core.runtime.kernels import Scores
-from .core.runtime.runtime import CallSettings, Runtime
+from .core.runtime.operator import DENSE, Operator, describe, padded
+from .core.runtime.runtime import Runtime
 from .core.runtime.transport import EXCHANGE_TAG, Message, Sizes
 from .core.runtime.walk import Walk
 from .core.settings import SequenceParallelConfig, check_length
@@ -39,15 +40,9 @@ class Result:
     out: Tensor  # (B, S, Hq, D), global
     dq: Tensor | None
     dk: Tensor | None
-    dv: Tensor | None  # in latent attention dk is the latent's gradient, and dv that of the matrix
+    dv: Tensor | None  # dk and dv are those of another operator's second and third tensor
     dsinks: Tensor | None
     received: list[Counter[str]]  # of each SP rank: the elements that arrived, by kind
-
-    def of_head_dims(self, qk: int, v: int, latent: bool) -> Result:
-        """Return the result without the zeros that q and k, or v, were padded with."""
-        dims = {"out": v, "dq": qk} | ({} if latent else {"dk": qk, "dv": v})
-        tensors = {name: getattr(self, name) for name in dims}
-        return dataclasses.replace(self, **{name: x[..., : dims[name]] for name, x in tensors.items() if x is not None})
 
 
 # messages between the CP ranks of one Ulysses rank, or between the Ulysses ranks of one CP rank: by (from, to, tag)
@@ -136,7 +131,7 @@ def attention(
     shards: Shards | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    latent: bool = False,
+    operator: Operator = DENSE,
     compilers: dict[Hashable, Compiler] | None = None,
 ) -> Result:
     """Compute attention on config.size virtual ranks.
@@ -152,26 +147,25 @@ def attention(
         shards: The tokens that every CP rank holds, in place of the configured layout.
         softcap: As `SequenceParallel.attention` takes it.
         sinks: As `SequenceParallel.attention` takes them.
-        latent: Whether k is a latent (B, S, R) and v the matrix that expands it. The latent is then sent, whatever the
-            settings say.
+        operator: What is computed. Of one other than attention, k and v are the second and the third tensor.
         compilers: A dict, empty at first, that keeps what one call compiled for the next one.
 
     Raises:
         SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
     visible = admit.mask_of(causal, mask)
-    lengths_differ = shards is not None
-    if latent:
-        one_dim, k = admit.as_heads(q, k, v, lengths_differ)
-        dims, q = (q.shape[3], v.shape[2] - q.shape[3]), one_dim
-    else:
-        admit.check_arguments(q, k, v, visible, scale, lengths_differ)
-        dims = q.shape[3], v.shape[3]
+    given = q, k, v
+    admit.check_arguments(given, visible, scale, shards is not None, operator)
+    with torch.enable_grad():  # whose graph takes gradients back to what was given
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in given]
+        prepared, v_dim = operator.prepare(leaves)
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
-    like = f"{(*q.shape[:3], dims[1])} {q.dtype}"
-    if do is not None and admit.describe(do) != like:
-        raise InputError(f"the output's gradient must be like the output, {like}; got {admit.describe(do)}")
+    scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
+    q, k, *_ = tensors = tuple(x.detach() for x in prepared)
+    like = f"{(*q.shape[:3], v_dim)} {q.dtype}"
+    if do is not None and describe(do) != like:
+        raise InputError(f"the output's gradient must be like the output, {like}; got {describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
     if shards is None:
         check_length(config, q.shape[1])
@@ -182,17 +176,15 @@ def attention(
         _check_whole(shards, q, k)
     admit.check_softcap(softcap)
     admit.check_sinks(sinks, q)
-    scores = Scores(dims[0] ** -0.5 if scale is None else float(scale), softcap or 0.0)
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     head_chunks = 1 if config.head_chunks == "auto" else config.head_chunks
-    ranks = _Ranks(config, shards, visible, scores, sinks, {} if compilers is None else compilers)
-    gradient = () if do is None else (do,)
-    if latent:
-        q, *rest = admit.of_one_head_dim(q, *gradient)
-    else:
-        q, k, v, *rest = admit.of_one_head_dim(q, k, v, *gradient)
-    result = ranks.attention(q, k, v, rest[0] if rest else None, head_chunks, dims[1] if latent else 0)
-    return result.of_head_dims(*dims, latent)
+    ranks = _Ranks(config, shards, sinks, {} if compilers is None else compilers)
+    saves = SavedForBackward.NOTHING if config.ulysses == 1 else SavedForBackward.QKV_AND_OUT
+    settings = CallSettings(visible, shards, scores, head_chunks, saves, operator=operator, v_dim=v_dim)
+    gradient = None if do is None else padded(do, q.shape[3])
+    out, grads, dsinks = ranks.attention(tensors, gradient, settings)
+    dq, dk, dv = torch.autograd.grad(prepared, leaves, grads) if grads else (None, None, None)
+    return Result(out[..., :v_dim], dq, dk, dv, dsinks, [comm.received for comm in ranks.comms])
 
 
 def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
@@ -208,10 +200,9 @@ class _Ranks:
     """All virtual ranks. Lists have one element for each SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
 
     def __init__(
-        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None,
-        compilers: dict[Hashable, Compiler],
-    ) -> None:  # fmt: skip
-        self.shards, self.mask, self.scores, self.sinks = shards, mask, scores, sinks
+        self, config: SequenceParallelConfig, shards: Shards, sinks: Tensor | None, compilers: dict[Hashable, Compiler]
+    ) -> None:
+        self.sinks = sinks
         count, topology, ranks = config.ulysses, config.topology(config.size), range(config.size)
         among_inner = [Mailbox(deque) for _ in range(count)]
         among_ulysses = [Mailbox(deque) for _ in range(config.size // count)]
@@ -227,64 +218,50 @@ class _Ranks:
         self.positions = {side: [positions_held(shards, count, r, side) for r in ranks] for side in ("q", "kv")}
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, head_chunks: int, latent: int = 0
-    ) -> Result:
-        values = [v] * len(self.runtimes) if latent else self.shard("kv", v)
-        local = list(zip(self.shard("q", q), self.shard("kv", k), values, strict=True))
-        saves = SavedForBackward.NOTHING if self.runtimes[0].ulysses.size == 1 else SavedForBackward.QKV_AND_OUT
-        settings = CallSettings(self.mask, self.shards, self.scores, head_chunks, saves, latent=latent)
-        options = self.mask, self.shards, self.scores.softcap, bool(latent)
-        for runtime, (local_q, local_k, _) in zip(self.runtimes, local, strict=True):
-            admit.check_programs(runtime, local_q, local_k, *options)
-        if self.runtimes[0].takes_common_off(q.dtype, settings):
-            self.common = common_part(torch.stack([moments(local_qkv[1]) for local_qkv in local]), k.shape[2])
-        walks = [
-            runtime.forward_walk(*local_qkv, self.sinks, settings, self.common)
-            for runtime, local_qkv in zip(self.runtimes, local, strict=True)
-        ]
-        results = self.walk_all(walks)
-        out = self.unshard("q", [x[0] for x in results], q.shape[1])
-        received = [comm.received for comm in self.comms]
-        if do is None:
-            return Result(out, None, None, None, None, received)
-        walks = [
-            self.backward(runtime, local_do, local_qkv, result, settings)
-            for runtime, local_do, local_qkv, result in zip(
-                self.runtimes, self.shard("q", do), local, results, strict=True
-            )
-        ]
-        grads = self.walk_all(walks)
-        dq, dk = (
-            self.unshard(side, [x[index] for x in grads], tensor.shape[1])
-            for index, (side, tensor) in enumerate((("q", q), ("kv", k)))
+        self, tensors: Tensors, do: Tensor | None, settings: CallSettings
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Return out, the gradients of the operator's tensors, none without do, and that of sinks."""
+        operator = settings.operator
+        sides = ["q", *["kv"] * (len(operator.operands) - 1), *[""] * len(operator.parameters)]
+        local = list(zip(*(self.shard(side, x) for side, x in zip(sides, tensors, strict=True)), strict=True))
+        for runtime, mine in zip(self.runtimes, local, strict=True):
+            for direction in ("forward", "backward"):
+                runtime.bound(direction, mine[0], [x.shape for x in mine], settings)
+        if settings.takes_common_off(tensors[0].dtype, self.runtimes[0].size):
+            self.common = common_part(torch.stack([moments(mine[1]) for mine in local]), tensors[1].shape[2])
+        results = self.walk_all(
+            [runtime.forward_walk(mine, self.sinks, settings, self.common) for runtime, mine in self.each(local)]
         )
-        dvs = [x[2] for x in grads]
-        dk, dv = (dk.squeeze(2), torch.stack(dvs).sum(0)) if latent else (dk, self.unshard("kv", dvs, v.shape[1]))
-        dsinks = None if self.sinks is None else torch.stack([x[3] for x in grads]).sum(0)
-        return Result(out, dq, dk, dv, dsinks, received)
+        out = self.unshard("q", [x[0] for x in results], tensors[0].shape[1])
+        if do is None:
+            return out, [], None
+        each = zip(self.runtimes, self.shard("q", do), local, results, strict=True)
+        grads = self.walk_all([self.backward(*of_rank, settings) for of_rank in each])
+        whole = [
+            self.unshard(side, [x[index] for x in grads], tensors[index].shape[1]) for index, side in enumerate(sides)
+        ]
+        return out, whole, None if self.sinks is None else torch.stack([x[-1] for x in grads]).sum(0)
+
+    def each(self, local: list[Tensors]) -> Iterator[tuple[Runtime, Tensors]]:
+        return zip(self.runtimes, local, strict=True)
 
     def backward(
-        self,
-        runtime: Runtime,
-        do: Tensor,
-        local: Tensors,
-        result: list[Tensor],
-        settings: CallSettings,
+        self, runtime: Runtime, do: Tensor, local: Tensors, result: list[Tensor], settings: CallSettings
     ) -> Walk:
         """Return the walk of a rank's backward.
 
         Args:
-            local: The rank's q, k and v.
+            local: The rank's tensors of the operator.
             result: The result of its forward.
         """
-        head_chunks = settings.head_chunks
-        out, lses, inner = result[0], result[1 : 1 + head_chunks], result[1 + head_chunks :]
-        operands, outs = (inner[: len(inner) - head_chunks], inner[len(inner) - head_chunks :]) if inner else ([], [])
-        tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), local, strict=True))}
-        if settings.latent:
-            tensors["v"] = local[2]
-        saved = Saved(lses, operands, outs)
-        return runtime.backward_walk(tensors, local[1].shape[2], self.sinks, saved, settings, self.common)
+        operator, saves = settings.operator, settings.saves
+        found = AttentionResults.of(result, do.dtype, settings)
+        names = operator.parameters if saves.qkv else operator.inputs
+        tensors = {"do": do, **dict(zip(names, local[len(local) - len(names) :], strict=True))}
+        if not saves.out:
+            tensors["out"] = found.out
+        shapes = [x.shape for x in local]
+        return runtime.backward_walk(tensors, shapes, self.sinks, found.saved, settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
         """Return the results of all ranks.
@@ -297,9 +274,13 @@ class _Ranks:
         return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
-        return [x[:, positions] for positions in self.positions[side]]
+        """Return each rank's tokens of a side; with no side all have the whole tensor."""
+        return [x[:, positions] for positions in self.positions[side]] if side else [x] * len(self.runtimes)
 
     def unshard(self, side: str, shards: list[Tensor], seq: int) -> Tensor:
+        """Return the whole tensor of all ranks' tokens; with no side the sum."""
+        if not side:
+            return torch.stack(shards).sum(0)
         whole = shards[0].new_empty(shards[0].shape[0], seq, *shards[0].shape[2:])
         for positions, shard in zip(self.positions[side], shards, strict=True):
             whole[:, positions] = shard

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, InputError
-from ds_seqpar.core.runtime.admit import describe
+from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.saving import EngineCheckpoints
 from ds_seqpar.engine import assert_same_training, count_by_rank, count_sequences

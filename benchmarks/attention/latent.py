@@ -24,6 +24,7 @@ from ds_seqpar.core.compiler.sharding.masks import CAUSAL
 from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
 from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.operators.latent import LatentShape
 
 # heads, head_dim of q and k, of v, and the width of a latent
 MODELS = {
@@ -51,8 +52,9 @@ def of_ranks(size: int, ulysses: int, tokens: int, model: str, sent: str) -> Ite
     """Yield (bytes received, memory) of each CP rank's first Ulysses rank."""
     heads, dim, v_dim, width = MODELS[model]
     config = SequenceParallelConfig(size=size, ulysses=ulysses).resolve(size, (heads, heads))
-    kv, latent = (1, width) if sent == "latent" else (heads, 0)
-    local = shape_of("fp32", "bfloat16", 1, (heads, kv, max(dim, v_dim)), latent)
+    local = shape_of("fp32", "bfloat16", 1, (heads, heads, max(dim, v_dim)))
+    if sent == "latent":
+        local = shape_of("fp32", "bfloat16", 1, (heads, 1, max(dim, v_dim)), LatentShape, latent=width)
     recipe, saved = config.recipe(config.topology(size)), config.kept(1, checkpointed=False, keeps=False)
     for rank in range(recipe.size):
         place = EvenShards(config.layout, tokens, recipe.size), local, UlyssesGroup(ulysses, 0), PLAIN_KERNEL, 1

@@ -29,9 +29,9 @@ from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.core.runtime.admit import AttentionOptions
-from ds_seqpar.core.runtime.call import Saved
+from ds_seqpar.core.runtime.call import AttentionResults, CallSettings
 from ds_seqpar.core.runtime.kernels import Scores, accumulate
-from ds_seqpar.core.runtime.runtime import CallSettings, Runtime
+from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.operators import decode as cached
 from tests.fake_cuda import Driverless
@@ -174,13 +174,12 @@ def layer(setting: Setting, tokens: int) -> dict[str, Counter[str]]:
         k, v = (empty(1, tokens, setting.heads[1], HEAD_DIM) for _ in range(2))
         for _ in range(2):
             with counting(comm) as found["forward"]:
-                out, lse, *inner = runtime.forward_walk(q, k, v, None, settings, None).run()
-            outs = [inner.pop()] if setting.saves.out else []
-            local = {"do": do} | ({} if setting.saves.out else {"out": out})
+                results = runtime.forward_walk((q, k, v), None, settings, None).run()
+            found = AttentionResults.of(results, q.dtype, settings)
+            local = {"do": do} | ({} if setting.saves.out else {"out": found.out})
             local |= {} if setting.saves.qkv else {"q": q, "k": k, "v": v}
-            saved = Saved([lse], inner, outs)
             with counting(comm) as found["backward"]:
-                runtime.backward_walk(local, k.shape[2], None, saved, settings, None).run()
+                runtime.backward_walk(local, [q.shape, k.shape, v.shape], None, found.saved, settings, None).run()
     return found
 
 

@@ -150,7 +150,7 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     runtime, real_comm = sp.runtime, sp.runtime.comm
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        check_inputs(runtime, q, k, v, AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
+        check_inputs(runtime, (q, k, v), AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
         runtime.comm = Alone(runtime.rank, Alone(runtime.ulysses.rank))
         return sp.attention_agreed(q, k, v, AttentionOptions(CAUSAL, None, None))
 

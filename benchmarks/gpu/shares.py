@@ -23,8 +23,8 @@ from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.core.compiler.sharding.layout import multiple
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.kernels import Scores
-from ds_seqpar.core.runtime.runtime import CallSettings
 from ds_seqpar.core.runtime.transport import Message
 
 # of which a rank's part is measured -> ranks; no triangle has 8
@@ -72,19 +72,20 @@ class Share:
     def __init__(
         self, section: dict[str, Any], ranks: int, rank: int, tokens: int, mask: Mask, given: Sequence[Tensor]
     ) -> None:
-        *self.local, self.do = given
+        *local, self.do = given
+        self.local = tuple(local)
         heads = self.local[0].shape[2], self.local[1].shape[2]
         config = SequenceParallelConfig(size=ranks, **{"ulysses": 1, **section}).resolve(ranks, heads)
         shards = EvenShards(config.layout, tokens, ranks // config.ulysses)
         scores = Scores(self.local[0].shape[3] ** -0.5)
         saves = SavedForBackward.NOTHING if config.ulysses == 1 else SavedForBackward.QKV_AND_OUT
         self.settings = CallSettings(mask, shards, scores, saves=saves)
-        self.all = testing._Ranks(config, shards, mask, scores, None, {})
+        self.all = testing._Ranks(config, shards, None, {})
         self.runtime, (cp_rank, ulysses_rank) = self.all.runtimes[rank], divmod(rank, config.ulysses)
         self.runtime.comm = Alone(cp_rank, Alone(ulysses_rank))
 
     def forward(self) -> list[Tensor]:
-        self.found = self.runtime.forward_walk(*self.local, None, self.settings, None).run()
+        self.found = self.runtime.forward_walk(self.local, None, self.settings, None).run()
         return self.found[:1]
 
     def backward(self) -> list[Tensor]:

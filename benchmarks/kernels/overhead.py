@@ -35,7 +35,8 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.core.compiler.program.instructions import Product
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.core.runtime.admit import AttentionOptions, check_inputs
-from ds_seqpar.core.runtime.kernels import KERNELS, Kernel
+from ds_seqpar.core.runtime.call import CallSettings
+from ds_seqpar.core.runtime.kernels import KERNELS, Kernel, Scores
 from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.guards import agreement as agreements
 from ds_seqpar.guards import watchdog
@@ -116,7 +117,7 @@ def comparing(tokens: int, calls: int) -> Rows:
     local, options = blocks(tokens)[:3], AttentionOptions(CAUSAL, None, None, True, False)
     rows = {
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
-        "agreement": lambda: check_inputs(sp.runtime, *local, options),
+        "agreement": lambda: check_inputs(sp.runtime, local, options),
     }
     return in_turns(rows, calls, warm=max(1, calls // 10))
 
@@ -196,7 +197,8 @@ def pack(tokens: int, seed: int) -> Mask:
 def bounds(runtime: Runtime, tokens: int, mask: Mask) -> list:
     """Forward's and backward's programs, with the lengths of this call."""
     q = torch.empty(1, tokens, HEADS, HEAD_DIM)
-    return [runtime.bound(way, q, q.shape[2], mask, runtime.shards(tokens))[0] for way in ("forward", "backward")]
+    settings = CallSettings(mask, runtime.shards(tokens), Scores(1.0))
+    return [runtime.bound(way, q, [q.shape] * 3, settings)[0] for way in ("forward", "backward")]
 
 
 def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import ConfigError, ranks_in_words
-from ..core.compiler.program.ulysses import UNSPLIT, HeadSplit
 from ..core.compiler.schedules.plan import Plan
-from ..schedules.simulate import Costs
+from ..schedules.simulate import UNSPLIT, Costs, HeadSplit
 from ..schedules.timeline import TRACKS, Event, Timeline, lanes
 
 if TYPE_CHECKING:

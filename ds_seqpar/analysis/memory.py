@@ -13,9 +13,9 @@ from ..core.compiler.compile import BoundProgram, Compiler, Recipe
 from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import is_local, methods_of
 from ..core.compiler.program.shape import ITEMSIZE, Shape, token_bytes
-from ..core.compiler.program.ulysses import PER_ROW, SIDE, SavedForBackward, of_head
+from ..core.compiler.program.ulysses import SavedForBackward
 from ..core.compiler.schedules.actions import ACCUMULATORS, Unit
-from ..core.compiler.sharding.heads import free_head_chunk_counts, largest_share
+from ..core.compiler.sharding.heads import largest_share, max_head_chunks
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
 from ..core.compiler.tiles.launches import PLAIN_KERNEL
@@ -82,7 +82,7 @@ class _Tracker:
         self.head_chunk_results: dict[str, int] = {}  # field -> bytes, of the head chunk that was left last
         self.local_results: dict[str, int] = {}  # field -> bytes, of results of local tokens
         self.saved = self.peak = 0  # bytes that forward saves, and the peak so far
-        self.expanded = 0  # bytes of the keys and values that a latent was expanded to
+        self.computed = 0  # bytes that an operator computes for a product
         packed = (instruction.exchange for instruction in bound.program.code if isinstance(instruction, op.PackHeads))
         self.sent = {field for exchange in packed for field in exchange.fields}
 
@@ -104,7 +104,7 @@ class _Tracker:
         held = sum(
             sum(bytes_of.values()) for bytes_of in (self.slots, self.outs, self.head_chunk_results, self.local_results)
         )
-        self.peak = max(self.peak, held + self.saved + loose + self.expanded + extra)
+        self.peak = max(self.peak, held + self.saved + loose + self.computed + extra)
 
     def make(self, *slots: int, extra: int = 0) -> None:
         for slot in slots:
@@ -175,21 +175,13 @@ class _Tracker:
             self.outs[instruction.q_slot] = self.rows("q", self.bound.tokens("q", instruction.q))
             self.note()
         launches = self.bound.launches(instruction.q, instruction.kv)
-        if self.shape.latent and launches:
-            self.expanded = self.expansion(max(launch.sides[1].end for launch in launches))
+        keys = max((launch.sides[1].end for launch in launches), default=0)
+        self.computed = self.shape.product_bytes(self.program.direction, keys) if launches else 0
+        if self.computed:
             self.note()
         for launch in launches:
             self.launch(instruction, launch)
-        self.expanded = 0
-
-    def expansion(self, tokens: int) -> int:
-        """Return the bytes of keys and values of so many tokens of a latent, with the matrix that expands it; in
-        backward with the gradients of both."""
-        shape = self.shape
-        keys, matrix = 2 * shape.batch * tokens * shape.head_dim, 2 * shape.latent * shape.head_dim
-        width = keys * (1 if self.forward else 2) + matrix
-        gradient = 0 if self.forward else 2 * matrix * ITEMSIZE[shape.accum_dtype]
-        return shape.q_heads * (width * shape.itemsize + gradient)
+        self.computed = 0
 
     def rows(self, kind: str, tokens: int) -> int:
         """Return the bytes of a result of so many tokens in the inputs' dtype."""
@@ -217,7 +209,7 @@ class _Tracker:
         formula, shape, (rows, columns) = WORKSPACES.get(self.bound.support.workspace), self.shape, launch.sides
         if formula is None:
             return 0
-        heads = shape.q_heads, shape.q_heads if shape.latent else shape.kv_heads, shape.head_dim
+        heads = shape.q_heads, shape.kernel_kv_heads, shape.head_dim
         return formula(
             LaunchSize(shape.batch * rows.groups, rows.size, columns.size, *heads, shape.itemsize, self.forward)
         )
@@ -311,21 +303,19 @@ class _Tracker:
 
     # ---- heads
 
-    def local(self, head_chunk: int, field: str) -> int:
+    def local(self, head_chunk: int, name: str) -> int:
         """Return the bytes of a field of local tokens and of the head chunk's heads."""
-        heads, shape = self.bound.heads, self.shape
-        tokens = tokens_by_ulysses_rank(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.ulysses.size)
-        of_head_chunk = heads.of_head_chunk(head_chunk, field)
-        elements, dtype = of_head(field, shape)
-        width = elements * ITEMSIZE[dtype]
-        return shape.batch * tokens[heads.ulysses.rank] * (of_head_chunk.stop - of_head_chunk.start) * width
+        heads, field = self.bound.heads, self.shape.field(name)
+        tokens = tokens_by_ulysses_rank(self.bound.shards, field.side, self.program.rank, heads.ulysses.size)
+        of_head_chunk = heads.of_head_chunk(head_chunk, field.side)
+        width = (of_head_chunk.stop - of_head_chunk.start) * max(1, field.width) * field.itemsize
+        return self.shape.batch * tokens[heads.ulysses.rank] * width
 
     def pack_heads(self, instruction: op.PackHeads) -> None:
         head_chunk, inward, fields = instruction.exchange
         if inward:
-            self.make(
-                instruction.into, extra=sum(self.local(head_chunk, field) for field in fields if field in PER_ROW)
-            )
+            rows = (self.local(head_chunk, name) for name in fields if not self.shape.field(name).width)
+            self.make(instruction.into, extra=sum(rows))
             return
         size = sum(self.head_chunk_results[field] for field in fields)
         if len(fields) > 1 or self.shape.batch > 1:
@@ -345,7 +335,7 @@ class _Tracker:
         self.outs.clear()
         for kind in ACCUMULATORS[self.program.direction]:
             for field in self.shape.fields(self.program.direction, kind, self.shape.dtype):
-                rows = self.shape.batch * tokens[SIDE.get(field.name, "q")]
+                rows = self.shape.batch * tokens[field.side]
                 self.head_chunk_results[field.name] = rows * field.elements * field.itemsize
         if self.forward:
             arrived = sum(self.slots[slot] for _, slot in self.enters[instruction.head_chunk])
@@ -373,6 +363,12 @@ class _Tracker:
 
 
 TRACK = methods_of(_Tracker)
+
+
+def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
+    """Return the numbers of equal head chunks that send no more bytes than one does, ascending."""
+    limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
+    return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
 
 
 def fewest_head_chunks(

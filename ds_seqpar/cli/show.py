@@ -13,8 +13,8 @@ from ..analysis.listing import listing
 from ..base.errors import ConfigError
 from ..core.compiler.compile import Compiler, block_mask_of
 from ..core.compiler.program.instructions import HeadExchange
-from ..core.compiler.program.shape import ITEMSIZE, Shape, shape_of
-from ..core.compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
+from ..core.compiler.program.shape import Shape, shape_of, token_bytes
+from ..core.compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..core.compiler.schedules import SCHEDULES, settings
 from ..core.compiler.sharding.heads import busiest_ulysses_rank, largest_share
 from ..core.compiler.sharding.layout import LAYOUTS, multiple
@@ -24,7 +24,7 @@ from ..core.compiler.tiles.launches import PLAIN_KERNEL
 from ..core.compiler.tiles.tiles import tiles
 from ..core.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..planner import limits
-from ..schedules.simulate import Costs, communication, computation, programs_of, simulate
+from ..schedules.simulate import Costs, HeadSplit, communication, computation, programs_of, simulate
 from ..schedules.validate import validate
 
 HEAD_DIM = 128
@@ -172,6 +172,5 @@ def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExch
 
     All Ulysses ranks count as having equal shares. `shape` is that of the Ulysses rank's inner tensors.
     """
-    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
-    head_bytes = ITEMSIZE[shape.accum_dtype] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
-    return shape.batch * heads * head_bytes * (ulysses_size - 1) / ulysses_size
+    size = token_bytes(shape.field(name) for name in exchange.fields)
+    return shape.batch * size * (ulysses_size - 1) / ulysses_size

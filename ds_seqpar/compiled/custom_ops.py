@@ -16,14 +16,16 @@ from torch import Tensor
 from ..base import compat
 from ..core.compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
 from ..core.compiler.sharding.handles import object_of, objects_of
+from ..core.compiler.sharding.masks import FULL
 from ..core.compiler.sharding.shards import Shards, tokens_of
 from ..core.runtime import attention as eager
 from ..core.runtime.admit import AdmittedCall, handle_of_shards, shards_of
 from ..core.runtime.attention import Attention, Context
-from ..core.runtime.buffers import sum_dtype
-from ..core.runtime.dense import has_common
+from ..core.runtime.buffers import Tensors, sum_dtype
+from ..core.runtime.call import CallSettings
 from ..core.runtime.kernels import Scores
-from ..core.runtime.runtime import CallSettings, Runtime
+from ..core.runtime.operator import OPERATORS
+from ..core.runtime.runtime import Runtime
 
 
 def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
@@ -31,9 +33,9 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     inside of the autograd function."""
     if call.checkpointed:
         forward = functools.partial(_forward, call.runtime)
-        results = Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, forward)
+        results = Attention.apply(call.runtime, call.settings, forward, call.sinks, *call.tensors)
     else:
-        results = _forward(call.runtime, *call.tensors, call.sinks, call.settings, call.agreement)
+        results = _forward(call.runtime, call.tensors, call.sinks, call.settings, call.agreement)
     return eager.returned(call, results)
 
 
@@ -44,26 +46,22 @@ def runs_as_op() -> bool:
 
 
 def _forward(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings,
-    agreement: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+    runtime: Runtime, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, agreement: Tensor | None = None
+) -> list[Tensor]:
     """Compute `Runtime.forward` as an op, with the settings as numbers."""
-    mask, shards, scores, head_chunks, saves, lse, latent, layer = settings
-    handles, sizes = (runtime.handle, mask.handle, handle_of_shards(shards)), _sizes(runtime, q, k, shards)
-    return attention_op(
-        q, k, v, sinks, *handles, *scores, head_chunks, int(saves), latent, lse, layer, sizes, agreement
-    )
+    mask, shards, scores, head_chunks, saves, lse, operator, v_dim, layer = settings
+    numbers = runtime.handle, mask.handle, handle_of_shards(shards), *scores, head_chunks, int(saves)
+    sizes = _sizes(runtime, tensors[0], tensors[1], shards)
+    return attention_op(tensors, sinks, *numbers, operator.name, v_dim, lse, layer, sizes, agreement)
 
 
 def _settings(
-    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int, lse: bool,
-    layer: int | None = None,
+    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int,
+    lse: bool, layer: int | None = None,
 ) -> CallSettings:  # fmt: skip
     """Return the settings that `_forward` gave as numbers."""
-    return CallSettings(
-        object_of(mask), shards_of(shards), Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, latent,
-        layer,
-    )  # fmt: skip
+    what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim, layer
+    return CallSettings(object_of(mask), shards_of(shards), *what)
 
 
 def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
@@ -77,8 +75,8 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
 
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_op(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, layer: int | None,
+    tensors: Sequence[Tensor], sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
+    softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int, lse: bool, layer: int | None,
     sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
@@ -91,8 +89,8 @@ def attention_op(
     Returns:
         The results of `Runtime.forward`.
     """
-    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse, layer)
-    results = object_of(handle).forward(q, k, v, sinks, settings)
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse, layer)
+    results = object_of(handle).forward(tuple(tensors), sinks, settings)
     # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
     results[1].untyped_storage().settings = settings
     return results
@@ -100,30 +98,33 @@ def attention_op(
 
 @attention_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, layer: int | None,
+    tensors: Sequence[Tensor], sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
+    softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int, lse: bool, layer: int | None,
     sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     in_one_message, ulysses_size, ulysses_rank, *tokens = sizes
-    heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
+    (q, keys, *_), names = tensors, OPERATORS[operator].operands
+    heads = Heads.of(q.shape[2], keys.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
     batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
+    kv_dims = sum(x.shape[3] for x in tensors[1 : len(names)])
     widths = [[span.stop - span.start for span in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
     results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
     for q_width, kv_width in widths if saves else ():
-        messages = [tokens[0] * q_width * dim, tokens[1] * kv_width * (k.shape[3] if latent else 2 * dim)]
+        messages = [tokens[0] * q_width * dim, tokens[1] * kv_width * kv_dims]
         results += [q.new_empty(batch * n) for n in ([sum(messages)] if in_one_message else messages)]
     if saves == SavedForBackward.QKV_AND_OUT:
         results += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
     results += [q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] * lse
-    return results + [k.new_empty(k.shape[2:])] * has_common(q.dtype)
+    return results + [keys.new_empty(keys.shape[2:])] * OPERATORS[operator].has_common(q.dtype)
 
 
 def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
-    q, k, v, sinks, *ctx.numbers, lse, _, _, _ = inputs
-    *_, saves, latent = ctx.numbers
-    ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [*k.shape, *v.shape]
-    eager.save(ctx, (q, k, v), sinks, output, SavedForBackward(saves), lse, latent)
+    tensors, sinks, *ctx.numbers, lse, _, _, _ = inputs
+    *_, head_chunks, saves, operator, v_dim = ctx.numbers
+    what = Scores(1.0), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim
+    ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [size for x in tensors for size in x.shape]
+    eager.save(ctx, tensors, sinks, output, CallSettings(FULL, None, *what))  # of which the mask is not read
 
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
@@ -137,17 +138,20 @@ attention_op.register_autograd(_gradients, setup_context=_save)
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_backward_op(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
-    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int,
+    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str,
+    v_dim: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute `attention.backward`. `shapes` are those of k (4 numbers) and v."""
-    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse=False)
-    return eager.backward(do, sinks, common, saved, shapes[2], object_of(handle), settings)
+    """Compute `attention.backward`. `shapes` are the sizes of all tensors, one after the other."""
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse=False)
+    shapes_of_all = settings.operator.shapes_of(shapes)
+    return eager.backward(do, sinks, common, saved, shapes_of_all, object_of(handle), settings)
 
 
 @attention_backward_op.register_fake
 def _(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
-    *settings: object,
+    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str,
+    v_dim: int,
 ) -> list[Tensor]:  # fmt: skip
-    grads = [do.new_empty(do.shape), do.new_empty(shapes[:4]), do.new_empty(shapes[4:])]
+    grads = [do.new_empty(shape) for shape in OPERATORS[operator].shapes_of(shapes)]
     return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]

@@ -379,23 +379,6 @@ class SequenceParallelConfig:
             return SavedForBackward.NOTHING
         return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
-    def sends_latent(self, tokens: int, heads: int, width: int, dims: int) -> bool:
-        """Return whether latent attention sends latents, of a resolved config. Where not, it sends keys and values.
-
-        To expand a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but
-        Ulysses ranks once, each for its own heads.
-
-        Args:
-            tokens: Tokens of the whole sequence.
-            heads: Query heads.
-            width: Numbers of a token's latent.
-            dims: head_dim + v_dim.
-        """
-        if self.size == 1 or self.latent_attention != "auto":
-            return self.size > 1 and self.latent_attention == "latent"
-        cp_size, one_chunk = self.size // self.ulysses, self.head_chunks in (1, "auto")
-        return one_chunk and width * self.ulysses < heads * dims and (cp_size == 1 or tokens >= width * cp_size)
-
     def recipe(self, topology: Topology) -> Recipe:
         """Return the Recipe that programs are made from, of a resolved config."""
         return Recipe(

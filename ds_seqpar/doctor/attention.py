@@ -18,7 +18,8 @@ from ..core.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ..core.compiler.tiles.launches import launches
 from ..core.compiler.tiles.tiles import Rows, Tile, tiles
 from ..core.runtime.buffers import sum_dtype
-from ..core.runtime.kernels import Kernel
+from ..core.runtime.call import CallSettings
+from ..core.runtime.kernels import Kernel, Scores
 from ..core.runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from ..data.batch_layout import BatchLayout
 from ..data.batches import IGNORE, check_batch
@@ -38,11 +39,13 @@ def kernels(job: Job) -> list[Finding]:
     """Compare each kernel that would be taken, forward and backward, with a computation in fp64."""
     tokens, config = 4 * job.sp.multiple // job.sp.size, job.sp.config
     local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
+    keys = 1, tokens, job.heads[1], job.head_dim
     chunks = config.head_chunks if isinstance(config.head_chunks, int) else 1
     wrong, worst, names, cases = list[str](), 0.0, dict[str, None](), 0
     for kind, mask in masks(64, job.window).items():
         try:
-            bound, kernel = job.sp.runtime.bound("forward", local, job.heads[1], mask, None, job.softcap or 0.0, chunks)
+            settings = CallSettings(mask, None, Scores(1.0, job.softcap or 0.0), chunks)
+            bound, kernel = job.sp.runtime.bound("forward", local, [local.shape, keys, keys], settings)
         except ConfigError:  # the schedule takes no such mask
             continue
         heads = bound.shape.q_heads, bound.shape.kv_heads

@@ -23,7 +23,9 @@ from ..base.fingerprint import Fingerprint, fields_of
 from ..core.compiler.program import instructions as op
 from ..core.compiler.sharding.masks import CAUSAL
 from ..core.compiler.sharding.shards import runs_of_sp_rank
+from ..core.runtime.call import CallSettings
 from ..core.runtime.devices import device_name, this_host
+from ..core.runtime.kernels import Scores
 from ..core.runtime.transport import Message
 from ..deepspeed.config import DeepSpeedJson
 from ..guards.agreement import differences
@@ -129,12 +131,13 @@ def _peers(job: Job) -> set[int]:
     """Return the ranks with which this rank's programs exchange messages."""
     groups, runtime, tokens = job.sp.groups, job.sp.runtime, 4 * job.sp.multiple // job.sp.size
     q = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
-    peers = set[int]()
+    keys, peers = (1, tokens, job.heads[1], job.head_dim), set[int]()
     for group in (groups.ulysses, *(of.group for of in groups.collectives.values())):
         peers |= {*dist.get_process_group_ranks(group)} if group is not None else set()
     if groups.inner is not None:
         members = [dist.get_process_group_ranks(groups.inner)[index] for index in groups.cp_order]
-        bound = [runtime.bound(direction, q, job.heads[1], CAUSAL, None)[0] for direction in ("forward", "backward")]
+        shapes, settings = [q.shape, keys, keys], CallSettings(CAUSAL, None, Scores(1.0))
+        bound = [runtime.bound(direction, q, shapes, settings)[0] for direction in ("forward", "backward")]
         posts = [one for program in bound for one in program.program.code if isinstance(one, op.Post)]
         peers |= {members[transfer.peer] for post in posts for transfer in (*post.sends, *post.receives)}
     return peers - {dist.get_rank()}

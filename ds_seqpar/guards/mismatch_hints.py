@@ -14,6 +14,7 @@ from ..base.fingerprint import Fields
 from .agreement import differing
 
 SAMPLES = ("input_ids", "inputs_embeds", "labels")
+KEPT = "attention to kept keys"  # the operator of `cache_attention`
 PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of its batch's placement on every rank"
 
 
@@ -94,7 +95,7 @@ def of_kernels(by_rank: Mapping[int, Fields]) -> str:
 def of_attention(by_rank: Mapping[int, Fields]) -> str:
     """Return the cause where a call of attention dropped its batch's placement, or has another batch's."""
     names, has_shards = differing(by_rank), ["shards" in fields for fields in by_rank.values()]
-    if any("keys" in fields for fields in by_rank.values()):  # of `cache_attention`, which has no placement
+    if any(KEPT in fields.get("operator", "") for fields in by_rank.values()):  # which has no placement
         return ""
     if any(has_shards) and {"shards", "mask"} & set(names):
         return f"a placement {'belongs to another batch' if all(has_shards) else 'was left out'}: {PLACEMENT}"

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
+from ..core.runtime import replay as seam
 from ..core.runtime.buffers import Tensors
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Replay:
+class Replay(seam.Replay):
     """The results of attention in one checkpointed call of a function, in the order of the calls of attention.
 
     Args:
@@ -61,6 +62,7 @@ class Replay:
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Run the function. Attention inside of it finds this replay."""
         self.runs += 1
+        self.which_run = "first run" if self.runs == 1 else "run again"
         if self.runs > 2:
             self.saved.clear()  # left by a second run that ended early
         self.head_chunk_results = []
@@ -69,11 +71,6 @@ class Replay:
             return function(*args, **kwargs)
         finally:
             _current.reset(token)
-
-    @property
-    def which_run(self) -> str:
-        """Which run of the function this is, for ranks to compare: what they send differs by it."""
-        return "first run" if self.runs == 1 else "run again"
 
     @property
     def has_next(self) -> bool:
@@ -98,6 +95,18 @@ class Replay:
         """Save a result, if this is the first run and results are saved."""
         if self.runs == 1 and self.saves:
             self.saved.append(self.pack(result))
+
+    def once(self, compute: Callable[[], Sequence[Tensor]], replays: Callable[[], object]) -> Tensors:
+        result = self.next_result()
+        if result is not None:
+            replays()
+            return result
+        result = tuple(compute())
+        around: Replay | None = self
+        while around is not None:
+            around.save(result)
+            around = around.outer
+        return result
 
 
 class HeadChunkReplay(Replay):
@@ -186,27 +195,16 @@ def current() -> Replay | None:
     Also None in a checkpoint of torch's own inside of ours. That one computes again when ours is over, and must then
     find what it found in forward: nothing.
     """
-    replay = _current.get()
+    found = _current.get()
     frame: FrameType | None = sys._getframe(1)
-    while replay is not None and frame is not None and frame.f_code is not Replay.run.__code__:
+    while found is not None and frame is not None and frame.f_code is not Replay.run.__code__:
         if frame.f_code.co_filename == TORCH_CHECKPOINT_FILE:
             return None
         frame = frame.f_back
-    return replay
+    return found
 
 
-def replayed() -> Tensors | None:
-    """Return the saved result that the next call of attention returns, or None."""
-    replay = current()
-    return None if replay is None else replay.next_result()
-
-
-def save(result: Tensors) -> None:
-    """Save a result of attention in every checkpoint around this call that is in its first run and saves results."""
-    replay = current()
-    while replay is not None:
-        replay.save(result)
-        replay = replay.outer
+seam.finders.append(current)
 
 
 class Checkpoint:

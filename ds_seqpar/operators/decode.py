@@ -17,13 +17,16 @@ from ..base.fingerprint import Compared
 from ..core.compiler.program import instructions as op
 from ..core.compiler.schedules.actions import Gather
 from ..core.compiler.sharding.heads import check_heads
+from ..core.compiler.sharding.shards import UnevenShards
 from ..core.runtime import admit, attention
-from ..core.runtime.admit import AttentionOptions, admitted_call, check_kept, check_no_gradients, describe
+from ..core.runtime.admit import AttentionOptions, admitted_call
 from ..core.runtime.buffers import sum_dtype
+from ..core.runtime.call import readable
 from ..core.runtime.kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from ..core.runtime.kernels.accumulate import merge_sinks_
 from ..core.runtime.kernels.reference import attend as attend_densely
-from ..core.runtime.runtime import Runtime, readable
+from ..core.runtime.operator import Operator, describe, register
+from ..core.runtime.runtime import Runtime
 from ..core.runtime.seams import Inputs
 from ..core.runtime.transport import TorchComm
 
@@ -38,9 +41,40 @@ def attend(
     """Compute `SequenceParallel.cache_attention`."""
     if agreed:
         check_kept(options)
-    out, lse = attention.attention(admitted_call(runtime.one_ring, q, k, v, options, agreed))
+    options = options._replace(operator=KEPT)
+    out, lse = attention.attention(admitted_call(runtime.one_ring, (q, k, v), options, agreed))
     assert lse is not None
     return out, lse
+
+
+def check_kept(options: AttentionOptions) -> None:
+    """Raise InputError for options that attention to kept keys does not take."""
+    check_no_gradients(options.backward)
+    if not isinstance(options.shards, UnevenShards):
+        got = type(options.shards).__name__
+        raise InputError(
+            f"attention to kept keys needs shards that are UnevenShards, of new tokens and kept; got {got}"
+        )
+
+
+def check_no_gradients(backward: bool) -> None:
+    """Raise InputError where kept keys are attended to with gradients."""
+    if backward:
+        raise InputError(
+            "attention to kept keys has no backward; got tensors that require gradients, call it under torch.no_grad()"
+        )
+
+
+class Kept(Operator):
+    """Attention to keys that were kept, which has no backward."""
+
+    name = "attention to kept keys"
+
+    def check_options(self, options: AttentionOptions) -> None:
+        check_kept(options)
+
+
+KEPT = register(Kept())
 
 
 def decode(
@@ -135,7 +169,7 @@ def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | N
     fields: dict[str, object] = {}
     try:
         check_no_gradients(options.backward)
-        admit.check_arguments(q, k, v, options.mask, options.scale, lengths_differ=True)
+        admit.check_arguments((q, k, v), options.mask, options.scale, lengths_differ=True)
         admit.check_softcap(options.softcap)
         admit.check_sinks(options.sinks, q)
         check_heads(1, q.shape[2], k.shape[2], size=1)

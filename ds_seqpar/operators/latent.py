@@ -7,18 +7,22 @@ become that of the latent there, which is sent with it. The matrix's own gradien
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ..base.errors import InputError, SeqParError
+from ..core.compiler.program.shape import ITEMSIZE, Shape
+from ..core.compiler.sharding.shards import UnevenShards, tokens_of
 from ..core.compiler.tiles.tiles import Rows, Tile
 from ..core.runtime.buffers import Tensors, sum_dtype
-from ..core.runtime.dense import Backward, Forward
-from ..core.runtime.kernels import Kernel
+from ..core.runtime.dense import Backward, Forward, Operands
 from ..core.runtime.kernels.accumulate import Accumulator, Sum
+from ..core.runtime.operator import Operator, padded, register, shape_of
+from ..core.settings import SequenceParallelConfig
 
 
 def expanded(latent: Tensor, matrix: Tensor, k_dim: int) -> list[Tensor]:
@@ -51,11 +55,6 @@ class Expansion(NamedTuple):
         return torch.cat([dk[..., :k_dim], dv[..., : self.v_dim]], dim=-1).flatten(2).flatten(0, 1)
 
 
-def padded(x: Tensor, dim: int) -> Tensor:
-    """Return x (..., D) with zeros up to `dim`, as it is where it has as many elements."""
-    return x if x.shape[-1] >= dim else functional.pad(x, (0, dim - x.shape[-1]))
-
-
 def _seen(latent: Tensor, launches: Sequence[Tile]) -> Tensor:
     """Return the rows of a latent up to the last one that a launch sees."""
     return latent[:, : max(launch.sides[1].end for launch in launches)]
@@ -64,9 +63,9 @@ def _seen(latent: Tensor, launches: Sequence[Tile]) -> Tensor:
 class LatentForward(Forward):
     """Forward of q (B, n, H, D) and a latent (B, m, 1, R)."""
 
-    def __init__(self, kernel: Kernel, scale: float, q: Tensor, latent: Tensor, expansion: Expansion) -> None:
-        super().__init__(kernel, scale, q, latent)
-        self.expansion = expansion
+    def __init__(self, operands: Operands) -> None:
+        super().__init__(operands)
+        self.expansion = Expansion.of(operands.parameters[0], operands.v_dim)
 
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
@@ -82,13 +81,10 @@ class LatentBackward(Backward):
         dmatrix: The gradient of the expansion's matrix, in accum_dtype.
     """
 
-    def __init__(
-        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, latent: Tensor, out: Tensor, lse: Tensor,
-        expansion: Expansion,
-    ) -> None:  # fmt: skip
-        super().__init__(kernel, scale, do, q, (latent,), out, lse)
-        self.expansion = expansion
-        self.dmatrix = torch.zeros_like(expansion.matrix, dtype=sum_dtype(q.dtype))
+    def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
+        super().__init__(operands, do, out, lse)
+        self.expansion = Expansion.of(operands.parameters[0], operands.v_dim)
+        self.dmatrix = torch.zeros_like(self.expansion.matrix, dtype=sum_dtype(self.dtype))
 
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
@@ -103,3 +99,93 @@ class LatentBackward(Backward):
         self.dmatrix += latent.flatten(2).flatten(0, 1).mT @ columns
         gradient = (columns @ self.expansion.matrix.mT).view(latent.shape)
         dlatent.add((gradient,), Rows(0, latent.shape[1]), kv[0].shape[1])
+
+    def parameter_gradients(self) -> Tensors:
+        return (self.dmatrix.unflatten(1, (self.expansion.heads, -1)).transpose(0, 1),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LatentShape(Shape):
+    """The shape of latent attention, where `latent` numbers with one head stand for k and v."""
+
+    latent: int
+
+    @property
+    def kv(self) -> dict[str, int]:
+        return {"latent": self.latent}
+
+    @property
+    def kernel_kv_heads(self) -> int:
+        return self.q_heads
+
+    def product_bytes(self, direction: str, keys: int) -> int:
+        """Return the bytes of so many keys and values with the matrix that expands them, and in backward of
+        the gradients of both."""
+        expanded, matrix = 2 * self.batch * keys * self.head_dim, 2 * self.latent * self.head_dim
+        width = expanded * (1 if direction == "forward" else 2) + matrix
+        gradient = 0 if direction == "forward" else 2 * matrix * ITEMSIZE[self.accum_dtype]
+        return self.q_heads * (width * self.itemsize + gradient)
+
+
+class Latent(Operator):
+    """Attention of q (B, s, H, D) to a latent (B, s, R), which a matrix (H, R, D + Dv) expands."""
+
+    name, operands, parameters, dims = "latent attention", ("q", "latent"), ("expand",), (4, 3, 3)
+    is_linear = False  # keys do not exist before they are computed with
+    kind, forward, backward = LatentShape, LatentForward, LatentBackward
+
+    def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in tensors]
+        fits = [len(shape) for shape in shapes] == [*self.dims] and all(n for s in shapes for n in (s[0], *s[2:]))
+        if fits:
+            (rows, tokens, heads, dim), (latent_rows, latent_tokens, width), matrix = shapes
+            fits = rows == latent_rows and (lengths_differ or tokens == latent_tokens)
+            fits = fits and matrix[:2] == (heads, width) and matrix[2] > dim
+        if not fits:
+            raise InputError(
+                "latent attention needs q (batch, local_seq, heads, head_dim), latent (batch, local_seq, width) and "
+                f"expand (heads, width, head_dim + v_dim); got {', '.join(map(shape_of, tensors))}"
+            )
+
+    def prepare(self, tensors: Sequence[Tensor]) -> tuple[Tensors, int]:
+        q, latent, expand = tensors
+        v_dim = expand.shape[2] - q.shape[3]
+        return (padded(q, v_dim), latent.unsqueeze(2), expand), v_dim
+
+    def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        return {"latent": shapes[1][3]}
+
+
+LATENT = register(Latent())
+
+
+def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int, dims: int) -> bool:
+    """Return whether latent attention sends latents, of a resolved config. Where not, it sends keys and values.
+
+    To expand a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but
+    Ulysses ranks once, each for its own heads.
+
+    Args:
+        config: The settings.
+        tokens: Tokens of the whole sequence.
+        heads: Query heads.
+        width: Numbers of a token's latent.
+        dims: head_dim + v_dim.
+    """
+    if config.size == 1 or config.latent_attention != "auto":
+        return config.size > 1 and config.latent_attention == "latent"
+    cp_size, one_chunk = config.size // config.ulysses, config.head_chunks in (1, "auto")
+    return one_chunk and width * config.ulysses < heads * dims and (cp_size == 1 or tokens >= width * cp_size)
+
+
+def sends_latent(config: SequenceParallelConfig, tensors: Sequence[Tensor], shards: UnevenShards | None) -> bool:
+    """Return whether a call of latent attention sends its latent. True also for what latent attention will refuse."""
+    try:
+        LATENT.check(tensors, shards is not None)
+    except SeqParError:
+        return True
+    q, _, expand = tensors
+    tokens = q.shape[1] * config.size
+    if isinstance(shards, UnevenShards):
+        tokens = sum(tokens_of(shards, "q", rank) for rank in range(shards.size))
+    return is_sent(config, tokens, *expand.shape)

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from ..base import profiling
 from ..core.compiler.program import instructions as op
+from ..core.runtime import replay
 from ..core.runtime.runtime import Runtime
 from ..core.runtime.seams import GuardedCall
 from ..core.runtime.transport import Message
-from ..memory import checkpoints
 from .precision import all_digits
 from .segments import Segments, go_in_order, partners
 
@@ -35,14 +35,15 @@ class Entering(torch.autograd.Function):
     def forward(
         ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
     ) -> Tensor:
-        replayed = checkpoints.replayed()
-        with peers.guarded(GuardedCall("forward", name, sends=replayed is None)):
-            if replayed is None:
-                replayed = (entering_states(peers, segments, reach, states, maps, reverse=False),)
-                checkpoints.save(replayed)
+        def compute() -> tuple[Tensor]:
+            with peers.guarded(GuardedCall("forward", name)):
+                return (entering_states(peers, segments, reach, states, maps, reverse=False),)
+
+        replayed = GuardedCall("forward", name, sends=False)
+        (entering,) = replay.current().once(compute, lambda: peers.guarded(replayed).close())
         ctx.peers, ctx.segments, ctx.reach, ctx.name = peers, segments, reach, name
-        ctx.save_for_backward(maps, *replayed)
-        return replayed[0]
+        ctx.save_for_backward(maps, entering)
+        return entering
 
     @staticmethod
     @once_differentiable

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..analysis.memory import free_head_chunk_counts
 from ..base.errors import ConfigError
 from ..core.compiler import schedules
-from ..core.compiler.sharding.heads import even_ulysses, free_head_chunk_counts
+from ..core.compiler.sharding.heads import even_ulysses
 from ..core.compiler.sharding.layout import divisors, multiple
 from ..core.compiler.sharding.masks import CAUSAL
 from ..core.settings import MEMORY_SETTINGS, SequenceParallelConfig

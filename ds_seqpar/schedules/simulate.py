@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
 from ..core.compiler.program.lower import lower
-from ..core.compiler.program.ulysses import UNSPLIT, HeadSplit, call_program, exchanges
+from ..core.compiler.program.ulysses import KV, SavedForBackward, call_program, inward_fields, outward_fields
 from ..core.compiler.schedules.actions import Unit, unit_name
 from ..core.compiler.schedules.plan import Plan
 from ..core.compiler.sharding.layout import Key
@@ -93,7 +93,22 @@ def computation(plan: Plan, costs: Costs) -> float:
 
 def communication(plan: Plan, costs: Costs) -> float:
     """Return the seconds for which the busiest link in is occupied, with the exchanges of heads around the plan."""
-    return max(plan.received(costs.transfer)) + sum(map(costs.exchange, exchanges(plan.direction)))
+    inward = inward_fields(plan.direction, True, SavedForBackward.QKV_AND_OUT, KV)
+    exchanges = [HeadExchange(0, True, fields) for fields in inward]
+    exchanges += [HeadExchange(0, False, fields) for fields in outward_fields(plan.direction, False, KV)]
+    return max(plan.received(costs.transfer)) + sum(map(costs.exchange, exchanges))
+
+
+class HeadSplit(NamedTuple):
+    """How the heads of a call are divided among Ulysses ranks and into head chunks."""
+
+    ulysses_size: int = 1
+    head_chunks: int = 1
+    saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
+    overlap: bool = False  # whether the exchanges of a head chunk overlap with another head chunk's computation
+
+
+UNSPLIT = HeadSplit()
 
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:

@@ -23,8 +23,9 @@ from ds_seqpar.base.on_devices import to_device
 from ds_seqpar.core.compiler.sharding.layout import Run, Runs
 from ds_seqpar.core.compiler.sharding.masks import FULL, Mask
 from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards, runs_of_sp_rank
-from ds_seqpar.core.runtime.admit import AttentionOptions, describe
+from ds_seqpar.core.runtime.admit import AttentionOptions
 from ds_seqpar.core.runtime.kernels.accumulate import merge_
+from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.value_checks import ValueChecks
 

@@ -26,7 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 from ds_seqpar.base.errors import SECTION
 from ds_seqpar.base.log import log_once
 from ds_seqpar.core.compiler.sharding.heads import HeadChunk, head_chunks
-from ds_seqpar.core.runtime.dense import rowsum
+from ds_seqpar.core.runtime.dense import is_delta, rowsum
+from ds_seqpar.core.runtime.operator import DENSE
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.memory.checkpoints import HeadChunkReplay, HeadChunkResults, current
 
@@ -253,7 +254,7 @@ class _HeadChunkForward:
             The gradient of x; None where x needs none.
         """
         anchor = torch.zeros((), requires_grad=True, device=x.device)
-        has_delta = results[0].dim() == 3  # `without_outs` has replaced out
+        has_delta = is_delta(results[0])  # `without_outs` has replaced out
         with torch.enable_grad():
             projected = {
                 name: _GraphStart.apply(anchor, tensor) for name, tensor in chunk.project(x, self.tiles).items()
@@ -261,8 +262,8 @@ class _HeadChunkForward:
             # edges do not keep the tensors alive
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
-        # beside out and lse only common tensors, see `without_outs`
-        self.plain = all(tensor.dim() == 2 for tensor in results[2:]) and _only_reshapes(attended)
+        # beside out and lse only the keys' common part, see `without_outs`
+        self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _only_reshapes(attended)
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]
         del attended

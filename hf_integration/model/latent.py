@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_seqpar.base.errors import SECTION, ConfigError
+from ds_seqpar.operators.latent import is_sent
 
 from ..compat import is_plain_lora
 from ..context import current
@@ -60,7 +61,7 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     sizes = tokens, module.num_heads, sum(widths), module.qk_head_dim + module.v_head_dim
     # the proof of a model changes the settings of the runtime
-    if not sp.runtime.config.sends_latent(*sizes) or not _is_linear(module, sp.config.latent_attention == "latent"):
+    if not is_sent(sp.runtime.config, *sizes) or not _is_linear(module, sp.config.latent_attention == "latent"):
         return expand(module, kv_nope, k_rot)
     units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
     matrix = torch.cat(expand(module, *units.split(widths, dim=-1)), dim=-1)

@@ -19,8 +19,10 @@ from ds_seqpar.core.compiler.sharding.heads import check_heads
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.runtime.admit import AttentionOptions
 from ds_seqpar.core.runtime.buffers import sum_dtype
+from ds_seqpar.core.runtime.operator import DENSE
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
 from .. import accelerators, mixers
@@ -348,8 +350,11 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
-    layer = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
-    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, latent=value.dim() == 3, layer=layer)
+    operator, layer = (
+        LATENT if value.dim() == 3 else DENSE,
+        None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None),
+    )
+    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, operator=operator, layer=layer)
     chunks = getattr(module, CHUNKS, 1)
     sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
     if cached is not None:

@@ -20,7 +20,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.base.compat import tensor_version
 from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.base.on_devices import to_device
-from ds_seqpar.core.runtime.admit import describe
+from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batches import shard_call, shard_shared_prompts
 from ds_seqpar.data.random_states import OwnStream
 from ds_seqpar.data.value_checks import ValueChecks

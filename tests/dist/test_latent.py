@@ -10,8 +10,10 @@ from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.analysis.memory import figures
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.compiler.program.shape import shape_of
-from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.runtime.call import CallSettings
+from ds_seqpar.core.runtime.kernels import Scores
+from ds_seqpar.operators.latent import LATENT, LatentShape, is_sent
 from tests import live, oracle
 from tests.dist.ranks import SECONDS, WRONG, lacking, make, refusal
 from tests.launch import on_each_of
@@ -67,6 +69,20 @@ def test_what_is_sent_changes_no_number():
         oracle.assert_exact(attend(sp, *single, placement=placement), dense(*single), (ulysses, sent), limit=1e-5)
 
 
+@on_each_of(2)
+def test_the_log_sum_exp_of_a_latent_is_that_of_its_keys():
+    """In fp32 too, where a common part is taken off keys that exist."""
+    q, latent, expand, _ = tensors(24)
+    k = torch.einsum("bsr,hre->bshe", latent, expand)[..., :DIM]
+    expected = torch.einsum("bqhd,bkhd->bqhk", q, k).div(DIM**0.5)
+    expected = expected.masked_fill(torch.ones(24, 24).triu(1).bool()[:, None], -torch.inf).logsumexp(-1)
+    for ulysses in (1, 2):
+        sp = make(size=2, ulysses=ulysses, latent_attention="latent")
+        q, latent, expand = (x.float() for x in (q, latent, expand))
+        _, lse = sp.latent_attention(sp.shard(q, 1), sp.shard(latent, 1), expand, return_lse=True)
+        oracle.assert_exact([sp.gather(lse, 1)], [expected], limit=1e-5)
+
+
 @on_each_of(4)
 def test_what_arrives_is_the_plans():
     """A latent in place of keys and values, in each direction, and for Ulysses ranks once with all heads' gradients."""
@@ -75,7 +91,8 @@ def test_what_arrives_is_the_plans():
         sp = make(size=4, ulysses=ulysses, latent_attention="latent")
         attend(sp, *tensors(seq, heads=8))
         inner, recipe = 8 // ulysses, sp.runtime.compiler.recipe
-        shape, tokens = shape_of("fp32", "float64", batch, (inner, 1, DIM), latent=WIDTH), seq // recipe.size
+        shape = shape_of("fp32", "float64", batch, (inner, 1, DIM), LatentShape, latent=WIDTH)
+        tokens = seq // recipe.size
         pattern = sp.runtime.compiler.block_mask(CAUSAL, sp.runtime.shards(tokens))
         latent = batch * tokens * WIDTH
         units = {"forward": {"kv": latent}, "backward": {"kv": latent, "dkv": latent}}
@@ -105,8 +122,9 @@ def test_memory_is_what_the_program_says(ulysses):
     """Keys and values of one block at a time exist, with their gradients in backward."""
     sp, (q, latent, expand, do) = make(size=4, ulysses=ulysses, latent_attention="latent"), tensors(512, 8, 64, 64, 96)
     seen = live.least(lambda: live.measure(sp.latent_attention, q, latent, expand, do))
+    settings = CallSettings(CAUSAL, None, Scores(1.0), operator=LATENT)
     forward, backward = (
-        sp.runtime.bound(way, q, 1, CAUSAL, None, 0.0, 1, SavedForBackward.QKV_AND_OUT, latent=96)[0]
+        sp.runtime.bound(way, q, [q.shape, (*q.shape[:2], 1, 96), expand.shape], settings)[0]
         for way in ("forward", "backward")
     )
     said = figures(forward, backward, sp.config.kept(1, False, False))
@@ -178,5 +196,5 @@ def test_head_chunks_and_a_latent_are_refused():
 )
 def test_auto_sends_latents_where_they_are_fewer_bytes_and_their_expansion_no_more_work(settings, tokens, sent):
     config = SequenceParallelConfig(**{"size": 4, **settings}).resolve(4, (128, 128))
-    assert config.sends_latent(tokens, 128, 576, 320) is sent
-    assert not config.sends_latent(tokens, 1, 576, 320)
+    assert is_sent(config, tokens, 128, 576, 320) is sent
+    assert not is_sent(config, tokens, 1, 576, 320)

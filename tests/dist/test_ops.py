@@ -36,15 +36,17 @@ def test_ops_are_what_they_declare(heads, dtype):
     settings = handle, CAUSAL.handle, CONFIGURED
     sinks = torch.randn(heads[0], requires_grad=True)
     head_chunks = 2 if heads[1] > 2 else 1
-    calls = [(ops.agree.default, (q, k, v, *settings, None, True, False, 2.0, sinks.new_zeros(heads[0]), False))]
+    zeros = sinks.new_zeros(heads[0])
+    calls = [(ops.agree.default, ([q, k, v], *settings, None, True, False, 2.0, zeros, "attention"))]
     for given, count, keep, lse in ((None, 1, 2, False), (sinks, 1, 1, True), (sinks, head_chunks, 0, False)):
-        forward = q, k, v, given, *settings, 0.5, 2.0, count, keep, 0, lse, None, [1, 2, sp.rank, 8, 8], None
+        what = *settings, 0.5, 2.0, count, keep, "attention", 8
+        forward = [q, k, v], given, *what, lse, None, [1, 2, sp.rank, 8, 8], None
         out, *rest = (x.detach() for x in ops.attention(*forward))
         own = () if keep else tuple(x.detach() for x in (q, k, v))
         common = rest.pop() if dtype == torch.float32 else None
         saved = [*(rest[:-1] if lse else rest), *(() if keep > 1 else (out,)), *own]
         dealt = None if given is None else given.detach()
-        backward = out.clone(), dealt, common, saved, [*k.shape, *v.shape], *settings, 0.5, 2.0, count, keep, 0
+        backward = out.clone(), dealt, common, saved, [*q.shape, *k.shape, *v.shape], *what
         calls += [(ops.attention.default, forward), (ops.attention_backward.default, backward)]
     for call in calls:
         assert set(torch.library.opcheck(*call).values()) == {"SUCCESS"}

@@ -23,9 +23,9 @@ def counted(sp):
     """A list that grows with every call of attention: (query heads, key/value heads)."""
     calls, forward = [], type(sp.runtime).forward
 
-    def call(q, k, *args):
-        calls.append((q.shape[2], k.shape[2]))
-        return forward(sp.runtime, q, k, *args)
+    def call(tensors, *args):
+        calls.append((tensors[0].shape[2], tensors[1].shape[2]))
+        return forward(sp.runtime, tensors, *args)
 
     sp.runtime.forward = call
     return calls

@@ -117,9 +117,9 @@ def seen_dtypes(sp):
     """A set that fills with the dtypes of queries that this SequenceParallel's attention is given."""
     seen, forward = set(), sp.runtime.forward
 
-    def watched(q, *rest):
-        seen.add(str(q.dtype))
-        return forward(q, *rest)
+    def watched(tensors, *rest):
+        seen.add(str(tensors[0].dtype))
+        return forward(tensors, *rest)
 
     sp.runtime.forward = watched
     return seen

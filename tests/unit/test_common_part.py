@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from ds_seqpar import Mask, SequenceParallelConfig, testing
+from ds_seqpar import Mask, SequenceParallelConfig
+from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.dense import common_part, moments
 from ds_seqpar.testing import attention
 from tests import oracle
@@ -90,7 +91,7 @@ def test_so_they_are_where_rope_turns_the_bias(name):
 
 @pytest.mark.parametrize("name", ["ring of 2", "mesh", "window on one rank", "pack under ulysses"])
 def test_without_it_dq_has_another_error(name, monkeypatch):
-    monkeypatch.setattr(testing.Runtime, "takes_common_off", lambda *_: False)
+    monkeypatch.setattr(CallSettings, "takes_common_off", lambda *_: False)
     out, dq, _, _ = times(*CASES[name], 1_000)
     assert dq > 2 * TIMES
     assert out < TIMES
@@ -117,7 +118,7 @@ def test_half_precision_and_fp64_stay_as_they_are(monkeypatch):
         tensors = [x.to(dtype) for x in given(1_000)]
         config = SequenceParallelConfig(size=2, ulysses=1)
         with monkeypatch.context() as patch:
-            patch.setattr(testing.Runtime, "takes_common_off", lambda *_: False)
+            patch.setattr(CallSettings, "takes_common_off", lambda *_: False)
             plain = attention(config, *tensors)
         found = attention(config, *tensors)
         assert all(torch.equal(getattr(found, name), getattr(plain, name)) for name in ("out", "dq", "dk", "dv"))

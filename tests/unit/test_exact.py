@@ -19,8 +19,10 @@ from ds_seqpar.core.compiler.sharding.layout import Run, multiple
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
 from ds_seqpar.core.runtime.kernels import KERNELS, accumulate
+from ds_seqpar.core.runtime.operator import DENSE
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.data.balance import shards_of
+from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import pairwise
@@ -185,8 +187,8 @@ def check(case, monkeypatch):
     mask = mask_of(case["mask"], queries, lengths, dice)
     inputs = inputs_of(case, queries, keys)
     asked = {"mask": mask, "scale": case["scale"], "softcap": case["softcap"]}
-    asked["latent"] = case["latent"]
     asked["sinks"] = torch.linspace(-3, 3, case["heads"][0], dtype=torch.float64) if case["sinks"] else None
+    given = {**asked, "operator": LATENT if case["latent"] else DENSE}
     seen = oracle.seen(mask, range(queries), range(keys))
     early = property(lambda comm: case["early"], lambda *_: None)
     monkeypatch.setattr(virtual._VirtualComm, "early", early, raising=False)
@@ -194,11 +196,11 @@ def check(case, monkeypatch):
     held = shards or EvenShards(config.resolve(config.size).layout, queries, case["cp_size"])
     if (shards is not None or mask.blocks) and cannot_be_computed(its, held, seen):
         with pytest.raises(ConfigError, match=rf"{case['schedule']}.*causal"):
-            attention(config, *inputs, shards=shards, **asked)
+            attention(config, *inputs, shards=shards, **given)
         return
-    found = results(attention(config_of(case), *inputs, shards=shards, **asked))
+    found = results(attention(config_of(case), *inputs, shards=shards, **given))
     assert {x.dtype for x in found[:4]} == {case["dtype"]}
-    wanted = expected(*inputs, **asked)
+    wanted = expected(*inputs, latent=case["latent"], **asked)
     for name, a, b in zip(NAMES, found, wanted, strict=False):
         # a token that sees itself alone has gradients of 0, and no relative error
         gap = ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() if b.numel() else 0.0

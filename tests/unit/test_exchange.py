@@ -19,12 +19,12 @@ from ds_seqpar.core.compiler.program.instructions import (
     Wait,
 )
 from ds_seqpar.core.compiler.program.shape import shape_of
-from ds_seqpar.core.compiler.program.ulysses import HeadSplit, SavedForBackward, UlyssesGroup
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL
 from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
 from ds_seqpar.core.settings import SequenceParallelConfig
-from ds_seqpar.schedules.simulate import Costs, programs_of, simulate
+from ds_seqpar.schedules.simulate import Costs, HeadSplit, programs_of, simulate
 from tests.unit.plans import DIRECTIONS
 
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]

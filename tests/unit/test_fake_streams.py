@@ -12,8 +12,9 @@ from ds_seqpar.core.compiler.schedules import SCHEDULES
 from ds_seqpar.core.compiler.sharding.layout import multiple
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL
 from ds_seqpar.core.runtime import attention, groups, transport
+from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.kernels import Scores
-from ds_seqpar.core.runtime.runtime import CallSettings, Runtime
+from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.memory.offload import store_of
 from tests.fake_cuda import no_device
@@ -51,9 +52,9 @@ def walk(rank, size=4, ulysses=1, **settings):
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
     for saves in SavedForBackward if ulysses > 1 else [SavedForBackward.NOTHING]:
         settings = CallSettings(CAUSAL, None, Scores(1.0, 0.0), head_chunks, saves)
-        out, *rest = runtime.forward(q, k, v, None, settings)
+        out, *rest = runtime.forward((q, k, v), None, settings)
         saved = [*rest, *([] if saves.out else [out]), *([] if saves.qkv else [q, k, v])]
-        attention.backward(do, None, None, saved, 4, runtime, settings)
+        attention.backward(do, None, None, saved, [x.shape for x in (q, k, v)], runtime, settings)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

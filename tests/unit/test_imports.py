@@ -68,11 +68,7 @@ TRANSPORT = {
 }
 # The core computes attention of each schedule that follows from a ring or a mesh. It is to import itself and the base
 # alone; what it imports beside is listed, and the list may only shrink.
-BESIDE = {
-    "core.runtime.attention": {"memory.checkpoints"},
-    "core.runtime.call": {"operators.latent"},
-    "core.runtime.admit": {"memory.checkpoints", "operators.latent"},
-}
+BESIDE = {}
 
 
 def modules():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ds_seqpar.analysis.memory import free_head_chunk_counts
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.compiler.sharding import heads
 from ds_seqpar.core.compiler.sharding.layout import Run
@@ -173,7 +174,7 @@ def test_stages_and_the_most_heads_are_known_without_dealing_them():
             legal = [n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= ulysses_size]
             assert heads.max_head_chunks(q_heads, kv_heads, ulysses_size) == legal[-1]
             free = [n for n in legal if n == 1 or (kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
-            assert heads.free_head_chunk_counts(q_heads, kv_heads, ulysses_size) == free
+            assert free_head_chunk_counts(q_heads, kv_heads, ulysses_size) == free
 
 
 def _figures(config, tokens=256):

@@ -13,7 +13,7 @@ from ds_seqpar.core.compiler.schedules import SCHEDULES
 from ds_seqpar.core.compiler.schedules.actions import Collective, Compute, Move, Step
 from ds_seqpar.core.compiler.schedules.plan import Plan
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL
-from ds_seqpar.core.runtime import runtime
+from ds_seqpar.core.runtime import call, runtime
 from ds_seqpar.core.runtime.kernels import KernelSupport, Scores
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.schedules.overlap import overlapped
@@ -94,7 +94,7 @@ def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
     q, k, v, _ = tensors(1, 4, (2, 1), 4)
     rank = runtime.Runtime(config, config.topology(2), 0, virtual._VirtualComm(0, virtual.Mailbox(deque)))
     with pytest.raises(RuntimeError, match="no such instruction") as caught:
-        rank.forward_walk(q, k, v, None, runtime.CallSettings(CAUSAL, rank.shards(4), Scores(1.0)), None).run()
+        rank.forward_walk((q, k, v), None, call.CallSettings(CAUSAL, rank.shards(4), Scores(1.0)), None).run()
     (note,) = caught.value.__notes__
     assert note.splitlines() == [
         "ring forward, CP rank 0 of 2, step 0, with ranks 1",

@@ -259,19 +259,19 @@ class Compiler:
             heads = Heads.of(local.q_heads, local.kv_heads, ulysses, head_chunks)
             shapes = tuple(local.of_heads(*heads.inner(head_chunk)) for head_chunk in range(head_chunks))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
-            program = self.program_of_call(inner, ulysses.size, shards, saved, lse, bool(local.latent))
+            program = self.program_of_call(inner, ulysses.size, shards, saved, lse, tuple(local.kv))
             return BoundProgram(program, shapes, shards, mask, support, heads)
 
         return _cached(self._bound, (direction, mask, shards, local, ulysses, support, head_chunks, saved, lse), make)
 
     def program_of_call(
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool,
-        latent: bool = False,
+        kv: tuple[str, ...],
     ) -> Program:  # fmt: skip
         """Return the program of a call, from the inner program of each head chunk."""
         q_tokens, kv_tokens = (tokens_of(shards, side, self.rank) for side in ("q", "kv"))
         same_tokens = q_tokens == kv_tokens  # then q, k and v can be sent in one exchange
-        options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap, latent
+        options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap, kv
         # the inner programs are cached with the entry, so that an `id` stays valid as long as the entry does
         cache_key = tuple(map(id, inner)), *options
         return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]

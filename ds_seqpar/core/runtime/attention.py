@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ...base.errors import InputError
-from ...memory import checkpoints
-from ..compiler.program.ulysses import SavedForBackward
+from . import replay
 from .admit import AdmittedCall
 from .buffers import Tensors
-from .call import Saved
-from .dense import has_common, offsets
-from .runtime import CallSettings, Runtime
+from .call import AttentionResults, CallSettings, Saved
+from .dense import is_delta, offsets
+from .runtime import Runtime
 from .seams import ATTENTION, GuardedCall
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
@@ -31,58 +30,59 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
         (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None where the call does not ask for it.
     """
     forward = call.runtime.forward
-    return returned(call, Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, forward))
+    return returned(call, Attention.apply(call.runtime, call.settings, forward, call.sinks, *call.tensors))
 
 
 def returned(call: AdmittedCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return the (out, lse) of `attention` from the results of `Runtime.forward`."""
-    out, *rest = results
-    q, out = call.tensors[0], out if call.v_dim == out.shape[-1] else out[..., : call.v_dim]
-    common = rest.pop() if has_common(q.dtype) else None
+    settings, q = call.settings, call.tensors[0]
+    found = AttentionResults.of(results, q.dtype, settings)
+    out = found.out if settings.v_dim == found.out.shape[-1] else found.out[..., : settings.v_dim]
     if not call.return_lse:
         return out, None
-    lse = rest[-1] if call.settings.lse or len(rest) == 1 else torch.cat(rest, dim=2)
-    return out, lse if common is None else lse + offsets(q.detach(), common, call.settings.scores.scale)
+    lse, lses = found.lse, found.saved.lses
+    if lse is None:
+        lse = lses[0] if len(lses) == 1 else torch.cat(lses, dim=2)
+    return out, lse if found.common is None else lse + offsets(q.detach(), found.common, settings.scores.scale)
 
 
 def backward(
-    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], kv_heads: int, runtime: Runtime,
-    settings: CallSettings,
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]], runtime: Runtime, settings: CallSettings,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute backward from what `save` saved. Returns [dq, dk, dv], and with sinks their gradient."""
-    local, inner, head_chunks = {"do": do}, list(saved), settings.head_chunks
-    for field in ("v", "k", "q") if not settings.saves.qkv else ("v",) if settings.latent else ():
-        local[field] = inner.pop()
-    if not settings.saves.out:
+    """Compute backward from what `save` saved. Returns the gradients of the operator's tensors, whose shapes these are,
+    and with sinks theirs."""
+    operator, saves, inner = settings.operator, settings.saves, list(saved)
+    local = {"do": do}
+    for name in reversed(operator.parameters if saves.qkv else operator.inputs):
+        local[name] = inner.pop()
+    if not saves.out:
         local["out"] = inner.pop()
-    lses, inner = inner[:head_chunks], inner[head_chunks:]
-    outs = inner[len(inner) - head_chunks :] if settings.saves.out else []
-    saved_by_forward = Saved(lses, inner[: len(inner) - len(outs)], outs)
-    return runtime.backward(local, kv_heads, sinks, saved_by_forward, settings, common)
+    return runtime.backward(local, shapes, sinks, Saved.of(inner, settings), settings, common)
 
 
 def save(
-    ctx: Context, local: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: SavedForBackward, lse: bool,
-    latent: int,
-) -> None:  # fmt: skip
+    ctx: Context, tensors: Tensors, sinks: Tensor | None, results: Sequence[Tensor], settings: CallSettings
+) -> None:
     """Save for backward: sinks, the keys' common part, each head chunk's lse, the inner tensors that forward returned,
-    and where backward needs them the local out and q, k and v.
+    and where backward needs them the local out and the operator's tensors.
 
     Args:
-        local: q, k and v.
+        tensors: Those of the operator.
         results: The results of forward.
     """
     ctx.set_materialize_grads(False)
-    common = results[-1] if has_common(local[0].dtype) else None
-    out, *inner = results[: len(results) - (common is not None) - lse]
-    matrix = local[2:] if latent else ()  # which is in no exchange
-    saved = (*inner, *(() if saves.out else (out,)), *(matrix if saves.qkv else local))
-    ctx.out = local[0].shape, local[0].dtype, local[0].device
-    ctx.save_for_backward(sinks, common, *saved)
+    q, saves, found = tensors[0], settings.saves, AttentionResults.of(results, tensors[0].dtype, settings)
+    inner = (x for of_head_chunks in found.saved for x in of_head_chunks)
+    given = tensors[len(settings.operator.operands) :] if saves.qkv else tensors  # parameters are in no exchange
+    ctx.out = q.shape, q.dtype, q.device
+    ctx.save_for_backward(sinks, found.common, *inner, *(() if saves.out else (found.out,)), *given)
 
 
-def gradients(ctx: Context, do: Tensor | None, compute: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
-    """Return the gradients of q, k, v and sinks. `compute` is called with do and what `save` saved."""
+def gradients(
+    ctx: Context, do: Tensor | None, compute: Callable[..., Sequence[Tensor]]
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Return the gradients of the operator's tensors and of sinks. `compute` takes do and what `save` saved."""
     if do is None:  # a function after attention has no gradient on this rank; on another it may have one
         do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
     sinks, common, *saved = ctx.saved_tensors
@@ -92,7 +92,7 @@ def gradients(ctx: Context, do: Tensor | None, compute: Callable[..., Sequence[T
         # with create_graph=True the gradients become a part of the inputs' graph, through the saved tensors: otherwise
         # a second derivative would silently be zero
         grads = _WithoutDerivative.apply(len(saved), *saved, *grads)
-    return grads if len(grads) == 4 else [*grads, None]
+    return (grads, None) if sinks is None else (grads[:-1], grads[-1])
 
 
 class Attention(torch.autograd.Function):
@@ -105,27 +105,26 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runtime: Runtime, settings: CallSettings,
-        compute: Callable[..., list[Tensor]],
+        ctx: Context, runtime: Runtime, settings: CallSettings, compute: Callable[..., list[Tensor]],
+        sinks: Tensor | None, *tensors: Tensor,
     ) -> Tensors:  # fmt: skip
-        results = checkpoints.replayed()
-        if results is None:
-            results = tuple(compute(q, k, v, sinks, settings))
-            checkpoints.save(results)
-        else:
-            runtime.guarded(GuardedCall("forward", ATTENTION, settings.layer, sends=False)).close()
-        ctx.runtime, ctx.settings, ctx.kv_heads = runtime, settings, k.shape[2]
-        save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse, settings.latent)
+        replayed = GuardedCall("forward", ATTENTION, settings.layer, sends=False)
+        results = replay.current().once(
+            lambda: compute(tensors, sinks, settings), lambda: runtime.guarded(replayed).close()
+        )
+        ctx.runtime, ctx.settings, ctx.shapes, q = runtime, settings, [x.shape for x in tensors], tensors[0]
+        save(ctx, tensors, sinks, results, settings)
         # the lse stays differentiable: `gradients` finds the inputs through it
         ctx.mark_non_differentiable(*results[2:])
-        return results if results[0].dim() == q.dim() else (q.new_zeros(()).expand(q.shape), *results[1:])
+        return (q.new_zeros(()).expand(q.shape), *results[1:]) if is_delta(results[0]) else results
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple:
         def compute(do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
-            return backward(do, sinks, common, saved, ctx.kv_heads, ctx.runtime, ctx.settings)
+            return backward(do, sinks, common, saved, ctx.shapes, ctx.runtime, ctx.settings)
 
-        return *gradients(ctx, grads[0], compute), None, None, None
+        of_tensors, of_sinks = gradients(ctx, grads[0], compute)
+        return None, None, None, of_sinks, *of_tensors
 
 
 class _WithoutDerivative(torch.autograd.Function):

@@ -7,28 +7,79 @@ the CP rank's tokens. `compiler.program.ulysses` names their fields.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...operators.latent import Expansion, LatentBackward, LatentForward
 from ..compiler.compile import BoundProgram
 from ..compiler.program.instructions import HeadExchange
 from ..compiler.program.ulysses import SavedForBackward
 from ..compiler.program.ulysses import operands as exchanges_of_operands
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import Shards, UnevenShards
 from .buffers import Tensors, split_in
-from .dense import Backward, Forward, Work, of_query_heads, offsets, rowsum
+from .dense import Backward, Forward, Operands, is_delta, of_query_heads, offsets, rowsum
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_deltas
+from .operator import DENSE, Operator
+
+
+class CallSettings(NamedTuple):
+    """All that decides how a call is computed, but its tensors."""
+
+    mask: Mask
+    shards: Shards | None  # None: those of the configured layout
+    scores: Scores
+    head_chunks: int = 1
+    saves: SavedForBackward = SavedForBackward.QKV_AND_OUT
+    lse: bool = False  # whether forward sends the lse of local tokens back too; needs other Ulysses ranks
+    operator: Operator = DENSE
+    v_dim: int = 0  # the width of out, which may have zeros behind it
+    layer: int | None = None  # of a patched model, for guards
+
+    def takes_common_off(self, dtype: torch.dtype, cp_size: int) -> bool:
+        """Return whether a common part is subtracted from the keys: in fp32, where results of a row may be merged. They
+        are merged among several CP ranks, and where a product has several tiles. The value is the same on all ranks."""
+        whole = cp_size == 1 and self.mask.scale_free and not isinstance(self.shards, UnevenShards)
+        return self.operator.has_common(dtype) and not self.scores.softcap and not whole
 
 
 class Saved(NamedTuple):
     """Inner tensors that forward saved for backward, of every head chunk in turn. operands and outs may be empty."""
 
     lses: list[Tensor]
-    operands: list[Tensor]  # q, k and v as they were received: one tensor a head chunk, or two
+    operands: list[Tensor]  # as they were received: one tensor a head chunk, or two
     outs: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], settings: CallSettings) -> Saved:
+        """Return them from a list of all, one after the other."""
+        lses, rest = [*tensors[: settings.head_chunks]], [*tensors[settings.head_chunks :]]
+        end = len(rest) - settings.head_chunks * settings.saves.out
+        return cls(lses, rest[:end], rest[end:])
+
+
+class AttentionResults(NamedTuple):
+    """What forward returns."""
+
+    out: Tensor  # (B, s, Hq, D); delta (B, s, Hq) where a checkpoint has replaced it
+    saved: Saved
+    lse: Tensor | None  # (B, s, Hq), of local tokens
+    common: Tensor | None  # the keys' common part, 0 where nothing was subtracted
+
+    def to_list(self) -> list[Tensor]:
+        saved = [x for tensors in self.saved for x in tensors]
+        return [self.out, *saved, *(x for x in (self.lse, self.common) if x is not None)]
+
+    @classmethod
+    def of(cls, results: Sequence[Tensor], dtype: torch.dtype, settings: CallSettings) -> AttentionResults:
+        """Return the results of a list that `to_list` has made. `dtype` is that of q."""
+        out, *rest = results
+        common = rest.pop() if settings.operator.has_common(dtype) else None
+        lse = rest.pop() if settings.lse else None
+        return cls(out, Saved.of(rest, settings), lse, common)
 
 
 class Call(abc.ABC):
@@ -36,10 +87,10 @@ class Call(abc.ABC):
 
     Attributes:
         local: The caller's tensors (B, s, H, D), by field.
-        common: What is subtracted from all keys (Hkv, D), or None (see `runtime.work`).
+        parameters: Those of the operator, of all heads.
+        common: What is subtracted from all keys (Hkv, D), or None (see `dense`).
         sinks: (Hq,), or None.
-        expansion: Of latent attention the matrix (H, R, D + Dv) and Dv, else None.
-        operands: The fields of q, k and v.
+        saved: What forward saves for backward, empty at first.
         heads: Which Ulysses rank works on which heads in which head chunk.
         alone: Whether this rank is the only Ulysses rank.
         inner: The tensors of the head chunk that was entered, by field.
@@ -48,20 +99,21 @@ class Call(abc.ABC):
     """
 
     def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
-        common: Tensor | None, expansion: tuple[Tensor, int] | None,
+        self, bound: BoundProgram, kernel: Kernel, settings: CallSettings, local: dict[str, Tensor],
+        sinks: Tensor | None, common: Tensor | None, saved: Saved,
     ) -> None:  # fmt: skip
-        self.bound, self.heads, self.local, self.sinks = bound, bound.heads, local, sinks
-        self.kernel, self.scale = kernel, scores.scale
-        self.common, self.expansion = common, expansion
-        self.operands = ("q", "k", "v") if expansion is None else ("q", "latent")
+        self.bound, self.heads, self.settings, self.operator = bound, bound.heads, settings, settings.operator
+        self.kernel, self.scale, self.sinks, self.common = kernel, settings.scores.scale, sinks, common
+        self.saved = saved
+        self.parameters = [local.pop(name) for name in self.operator.parameters]
+        self.local = readable(local)
         self.alone, self.device = bound.heads.ulysses.size == 1, next(iter(local.values())).device
         self.inner: dict[str, Tensor] = {}
         self.inner_results: dict[str, Tensor] = {}
         self.local_results: dict[str, Tensor] = {}
 
     @abc.abstractmethod
-    def enter(self, head_chunk: int) -> Work:
+    def enter(self, head_chunk: int) -> Forward:
         """Return the work of the head chunk's inner tensors."""
 
     @abc.abstractmethod
@@ -78,7 +130,7 @@ class Call(abc.ABC):
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:
         """Return the head chunk's heads of x, which has all heads of the field."""
-        heads = self.heads.of_head_chunk(head_chunk, field)
+        heads = self.heads.of_head_chunk(head_chunk, self.bound.shape.field(field).side)
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
@@ -96,7 +148,7 @@ class Call(abc.ABC):
             self.local_results[field] = tensor
             return
         if field not in self.local_results:
-            last = self.heads.of_head_chunk(len(self.heads.head_chunks) - 1, field)
+            last = self.heads.of_head_chunk(len(self.heads.head_chunks) - 1, self.bound.shape.field(field).side)
             self.local_results[field] = tensor.new_empty(*tensor.shape[:2], last.stop, tensor.shape[3])
         self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(tensor)
 
@@ -130,9 +182,11 @@ class Call(abc.ABC):
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
 
-    def inner_expansion(self, matrix: Tensor, v_dim: int, head_chunk: int) -> Expansion:
-        """Return the expansion to the heads that this Ulysses rank works on."""
-        return Expansion.of(self.of_inner_heads(matrix, head_chunk), v_dim)
+    def operands(self, head_chunk: int) -> Operands:
+        """Return what the head chunk is computed of, the heads that this Ulysses rank works on."""
+        q, *kv = (self.inner[field] for field in self.operator.operands)
+        parameters = [self.of_inner_heads(x, head_chunk) for x in self.parameters]
+        return Operands(self.kernel, self.scale, q, tuple(kv), parameters, self.settings.v_dim)
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
         """Return the sinks (H,) of the heads that this Ulysses rank works on. Where the keys' common part was
@@ -144,36 +198,18 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """The forward of a call, with local tensors q, k and v.
-
-    Its results are out, each head chunk's inner lse, the inner tensors that `saves` names, and with `lse` the lse of
-    local tokens.
-
-    Args:
-        saves: A `SavedForBackward`. Without other Ulysses ranks no inner tensors are saved.
-        lse: Whether to send the lse of local tokens back too. Needs other Ulysses ranks.
-    """
-
-    def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
-        common: Tensor | None, saves: int, lse: bool, expansion: tuple[Tensor, int] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, local, sinks, common, expansion)
-        self.saves, self.lse = saves, lse
-        self.saved = Saved([], [], [])
+    """The forward of a call, with the operator's local tensors. Its results are `AttentionResults`. Without other
+    Ulysses ranks no inner tensors are saved but the lses."""
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
         super().arrive(exchange, joined)
-        if self.saves:
+        if self.settings.saves.qkv:
             self.saved.operands.append(joined)
 
-    def enter(self, head_chunk: int) -> Work:
+    def enter(self, head_chunk: int) -> Forward:
         self.take_local(head_chunk)
         self.take_common_off(head_chunk)
-        q, *kv = (self.inner[field] for field in self.operands)
-        if self.expansion is None:
-            return Forward(self.kernel, self.scale, q, *kv)
-        return LatentForward(self.kernel, self.scale, q, kv[0], self.inner_expansion(*self.expansion, head_chunk))
+        return self.operator.forward(self.operands(head_chunk))
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
         out, lse = result
@@ -181,49 +217,50 @@ class ForwardCall(Call):
             merge_sinks_(out, lse, self.inner_sinks(self.sinks, head_chunk))
         self.saved.lses.append(lse)
         self.inner = {}
-        if not self.alone and self.saves == SavedForBackward.QKV_AND_OUT:
+        if not self.alone and self.settings.saves.out:
             self.saved.outs.append(out)
         self.put_inner(head_chunk, out=out)
-        if self.lse:
+        if self.settings.lse:
             self.inner_results["lse"] = lse.unsqueeze(-1)
 
     def results(self) -> list[Tensor]:
-        local_lse = [self.local_results["lse"].squeeze(-1)] if self.lse else []
-        return [self.local_results["out"], *self.saved.lses, *self.saved.operands, *self.saved.outs, *local_lse]
+        lse, common, keys = None, self.common, self.local[self.operator.operands[1]]
+        if self.settings.lse:
+            lse = self.local_results["lse"].squeeze(-1)
+        if common is None and self.operator.has_common(keys.dtype):
+            common = keys.new_zeros(keys.shape[2:])
+        return AttentionResults(self.local_results["out"], self.saved, lse, common).to_list()
 
 
 class BackwardCall(Call):
-    """The backward of a call. Its results are dq, dk and dv, or of latent attention dq and the gradients of the latent
-    and of the matrix, and with sinks their gradient.
+    """The backward of a call. Its results are the gradients of the operator's tensors, and with sinks theirs.
 
     Args:
-        local: do, and where they are needed q, k, v and out, or delta in place of out.
-        saved: What forward saved.
+        local: do, the operator's parameters, and where they are needed its operands and out, or delta in place of out.
     """
 
     sinks_deltas: Tensor  # of the head chunk, with sinks
-    latent_work: LatentBackward  # of the head chunk, in latent attention
+    work: Backward  # of the head chunk, where the operator has parameters
 
     def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, local: dict[str, Tensor], sinks: Tensor | None,
-        common: Tensor | None, saved: Saved, expansion: tuple[Tensor, int] | None = None,
+        self, bound: BoundProgram, kernel: Kernel, settings: CallSettings, local: dict[str, Tensor],
+        sinks: Tensor | None, common: Tensor | None, saved: Saved,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, local, sinks, common, expansion)
-        self.saved = saved
-        self.dmatrix = None if expansion is None else torch.zeros_like(expansion[0])
+        super().__init__(bound, kernel, settings, local, sinks, common, saved)
+        self.dparameters = [torch.zeros_like(x) for x in self.parameters]
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
     def part(self, head_chunk: int, field: str) -> Tensor:
         if field != "delta":
             return super().part(head_chunk, field)
         do, out = super().part(head_chunk, "do"), super().part(head_chunk, "out")
-        return (out if out.dim() < do.dim() else rowsum(do, out, self.saved.lses[head_chunk].dtype)).unsqueeze(-1)
+        return (out if is_delta(out) else rowsum(do, out, self.saved.lses[head_chunk].dtype)).unsqueeze(-1)
 
-    def enter(self, head_chunk: int) -> Work:
+    def enter(self, head_chunk: int) -> Forward:
         lses, operands, outs = self.saved
         self.take_local(head_chunk)
         count = len(operands) // len(lses)  # tensors of a head chunk
-        exchanges = exchanges_of_operands(count == 1, self.expansion is not None)
+        exchanges = exchanges_of_operands(count == 1, self.operator.operands[1:])
         for fields, joined in zip(exchanges, operands[head_chunk * count : (head_chunk + 1) * count], strict=False):
             self.arrive(HeadExchange(head_chunk, True, fields), joined)
         if not operands:  # forward saves inner keys without the common part
@@ -232,17 +269,15 @@ class BackwardCall(Call):
             self.inner["out"] = outs[head_chunk]
         elif not self.alone:
             self.inner["out"] = self.inner.pop("delta").squeeze(-1)
-        do, out, q, *kv = (self.inner[field] for field in ("do", "out", *self.operands))
-        lse = lses[head_chunk]
+        do, out, lse = self.inner["do"], self.inner["out"], lses[head_chunk]
         if self.sinks is not None and self.dsinks is not None:
-            delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
+            delta = out if is_delta(out) else rowsum(do, out, lse.dtype)
             self.sinks_deltas = sinks_deltas(delta, lse, self.inner_sinks(self.sinks, head_chunk))
             self.of_inner_heads(self.dsinks, head_chunk).copy_(self.sinks_deltas.sum((0, 1)).neg_())
-        if self.expansion is None:
-            return Backward(self.kernel, self.scale, do, q, tuple(kv), out, lse)
-        expansion = self.inner_expansion(*self.expansion, head_chunk)
-        self.latent_work = LatentBackward(self.kernel, self.scale, do, q, kv[0], out, lse, expansion)
-        return self.latent_work
+        work = self.operator.backward(self.operands(head_chunk), do, out, lse)
+        if self.parameters:
+            self.work = work
+        return work
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
         dq, *dkv = result
@@ -250,13 +285,18 @@ class BackwardCall(Call):
             common = of_query_heads(self.of_inner_heads(self.common, head_chunk, 1), dq.shape[2])
             dq.addcmul_(self.sinks_deltas.unsqueeze(-1), common * self.scale)
         self.inner = {}
-        self.put_inner(head_chunk, **dict(zip((f"d{field}" for field in self.operands), (dq, *dkv), strict=True)))
-        if self.dmatrix is not None:
-            matrix = self.of_inner_heads(self.dmatrix, head_chunk)
-            matrix.copy_(self.latent_work.dmatrix.unflatten(1, (len(matrix), -1)).transpose(0, 1))
-            del self.latent_work
+        names = (f"d{field}" for field in self.operator.operands)
+        self.put_inner(head_chunk, **dict(zip(names, (dq, *dkv), strict=True)))
+        if self.dparameters:
+            for whole, grad in zip(self.dparameters, self.work.parameter_gradients(), strict=True):
+                self.of_inner_heads(whole, head_chunk).copy_(grad)
+            del self.work
 
     def results(self) -> list[Tensor]:
-        grads = [self.local_results[f"d{field}"] for field in self.operands]
-        grads += [] if self.dmatrix is None else [self.dmatrix]
+        grads = [self.local_results[f"d{field}"] for field in self.operator.operands] + self.dparameters
         return grads if self.dsinks is None else [*grads, self.dsinks]
+
+
+def readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with a stride of 1 in head_dim, as kernels read them."""
+    return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards
 from ..compiler.tiles.tiles import Tile
 from .buffers import Tensors, sum_dtype
 from .kernels import Kernel
@@ -20,13 +18,25 @@ PIECE = 1024  # tokens of a head that a CPU computes at once
 FEW = 256  # for fewer tokens several heads are computed at once: a call for each would cost more than its computation
 
 
-class Work(abc.ABC):
-    """The products of one head chunk in one direction. Every tensor has its tokens on dim 1."""
+class Operands(NamedTuple):
+    """What a head chunk is computed of, in both directions."""
 
-    def __init__(self, kernel: Kernel, scale: float, q: Tensor) -> None:
-        self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
+    kernel: Kernel
+    scale: float
+    q: Tensor  # (B, n, Hq, D)
+    kv: Tensors  # the operator's tensors of keys, (B, m, Hkv, width)
+    parameters: Sequence[Tensor] = ()  # the operator's, of these heads
+    v_dim: int = 0  # the width of out, which may have zeros behind it
 
-    @abc.abstractmethod
+
+class Forward:
+    """The products of one head chunk: forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). Tensors have their tokens on
+    dim 1. The results are out, as q, and lse (B, n, Hq) in accum_dtype."""
+
+    def __init__(self, operands: Operands) -> None:
+        self.kernel, self.scale, self.q, self.kv, *_ = operands
+        self.device, self.dtype = self.q.device, self.q.dtype
+
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
         """Return some rows of this rank's tensors of an operand.
 
@@ -35,8 +45,8 @@ class Work(abc.ABC):
             rows: Rows of the tensors, `ALL` for all.
             for_message: Whether they are sent. A message has the fields that `compiler.program.shape` lists.
         """
+        return _take_rows(self.kv if kind == "kv" else (self.q,), rows)
 
-    @abc.abstractmethod
     def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
         """Return an empty accumulator.
 
@@ -44,8 +54,8 @@ class Work(abc.ABC):
             kind: The kind of result.
             make: Returns the tensors that the accumulator uses once it must be in accum_dtype.
         """
+        return Softmax(make)
 
-    @abc.abstractmethod
     def product(
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
     ) -> None:
@@ -58,47 +68,22 @@ class Work(abc.ABC):
             launches: The kernel launches of the product.
             results: The accumulators.
         """
-
-    @abc.abstractmethod
-    def finish(self, results: list[Accumulator]) -> Tensors:
-        """Return the results in the dtype of q."""
-
-    @abc.abstractmethod
-    def empty_results(self) -> dict[str, Tensors]:
-        """Return uninitialized tensors for what `finish` returns, by kind. For a rank with several blocks."""
-
-    def forget(self, slot: int) -> None:  # noqa: B027
-        """Drop what was computed from the unit in a slot, which now gets another unit."""
-
-
-class Forward(Work):
-    """Forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). The results are out, as q, and lse (B, n, Hq) in
-    accum_dtype."""
-
-    def __init__(self, kernel: Kernel, scale: float, q: Tensor, *kv: Tensor) -> None:
-        super().__init__(kernel, scale, q)
-        self.operands = {"q": (q,), "kv": kv}
-
-    def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
-        return _take_rows(self.operands[kind], rows)
-
-    def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
-        return Softmax(make)
-
-    def product(
-        self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
-    ) -> None:
         forward(self.kernel, q[0], kv[0], kv[1], launches, self.scale, results[0])
 
     def finish(self, results: list[Accumulator]) -> Tensors:
+        """Return the results in the dtype of q."""
         return results[0].finish(self.dtype, None)
 
     def empty_results(self) -> dict[str, Tensors]:
-        (q,) = self.operands["q"]
-        return {"out": (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype)))}
+        """Return uninitialized tensors for what `finish` returns, by kind. For a rank with several blocks."""
+        out, lse = self.q.shape, self.q.shape[:-1]
+        return {"out": (self.q.new_empty(out), self.q.new_empty(lse, dtype=sum_dtype(self.dtype)))}
+
+    def forget(self, slot: int) -> None:
+        """Drop what was computed from the unit in a slot, which now gets another unit."""
 
 
-class Backward(Work):
+class Backward(Forward):
     """Backward of `Forward`, given the output's gradient do and forward's out and lse. The results are dq, dk and dv.
 
     A query block that is sent has delta = rowsum(do * out) in place of out, a D-th of out's size (BurstAttention,
@@ -106,18 +91,16 @@ class Backward(Work):
     For local tensors the true out is used, unless `out` is delta (B, n, H).
     """
 
-    def __init__(
-        self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, kv: Tensors, out: Tensor, lse: Tensor
-    ) -> None:
-        super().__init__(kernel, scale, q)
-        self.q, self.kv, self.do, self.lse = q, kv, do, lse
-        self.out, self.out_of_slot = out, dict[int, Tensor]()  # out_of_slot: the out of the q in a slot
+    def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
+        super().__init__(operands)
+        self.do, self.out, self.lse = do, out, lse
+        self.out_of_slot = dict[int, Tensor]()  # the out of the q in a slot
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
         if kind == "kv":
             return _take_rows(self.kv, rows)
         q, do, lse, out = _take_rows((self.q, self.do, self.lse, self.out), rows)
-        return q, do, lse, rowsum(do, out, lse.dtype) if for_message and out.dim() == q.dim() else out
+        return q, do, lse, rowsum(do, out, lse.dtype) if for_message and not is_delta(out) else out
 
     def accumulator(self, kind: str, make: Callable[[], Tensors]) -> Accumulator:
         return Sum(make)
@@ -126,12 +109,16 @@ class Backward(Work):
         self, q: Tensors, kv: Tensors, q_slot: int, launches: Sequence[Tile], results: list[Accumulator]
     ) -> None:
         if q_slot not in self.out_of_slot:
-            self.out_of_slot[q_slot] = q[3] if q[3].dim() == q[1].dim() else out_with_rowsum(q[1], q[3])
+            self.out_of_slot[q_slot] = out_with_rowsum(q[1], q[3]) if is_delta(q[3]) else q[3]
         dq, dkv = results
         backward(self.kernel, q[1], q[0], kv[0], kv[1], self.out_of_slot[q_slot], q[2], launches, self.scale, dq, dkv)
 
     def forget(self, slot: int) -> None:
         self.out_of_slot.pop(slot, None)
+
+    def parameter_gradients(self) -> Tensors:
+        """Return the gradients of the operator's parameters, once all products are computed."""
+        return ()
 
     def finish(self, results: list[Accumulator]) -> Tensors:
         dq, dkv = results
@@ -143,6 +130,11 @@ class Backward(Work):
 
 def _take_rows(tensors: Tensors, rows: slice) -> Tensors:
     return tensors if rows == ALL else tuple(x[:, rows] for x in tensors)
+
+
+def is_delta(out: Tensor) -> bool:
+    """Return whether this is delta (B, n, H) in the place of out (B, n, H, D)."""
+    return out.dim() == 3
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,19 +218,6 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 #
 # Only those elements of head_dim are subtracted in which the keys' mean is greater than their standard deviation. So
 # keys without a bias stay the same, bit by bit. After RoPE these are the elements that rotate slowly.
-
-
-def takes_common_off(dtype: torch.dtype, softcap: float, cp_size: int, mask: Mask, shards: Shards | None) -> bool:
-    """Return whether a common part is subtracted from the keys: in fp32, where results of a row may be merged. They are
-    merged among several CP ranks, and where a product has several tiles. The value is the same on all ranks."""
-    whole = cp_size == 1 and mask.scale_free and not isinstance(shards, UnevenShards)
-    return has_common(dtype) and not softcap and not whole
-
-
-def has_common(dtype: torch.dtype) -> bool:
-    """Return whether the last of forward's results is the common part, 0 where nothing was subtracted. It depends on
-    the dtype only, since a compiler must know it without the mask."""
-    return dtype == torch.float32
 
 
 def moments(k: Tensor) -> Tensor:

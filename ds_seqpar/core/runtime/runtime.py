@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +14,8 @@ from ...base.errors import SeqParError
 from ...base.fingerprint import Compared
 from ...base.log import log_once
 from ..compiler.compile import BoundProgram, Compiler, Recipe
-from ..compiler.program.shape import Shape, shape_of
-from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
+from ..compiler.program.shape import Shape
+from ..compiler.program.ulysses import UlyssesGroup
 from ..compiler.sharding.handles import handle_of
 from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
@@ -25,9 +23,11 @@ from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..compiler.tiles.workspace import planned_kernel
 from ..settings import SequenceParallelConfig
-from .call import BackwardCall, ForwardCall, Saved
-from .dense import common_part, has_common, moments, takes_common_off
-from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select, slowness
+from .buffers import Tensors
+from .call import BackwardCall, CallSettings, ForwardCall, Saved
+from .dense import common_part, moments
+from .kernels import BlockSpec, Kernel, is_deterministic, select, slowness
+from .operator import DENSE
 from .seams import ATTENTION, Guard, GuardedCall, Inputs
 from .transport import Comm, OneRing, TorchComm
 from .walk import Observer, Walk
@@ -36,23 +36,11 @@ SUM = "the sum of keys over ranks"
 MOST_ADMITTED = 16  # keys of inputs that were checked
 
 
-class CallSettings(NamedTuple):
-    """All that decides how a call is computed, but its tensors."""
-
-    mask: Mask
-    shards: Shards | None  # None: those of the configured layout
-    scores: Scores
-    head_chunks: int = 1
-    saves: SavedForBackward = SavedForBackward.QKV_AND_OUT
-    lse: bool = False  # whether forward sends the lse of local tokens back too; needs other Ulysses ranks
-    # head_dim of v in latent attention, whose latent is in the place of k, and the matrix that expands it in that of v;
-    # else 0
-    latent: int = 0
-    layer: int | None = None  # of a patched model, for guards
-
-
 class Runtime:
     """The settings of one rank, its ranks in the groups, and its communication.
+
+    Args:
+        of: The runtime whose calls and observers this one shares, for forward only; None: this one has its own.
 
     Attributes:
         rank: The CP rank.
@@ -64,17 +52,18 @@ class Runtime:
         handle: The handle of this object, for ops.
         guards: Those that are told of calls.
         observers: Those that are told of walks.
-        differentiable: Whether there is a backward.
         fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
             the local shape, the mask, the shards, the kernel whose workspace counts).
     """
 
-    differentiable = True
     fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str], int] = staticmethod(lambda *_: 1)
 
     def __init__(
-        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0
-    ) -> None:
+        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
+        of: Runtime | None = None,
+    ) -> None:  # fmt: skip
+        self.guards: list[Guard] = [] if of is None else of.guards
+        self.observers: list[Observer] = [] if of is None else of.observers
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -83,8 +72,6 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-        self.guards: list[Guard] = []
-        self.observers: list[Observer] = []
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
@@ -92,17 +79,14 @@ class Runtime:
 
         It shares the guards and the observers.
         """
-        other, size = copy.copy(self), self.size * self.ulysses.size
-        other.config = dataclasses.replace(
+        size = self.size * self.ulysses.size
+        config = dataclasses.replace(
             self.config, size=size, ulysses=1, schedule="auto", schedule_options=(), layout="contiguous",
             rank_order="auto", rotate_forward="auto", overlap=False, head_chunks=1,
         )  # fmt: skip
-        other.topology, other.rank = other.config.topology(size), self.ulysses.rank + self.ulysses.size * self.rank
-        other.ulysses, other.size, other.differentiable = UlyssesGroup(1, 0), size, False
-        other.comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
-        other.compiler = Compiler(other.config.recipe(other.topology), other.rank, other.comm.early)
-        other.admitted, other.last_bound, other.handle = {}, {}, handle_of(other)
-        return other
+        rank = self.ulysses.rank + self.ulysses.size * self.rank
+        comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
+        return Runtime(config, config.topology(size), rank, comm, of=self)
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> None:
         """Raise the error by which this rank cannot compute a call, or that a guard has found. Collective."""
@@ -129,50 +113,43 @@ class Runtime:
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None, softcap: float = 0.0,
-        *options: Any, latent: int = 0,
-    ) -> tuple[BoundProgram, Kernel]:  # fmt: skip
+        self, direction: str, q: Tensor, shapes: Sequence[Sequence[int]], settings: CallSettings
+    ) -> tuple[BoundProgram, Kernel]:
         """Return the program for a rank's local tensors, and the kernel that it calls.
 
         Args:
             direction: "forward" or "backward".
-            q: The local q (B, s, Hq, D), of which only shape, dtype and device are read.
-            kv_heads: The heads of k and v.
-            mask: The mask.
-            shards: The shards of all CP ranks; None for those of the configured layout.
-            softcap: The bound of scores, 0 for none.
-            options: head_chunks, saved and lse of `Compiler.bound_call`.
-            latent: The width of a latent, which is in the place of k and v; 0 for none.
+            q: The local q (B, s, Hq, D), of which only length, dtype and device are read.
+            shapes: The shapes of all tensors of the operator, once they are prepared.
+            settings: Those of the call.
         """
-        key = q.shape, kv_heads, latent, q.dtype, q.device, mask, shards, softcap, options, is_deterministic()
+        key = shapes, q.dtype, q.device, settings._replace(layer=None), is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            local, shards = self.local_shape(q, kv_heads, latent), shards or self.shards(q.shape[1] * self.ulysses.size)
+            mask, shards, scores, head_chunks, saves, lse, operator, *_ = settings
+            local = operator.shape(self.config.comm_dtype, q.dtype, shapes)
+            shards = shards or self.shards(q.shape[1] * self.ulysses.size)
             inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
-            kv_heads = inner.q_heads if latent else inner.kv_heads
-            spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, kv_heads, local.head_dim, softcap)
+            heads = inner.q_heads, inner.kernel_kv_heads, local.head_dim
+            spec = BlockSpec(q.device.type, q.dtype, *heads, scores.softcap)
             kernel = select(self.config.kernel, spec, is_deterministic())
             if self.config.kernel == "auto" and (missed := slowness(kernel, spec)):
                 log_once(missed)
-            program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, kernel.support, *options)
+            options = kernel.support, head_chunks, saves, lse and direction == "forward"
+            program = self.compiler.bound_call(direction, mask, shards, local, self.ulysses, *options)
             if check_keys := getattr(kernel, "check_keys", None):  # before anything is sent
                 check_keys(program.shape.q_heads, spec.head_dim, program.most_keys())
             last = self.last_bound[direction] = key, (program, kernel)
         return last[1]
-
-    def local_shape(self, q: Tensor, kv_heads: int, latent: int = 0) -> Shape:
-        """Return the shape of a rank's local tensors."""
-        dtype = str(q.dtype).removeprefix("torch.")
-        return shape_of(self.config.comm_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]), latent)
 
     def head_chunks(self, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None) -> int:
         """Return the number of head chunks: the setting, or with "auto" the fewest that save memory.
 
         Args:
             q: As in `bound`.
-            kv_heads: As in `bound`.
-            mask: As in `bound`.
-            shards: As in `bound`.
+            kv_heads: The heads of the keys.
+            mask: The mask.
+            shards: The shards of all CP ranks; None for those of the configured layout.
         """
         if self.config.head_chunks != "auto":
             return self.config.head_chunks
@@ -180,71 +157,61 @@ class Runtime:
             return 1  # an estimate of memory needs numbers, and the compiler may have symbols
         key = q.shape, kv_heads, q.dtype, mask, shards
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
-            shards, local = shards or self.shards(q.shape[1] * self.ulysses.size), self.local_shape(q, kv_heads)
+            shapes = q.shape, (*q.shape[:2], kv_heads, q.shape[3])
+            local = DENSE.shape(self.config.comm_dtype, q.dtype, shapes)
+            shards = shards or self.shards(q.shape[1] * self.ulysses.size)
             # not of the kernel that is chosen, since packages may differ between ranks
             workspace = planned_kernel(self.config.kernel, local.dtype, local.head_dim, q.is_cuda)
             count = self.fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards, workspace)
             self.last_head_chunks = key, count
         return self.last_head_chunks[1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
-        """Compute forward of a rank's local tensors.
-
-        Returns:
-            The results of `ForwardCall`, and in fp32 the keys' common part, 0 where nothing is taken off (see `dense`).
-        """
-        with self.guarded(guarded_call("forward", settings, {"q": q, "k": k, "v": v}, sinks)):
-            common = None
-            if self.takes_common_off(q.dtype, settings):
-                common = common_part(self.comm.parts_of_all(moments(k), SUM), k.shape[2])
-            results = self.forward_walk(q, k, v, sinks, settings, common).run()
-        return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q.dtype) else results
+    def forward(self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
+        """Compute forward of a rank's local tensors, those of the operator. Returns `AttentionResults` as a list."""
+        common, keys = None, tensors[1]
+        named = dict(zip(settings.operator.inputs, tensors, strict=True))
+        with self.guarded(guarded_call("forward", settings, named, sinks)):
+            if settings.takes_common_off(keys.dtype, self.size):
+                common = common_part(self.comm.parts_of_all(moments(keys), SUM), keys.shape[2])
+            return self.forward_walk(tensors, sinks, settings, common).run()
 
     def backward(
-        self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
-        common: Tensor | None,
+        self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
+        settings: CallSettings, common: Tensor | None,
     ) -> list[Tensor]:  # fmt: skip
         """Compute backward of a rank's local tensors.
 
         Args:
-            local: do, and q, k, v and out where forward did not save the inner ones.
+            local: do, the operator's parameters, and its operands and out where forward did not save the inner ones.
+            shapes: Of all tensors of the operator.
+            sinks: As in `forward`.
             saved: What forward saved.
+            settings: As in `forward`.
             common: The common part that forward returned.
 
         Returns:
-            [dq, dk, dv], and with sinks their gradient.
+            The gradients of the operator's tensors, and with sinks theirs.
         """
         with self.guarded(guarded_call("backward", settings, local, sinks)):
-            common = common if self.takes_common_off(local["do"].dtype, settings) else None
-            return self.backward_walk(local, kv_heads, sinks, saved, settings, common).run()
-
-    def takes_common_off(self, dtype: torch.dtype, settings: CallSettings) -> bool:
-        if settings.latent:  # keys do not exist before they are computed with
-            return False
-        return takes_common_off(dtype, settings.scores.softcap, self.size, settings.mask, settings.shards)
+            common = common if settings.takes_common_off(local["do"].dtype, self.size) else None
+            return self.backward_walk(local, shapes, sinks, saved, settings, common).run()
 
     def forward_walk(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
+        self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
         """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
-        mask, shards, scores, head_chunks, saves, lse, latent, _ = settings
-        options, width = (head_chunks, SavedForBackward.QKV_AND_OUT, lse), k.shape[3] if latent else 0
-        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, *options, latent=width)
-        local, expansion = _operands({"q": q, "k": k, "v": v}, latent)
-        call = ForwardCall(bound, kernel, scores, local, sinks, common, saves, lse, expansion)
+        bound, kernel = self.bound("forward", tensors[0], [x.shape for x in tensors], settings)
+        local = dict(zip(settings.operator.inputs, tensors, strict=True))
+        call = ForwardCall(bound, kernel, settings, local, sinks, common, Saved([], [], []))
         return Walk(bound, call, self.comm, self.observers)
 
     def backward_walk(
-        self, local: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, settings: CallSettings,
-        common: Tensor | None,
+        self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
+        settings: CallSettings, common: Tensor | None,
     ) -> Walk:  # fmt: skip
         """Return a walk over a rank's local tensors, with the results of `BackwardCall`. For `common` see there."""
-        mask, shards, scores, head_chunks, saves, _, latent, _ = settings
-        options = head_chunks, saves if self.ulysses.size > 1 else SavedForBackward.QKV_AND_OUT
-        do, width = local["do"], local["v"].shape[1] if latent else 0
-        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *options, latent=width)
-        local, expansion = _operands(local, latent)
-        call = BackwardCall(bound, kernel, scores, local, sinks, common, saved, expansion)
+        bound, kernel = self.bound("backward", local["do"], shapes, settings)
+        call = BackwardCall(bound, kernel, settings, local, sinks, common, saved)
         return Walk(bound, call, self.comm, self.observers)
 
 
@@ -252,16 +219,3 @@ def guarded_call(direction: str, settings: CallSettings, local: dict[str, Tensor
     """Return attention's forward or backward of a rank's local tensors, as guards are told of it."""
     operands = {**local, "sinks": sinks, **settings.scores._asdict()}
     return GuardedCall(direction, ATTENTION, settings.layer, operands=operands)
-
-
-def _operands(local: dict[str, Tensor], latent: int) -> tuple[dict[str, Tensor], tuple[Tensor, int] | None]:
-    """Return a rank's local tensors by field, and the expansion of latent attention."""
-    if not latent:
-        return readable(local), None
-    fields = {"latent" if field == "k" else field: x for field, x in local.items() if field != "v"}
-    return readable(fields), (local["v"], latent)
-
-
-def readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with a stride of 1 in head_dim, as kernels read them."""
-    return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

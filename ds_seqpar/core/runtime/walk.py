@@ -14,13 +14,12 @@ from ...base.errors import CommunicationError
 from ..compiler.compile import BoundProgram, side_of
 from ..compiler.program import instructions as op
 from ..compiler.program.instructions import LOCAL, Transfer, methods_of
-from ..compiler.program.ulysses import COUNTERS
 from ..compiler.schedules.actions import Unit
 from ..compiler.sharding.layout import Key
 from ..compiler.sharding.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call import Call
-from .dense import ALL, Work
+from .dense import ALL, Forward
 from .kernels.accumulate import Accumulator
 from .transport import Comm, Handle, Message
 
@@ -60,7 +59,7 @@ class Walk:
         entered: Whether a head chunk was entered and not yet left.
     """
 
-    work: Work  # of the head chunk that was entered
+    work: Forward  # of the head chunk that was entered
     result: Tensors  # of the head chunk, until `leave`
 
     def __init__(self, bound: BoundProgram, call: Call, comm: Comm, observers: Iterable[Observer] = ()) -> None:
@@ -128,7 +127,7 @@ class Walk:
             self.buffers.adopt(instruction.into, joined.contiguous())
 
     def exchange_start(self, instruction: op.ExchangeStart) -> None:
-        sizes, kind = self.bound.exchange_sizes(instruction.exchange), COUNTERS[instruction.exchange.fields[0]]
+        sizes, kind = self.bound.exchange_sizes(instruction.exchange), instruction.exchange.kind
         sent, received = (self.buffers.elements(slot, sizes.dtype) for slot in (instruction.sent, instruction.received))
         self.tickets[instruction.ticket] = self.comm.exchange(kind, sent, received, (sizes.outgoing, sizes.incoming))
 

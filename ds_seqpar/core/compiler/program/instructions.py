@@ -165,6 +165,13 @@ class HeadExchange(NamedTuple):
     fields: tuple[str, ...]  # names of the tensors, as in `compiler.program.ulysses`
 
     @property
+    def kind(self) -> str:
+        """The name under which its received elements are counted."""
+        if (first := self.fields[0]) in ("do", "delta", "out", "lse"):
+            return f"{first}_heads"
+        return "qkv" if self.inward else "dqkv"
+
+    @property
     def words(self) -> str:
         return f"{' '.join(self.fields)} {'in' if self.inward else 'out'}"
 

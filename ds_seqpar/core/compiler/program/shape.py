@@ -14,9 +14,10 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a unit, of shape (batch, tokens, heads, width), or (batch, tokens, heads) if width is 0."""
+    """One tensor of a call, of shape (batch, tokens, heads, width), or (batch, tokens, heads) if width is 0."""
 
     name: str
+    side: str  # "q" or "kv": whose tokens and heads it has
     heads: int
     width: int
     dtype: str
@@ -33,7 +34,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The batch and the heads that one rank computes."""
+    """The batch and the heads that one rank computes, and the tensors of attention. Operators with others extend it."""
 
     batch: int
     q_heads: int
@@ -41,7 +42,6 @@ class Shape:
     head_dim: int
     dtype: str  # of q, k and v, as torch names it
     comm_dtype: str  # of partial outputs and gradients that are sent
-    latent: int = 0  # width of the latent in place of k and v, which then has one head; 0: there is none
 
     @property
     def accum_dtype(self) -> str:
@@ -56,24 +56,39 @@ class Shape:
         """Return the shape of some of the heads."""
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
+    @property
+    def kv(self) -> dict[str, int]:
+        """The width of each tensor of keys, by name."""
+        return {"k": self.head_dim, "v": self.head_dim}
+
+    @property
+    def kernel_kv_heads(self) -> int:
+        """The heads of the keys that a kernel is given."""
+        return self.kv_heads
+
+    def product_bytes(self, direction: str, keys: int) -> int:
+        """Return the bytes that a product with so many keys computes for itself, beside those of a kernel."""
+        return 0
+
+    def field(self, name: str, dtype: str | None = None) -> Field:
+        """Return a tensor of a call: q, out, one of `kv`, a gradient of these ("d" and its name), or lse or delta.
+
+        `dtype` is that of the others than lse and delta, by default that of q.
+        """
+        if name in ("lse", "delta"):
+            return Field(name, "q", self.q_heads, 0, self.accum_dtype)
+        width = self.kv.get(name, self.kv.get(name.removeprefix("d")))
+        size = ("q", self.q_heads, self.head_dim) if width is None else ("kv", self.kv_heads, width)
+        return Field(name, *size, dtype or self.dtype)
+
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
         """Return the tensors of a unit of this kind. `dtype` is that of a result, `comm_dtype` by default."""
-        q, row_shape = (self.q_heads, self.head_dim), (self.q_heads, 0)
-        kv, names = (self.kv_heads, self.latent or self.head_dim), ("latent",) if self.latent else ("k", "v")
-        dtype = dtype or self.comm_dtype
-        return {
-            ("forward", "q"): (Field("q", *q, self.dtype),),
-            ("backward", "q"): (
-                Field("q", *q, self.dtype),
-                Field("do", *q, self.dtype),
-                Field("lse", *row_shape, self.accum_dtype),
-                Field("delta", *row_shape, self.accum_dtype),
-            ),
-            (direction, "kv"): tuple(Field(name, *kv, self.dtype) for name in names),
-            ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row_shape, self.accum_dtype)),
-            ("backward", "dq"): (Field("dq", *q, dtype),),
-            ("backward", "dkv"): tuple(Field(f"d{name}", *kv, dtype) for name in names),
-        }[direction, kind]
+        if kind in ("q", "kv"):
+            names, dtype = tuple(self.kv) if kind == "kv" else ("q",), self.dtype
+            names += ("do", "lse", "delta") if (direction, kind) == ("backward", "q") else ()
+        else:
+            names = {"out": ("out", "lse"), "dq": ("dq",), "dkv": tuple(f"d{name}" for name in self.kv)}[kind]
+        return tuple(self.field(name, dtype or self.comm_dtype) for name in names)
 
     def bytes_per_token(self, direction: str) -> dict[str, int]:
         """Return, for each kind of unit, the bytes of one token as it is sent, for the whole batch."""
@@ -124,18 +139,18 @@ def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
-def shape_of(comm_dtype: str, dtype: str, batch: int, heads: tuple[int, int, int], latent: int = 0) -> Shape:
+def shape_of(
+    comm_dtype: str, dtype: str, batch: int, heads: tuple[int, int, int], kind: type[Shape] = Shape, **more: int
+) -> Shape:
     """Return the shape of one rank's tensors.
 
     Args:
         comm_dtype: the setting, where "fp32" means fp32 or wider.
         dtype: of q, k and v, as torch names it.
         heads: (query heads, key/value heads, head_dim) of one rank.
-        latent: as in `Shape`.
+        kind: the shape's class, which an operator may extend.
+        more: the attributes that `kind` has beside those of `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"
-    q_heads, kv_heads, dim = heads
-    comm_dtype = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype]
-    return Shape(
-        batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype, latent=latent
-    )  # fmt: skip
+    comm_dtype, (q, kv, dim) = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype], heads
+    return kind(batch=batch, q_heads=q, kv_heads=kv, head_dim=dim, dtype=dtype, comm_dtype=comm_dtype, **more)

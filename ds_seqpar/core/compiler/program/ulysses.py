@@ -8,7 +8,7 @@ forward: q, k and v inward; out, and lse if it is asked for, outward.
 backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out; dq,
 dk and dv outward.
 
-In latent attention k and v are one field, the latent. It has one head, which all Ulysses ranks share.
+An operator may have other tensors than k and v (`Shape.kv`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from . import instructions as op
 from .instructions import HeadExchange, Instruction, Program, Slot, renamed
 from .shape import ITEMSIZE, Shape
 
-SIDE = dict.fromkeys(("k", "v", "latent", "dk", "dv", "dlatent"), "kv")  # of the other fields: "q"
-PER_ROW = ("delta", "lse")  # fields with one element per row and head, in accum_dtype
-# field -> the name under which its received elements are counted
-COUNTERS = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
-            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv",
-            "latent": "qkv", "dlatent": "dqkv"}  # fmt: skip
+KV = ("k", "v")  # the tensors of keys, but for operators with others
 
 
 class UlyssesGroup(NamedTuple):
@@ -60,18 +55,6 @@ class SavedForBackward(enum.IntEnum):
         return self == SavedForBackward.QKV_AND_OUT
 
 
-class HeadSplit(NamedTuple):
-    """How the heads of a call are divided among Ulysses ranks and into head chunks."""
-
-    ulysses_size: int = 1
-    head_chunks: int = 1
-    saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
-    overlap: bool = False  # whether the exchanges of a head chunk overlap with another head chunk's computation
-
-
-UNSPLIT = HeadSplit()
-
-
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of a call: the Ulysses group that shares them, and the head chunks in which they are attended to."""
@@ -87,9 +70,9 @@ class Heads:
         """Return the query heads and the key/value heads of a head chunk that this Ulysses rank computes."""
         return rules.heads_of_ulysses_rank(*self.head_chunks[head_chunk].counts, *self.ulysses)
 
-    def of_head_chunk(self, head_chunk: int, field: str) -> slice:
-        """Return the heads of the head chunk, among all heads of a field."""
-        return self.head_chunks[head_chunk].kv if field in SIDE else self.head_chunks[head_chunk].q
+    def of_head_chunk(self, head_chunk: int, side: str) -> slice:
+        """Return the heads of the head chunk, among all heads of a side."""
+        return self.head_chunks[head_chunk].kv if side == "kv" else self.head_chunks[head_chunk].q
 
 
 class ExchangeSizes(NamedTuple):
@@ -116,34 +99,18 @@ def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: S
         shape: of the inner tensors of any head chunk.
         inner: the CP rank.
     """
-    widths, (dtype, *_) = zip(*(of_head(field, shape) for field in exchange.fields), strict=True)
-    tokens = tokens_by_ulysses_rank(shards, SIDE.get(exchange.fields[0], "q"), inner, heads.ulysses.size)
+    fields = [shape.field(name) for name in exchange.fields]
+    tokens = tokens_by_ulysses_rank(shards, fields[0].side, inner, heads.ulysses.size)
     q, kv = heads.head_chunks[exchange.head_chunk].counts
-    totals = tuple(kv if field in SIDE else q for field in exchange.fields)
+    totals, widths = tuple(kv if x.side == "kv" else q for x in fields), tuple(max(1, x.width) for x in fields)
     layout = rules.message_layout(totals, widths, kv, shape.batch, tuple(tokens), heads.ulysses.rank)
-    return ExchangeSizes(*layout.sizes(exchange.inward), layout, dtype)
-
-
-def of_head(field: str, shape: Shape) -> tuple[int, str]:
-    """Return (elements of one token and head of an exchanged field, their dtype)."""
-    if field in PER_ROW:
-        return 1, shape.accum_dtype
-    return shape.latent if field in ("latent", "dlatent") else shape.head_dim, shape.dtype
-
-
-def exchanges(
-    direction: str, together: bool = True, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT,
-    latent: bool = False,
-) -> list[HeadExchange]:  # fmt: skip
-    """Return the exchanges of a call with one head chunk, in order. For the others see `call_program`."""
-    inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved, latent)]
-    return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False, latent)]
+    return ExchangeSizes(*layout.sizes(exchange.inward), layout, fields[0].dtype)
 
 
 def call_program(
     inner: Sequence[Program], ulysses_size: int, together: bool,
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
-    latent: bool = False,
+    kv: tuple[str, ...] = KV,
 ) -> Program:  # fmt: skip
     """Return the program of a call, one head chunk after the other.
 
@@ -153,10 +120,10 @@ def call_program(
         lse: whether the lse of local tokens is returned to the caller.
         overlap: receive the operands of the next head chunk and send the results of the previous one while a head chunk
             computes. Without it, each exchange is waited for at once.
-        latent: whether a latent is exchanged in place of k and v.
+        kv: the names of the tensors of keys.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
-    inward, outward = list(_inward(direction, together, saved, latent)), list(_outward(direction, lse, latent))
+    inward, outward = [*inward_fields(direction, together, saved, kv)], [*outward_fields(direction, lse, kv)]
     if ulysses_size == 1:
         inward, outward = [], []
     arriving: list[op.ExchangeStart] = []
@@ -180,25 +147,27 @@ def call_program(
     return builder.program(inner[0])
 
 
-def operands(together: bool, latent: bool) -> list[tuple[str, ...]]:
+def operands(together: bool, kv: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the fields of each exchange of the operands."""
-    kv = ("latent",) if latent else ("k", "v")
     return [("q", *kv)] if together else [("q",), kv]
 
 
-def _inward(direction: str, together: bool, saved: SavedForBackward, latent: bool) -> Iterator[tuple[str, ...]]:
+def inward_fields(
+    direction: str, together: bool, saved: SavedForBackward, kv: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
     if direction == "forward" or not saved.qkv:
-        yield from operands(together, latent)
+        yield from operands(together, kv)
     if direction == "backward":
         yield ("do",)
         if not saved.out:
             yield ("delta",)
 
 
-def _outward(direction: str, lse: bool, latent: bool) -> Iterator[tuple[str, ...]]:
+def outward_fields(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the fields of each outward exchange, in order."""
     # dk and dv first, separate from dq: the sent and the received buffer of an exchange exist at the same time
     if direction == "backward":
-        yield from [("dlatent",) if latent else ("dk", "dv"), ("dq",)]
+        yield from [tuple(f"d{name}" for name in kv), ("dq",)]
         return
     yield ("out",)
     if lse:

@@ -42,12 +42,6 @@ def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
     return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has a whole number of key/value heads
 
 
-def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
-    """Return the numbers of equal head chunks that send no more bytes than one does, ascending."""
-    limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
-    return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
-
-
 def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysses_rank: int) -> tuple[slice, slice]:
     """Return the query heads and the key/value heads of a Ulysses rank.
 

@@ -1,0 +1,189 @@
+"""What attention computes of its tensors: which ones are checked, sent, and given to a block's computation.
+
+An add-on has an `Operator` of its own, and registers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ...base import compat
+from ...base.errors import InputError
+from ..compiler.program.shape import Shape
+from ..compiler.program.shape import shape_of as shape_of_heads
+from .buffers import Tensors
+from .dense import Backward, Forward
+
+
+class Operator:
+    """Attention to keys and values. An operator that computes something else extends it.
+
+    Attributes:
+        name: In messages, and in compiled graphs.
+        operands: The names of q, and of the tensors of keys: those of `shape`'s `kv`, in its order. Local tensors
+            (B, s, heads, width), of which blocks are sent.
+        parameters: The names of more tensors, which are whole on every rank and have a dim 0 of q's heads. Their
+            gradients are to be summed over ranks.
+        dims: The number of dims of each tensor, as the caller gives it.
+        is_linear: Whether a vector that is added to all keys adds its product with q to the scores, so that it can be
+            taken off (see `dense`).
+        kind: The class of `shape`.
+        forward: What computes the blocks of a head chunk.
+        backward: What computes their gradients.
+    """
+
+    name = "attention"
+    operands: tuple[str, ...] = ("q", "k", "v")
+    parameters: tuple[str, ...] = ()
+    dims: tuple[int, ...] = (4, 4, 4)
+    is_linear = True
+    kind: type[Shape] = Shape
+    forward: type[Forward] = Forward
+    backward: type[Backward] = Backward
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return self.operands + self.parameters
+
+    def has_common(self, dtype: torch.dtype) -> bool:
+        """Return whether forward's results have the keys' common part, 0 where nothing was subtracted. It depends on
+        the dtype only, since a compiler must know it without the mask."""
+        return self.is_linear and dtype == torch.float32
+
+    def check_options(self, options: Any) -> None:
+        """Raise InputError for `AttentionOptions` that cannot be computed with."""
+
+    def check(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
+        """Raise InputError for tensors that cannot be computed with on any number of ranks.
+
+        Args:
+            tensors: What a user has passed: anything.
+            lengths_differ: Whether keys may have another length than q.
+        """
+        if classes := [unreadable(x) for x in tensors if unreadable(x)]:
+            raise InputError(
+                f"{self.name} needs dense tensors of this rank's local tokens; got {classes[0]}, call to_dense(), "
+                "to_local() or to_padded_tensor() on it"
+            )
+        self.check_shapes(tensors, lengths_differ)
+        if len({(x.dtype, x.device) for x in tensors}) > 1:
+            got = ", ".join(f"{x.dtype} on {x.device}" for x in tensors)
+            names = f"{', '.join(self.inputs[:-1])} and {self.inputs[-1]}"
+            raise InputError(f"{self.name} needs {names} of one dtype on one device; got {got}")
+        check_derivatives(*tensors)
+
+    def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
+        """Raise InputError for what is no tensor, or of another shape than the operator takes."""
+        q, k, v = tensors
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
+            raise InputError(
+                "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
+                f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+            )
+        alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
+        if k.shape[:-1] != v.shape[:-1] or not alike or q.shape[3] != k.shape[3]:
+            raise InputError(
+                "attention needs k of a shape that differs from q's in the number of heads only, and v of k's but for "
+                f"head_dim; got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+            )
+        if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
+            raise InputError(
+                "attention needs at least one sequence, head and head_dim; "
+                f"got q {shape_of(q)}, k {shape_of(k)} and v {shape_of(v)} of shape (batch, local_seq, heads, head_dim)"
+            )
+
+    def prepare(self, tensors: Sequence[Tensor]) -> tuple[Tensors, int]:
+        """Return the tensors as kernels need them, with all operands of 4 dims, and the width of out."""
+        return tuple(of_one_head_dim(*tensors)), tensors[-1].shape[-1]
+
+    def shapes_of(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the shapes of all tensors, once they are prepared, from their sizes one after the other."""
+        sizes, dims = iter(numbers), (*[4] * len(self.operands), *self.dims[len(self.operands) :])
+        return [tuple(next(sizes) for _ in range(n)) for n in dims]
+
+    def shape(self, comm_dtype: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Shape:
+        """Return the shape of a rank's local tensors, from the setting, q's dtype and the shapes of all tensors."""
+        (batch, _, q_heads, dim), (_, _, kv_heads, _), *_ = shapes
+        name, heads = str(dtype).removeprefix("torch."), (q_heads, kv_heads, dim)
+        return shape_of_heads(comm_dtype, name, batch, heads, self.kind, **self.widths(shapes))
+
+    def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Return the attributes that `kind` has beside those of `Shape`."""
+        return {}
+
+
+OPERATORS: dict[str, Operator] = {}  # by name
+
+
+def register(operator: Operator) -> Operator:
+    """Make an operator known to compiled graphs, which have its name alone. On every rank."""
+    OPERATORS[operator.name] = operator
+    return operator
+
+
+DENSE = register(Operator())
+
+
+def unreadable(x: object) -> str:
+    """Return words for the class of a tensor whose elements a kernel cannot read, "" for any other object."""
+    if not isinstance(x, Tensor):
+        return ""
+    classes = [base.__name__ for base in type(x).__mro__]
+    if "DTensor" in classes or "WholeTensor" in classes:
+        return "a DTensor" if "DTensor" in classes else "a whole tensor in parts, whose .local is this rank's own"
+    if x.is_nested:
+        return "a nested tensor"
+    return "" if x.layout == torch.strided else f"a tensor of layout {str(x.layout).removeprefix('torch.')}"
+
+
+def check_derivatives(*tensors: Tensor) -> None:
+    """Raise InputError under forward-mode differentiation and torch.func transforms, which would get no derivative.
+
+    Under torch.compile nothing is checked, since the compiler refuses them by itself.
+    """
+    if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
+        raise error
+
+
+def derivatives_error(*tensors: Tensor) -> InputError | None:
+    """Return the reason why attention cannot be differentiated here as an error. None if it can, or if nothing is
+    differentiated."""
+    if compat.in_torch_func():
+        return InputError(
+            "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
+            "use torch.autograd.grad or backward()"
+        )
+    if compat.forward_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return InputError(
+            "sequence parallel attention has no forward-mode derivative; got a dual tensor, use backward()"
+        )
+    return None
+
+
+def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return the tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and only add
+    elements to out."""
+    largest = max(x.shape[-1] for x in tensors)
+    return [padded(x, largest) for x in tensors]
+
+
+def padded(x: Tensor, dim: int) -> Tensor:
+    """Return x (..., D) with zeros up to `dim`, as it is where it has as many elements."""
+    return x if x.shape[-1] >= dim else functional.pad(x, (0, dim - x.shape[-1]))
+
+
+def shape_of(x: object) -> str:
+    """Return the shape of a tensor, or the class of any other object."""
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def describe(x: object) -> str:
+    """Return the shape and dtype of a tensor, or the class of any other object."""
+    return f"{shape_of(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

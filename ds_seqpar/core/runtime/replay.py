@@ -1,0 +1,34 @@
+"""The seam for checkpoints: results that are computed in the first run of a function, and replayed in the second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .buffers import Tensors
+
+
+class Replay:
+    """What is around a call: no checkpoint. `memory.checkpoints` extends it."""
+
+    which_run = "none"  # of the function, for ranks to compare: what they send differs by it
+    checkpoint_saves = False  # whether a checkpoint saves results
+
+    @property
+    def replays_next(self) -> bool:
+        """Whether the next result was saved."""
+        return False
+
+    def once(self, compute: Callable[[], Sequence[Tensor]], replays: Callable[[], object]) -> Tensors:
+        """Return the result of `compute`, or, once `replays` is called, the one that the first run saved."""
+        return tuple(compute())
+
+
+NONE = Replay()
+finders: list[Callable[[], Replay | None]] = []  # each returns the innermost checkpoint around this call, if any
+
+
+def current() -> Replay:
+    """Return the innermost checkpoint around this call, `NONE` outside of one."""
+    return next((found for find in finders if (found := find()) is not None), NONE)
