@@ -70,7 +70,7 @@ def test_a_rank_that_ended_without_a_word_is_named():
 
 def without_guards():
     """What rank 0 raises of attention in the core alone, where rank 1 refuses its own inputs and ends."""
-    sp = make(size=2, ulysses=1)
+    sp = make(size=2, ulysses=1, schedule="ring")
     sp.runtime.guards.clear()
     sp.comm.communication = Communication
     q = torch.zeros(1, 8, 4, 16)
