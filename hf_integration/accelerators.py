@@ -30,8 +30,8 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.core.runtime.admit import describe
 from ds_seqpar.deepspeed.config import DeepSpeedJson
-from ds_seqpar.deepspeed.saving import EngineCheckpoints
-from ds_seqpar.engine import assert_same_training, count_by_rank, count_sequences
+from ds_seqpar.deepspeed.counts import count_by_rank
+from ds_seqpar.engine import assert_same_training, hook_engine
 from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.whole import plain
 
@@ -167,9 +167,7 @@ class GroupAccelerator(GroupState):
                 scheduler.__class__, scheduler.sp = GroupScheduler, self.sp
         for engine in compat.models(self.own):
             if hasattr(engine, compat.ENGINE):
-                if not hasattr(engine, "counts_sequences"):
-                    EngineCheckpoints(engine, self.sp, of_loop=False)
-                count_sequences(engine, self.sp)
+                hook_engine(engine, self.sp, of_loop=False)
 
     # ---- gathering
 

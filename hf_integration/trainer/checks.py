@@ -21,9 +21,10 @@ from accelerate import Accelerator
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
-from ds_seqpar import SequenceParallel, engine
+from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.data.loader import Loader
+from ds_seqpar.deepspeed import counts
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 
 from ..compat import TRL_BASE
@@ -128,7 +129,7 @@ def count_by_rank(config: Any, sp: SequenceParallel) -> None:
         raise ConfigError(
             f'the DeepSpeed JSON needs the values of TrainingArguments, or "auto" in their places; got {got}, write it'
         )
-    engine.count_by_rank(config.config, sp)
+    counts.count_by_rank(config.config, sp)
     config.mismatches = []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ...data.sharding import Sharding
 from ...guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ...guards.process_exit import is_lost
 from ..config import DeepSpeedJson
+from ..hooks import CHECKPOINTS, WRITING, hooks_of
 from .atomic import Aside, recover, written_aside
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
 
@@ -31,10 +32,10 @@ OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_sta
 
 
 class EngineCheckpoints:
-    """The methods of an engine that save and load its checkpoints, with DeepSpeed's own inside.
+    """The methods of an engine that save and load its checkpoints, around DeepSpeed's own.
 
     Args:
-        engine: DeepSpeed's engine, whose methods these replace.
+        engine: DeepSpeed's engine. Of a second object for it nothing is used.
         sp: The SequenceParallel that it trains with.
         of_loop: Whether it is of a loop that nobody else saves, as of `initialize`.
 
@@ -49,11 +50,12 @@ class EngineCheckpoints:
                 "the JSON, leave it out"
             )
         self.engine, self.sp, self.of_loop, self.ranks = engine, sp, of_loop, sp.size * sp.data_size
-        self._save, engine.save_checkpoint = engine.save_checkpoint, self.save_checkpoint
-        self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
+        hooks = hooks_of(engine)
+        hooks.install(CHECKPOINTS, save_checkpoint=self.save_checkpoint, load_checkpoint=self.load_checkpoint)
 
     def save_checkpoint(
         self,
+        save: Callable[..., Any],
         save_dir: str | Path,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
@@ -65,6 +67,7 @@ class EngineCheckpoints:
         """Save a checkpoint, which is there once all ranks have written theirs. Collective over all ranks.
 
         Args:
+            save: DeepSpeed's method.
             save_dir: The folder of checkpoints.
             tag: The checkpoint's name. The default is `global_step` with the number of optimizer steps.
             client_state: What `load_checkpoint` returns.
@@ -95,7 +98,7 @@ class EngineCheckpoints:
             writer = engine.checkpoint_engine
             with _deferring(aside, writer, "save"), _deferring(aside, engine, compat.COPY_SCRIPTS, str(folder)):
                 try:
-                    self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                    save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
                 except Exception as reason:  # not kept: other ranks wait in DeepSpeed's barriers until this one ends
                     if is_lost(reason):
                         raise
@@ -105,6 +108,7 @@ class EngineCheckpoints:
 
     def load_checkpoint(
         self,
+        load: Callable[..., Any],
         load_dir: str | Path,
         tag: str | None = None,
         *options: Any,
@@ -117,6 +121,7 @@ class EngineCheckpoints:
         restored.
 
         Args:
+            load: DeepSpeed's method.
             load_dir: The folder of checkpoints.
             tag: The checkpoint's name; default: the last one that was saved.
             *options: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
@@ -144,16 +149,16 @@ class EngineCheckpoints:
         compared = {"tag": name, "optimizer states": continues, "loader": self._loader(loader) is not None}
         assert_ranks_agree(group, "checkpoint to load", compared, error=error, call="load_checkpoint")
         if name is None or universal or not continues:
-            return self._load(str(load_dir), tag, **given)
+            return load(str(load_dir), tag, **given)
         states, converts = self._inspected(folder / name, loader)
         if not converts:
-            loaded = self._load(str(load_dir), name, **given)
+            loaded = load(str(load_dir), name, **given)
         else:
             self._convert(folder / name)
             config = compat.engine_config(engine)
             config.load_universal_checkpoint = True
             try:
-                loaded = self._load(str(folder / name), UNIVERSAL, **given)
+                loaded = load(str(folder / name), UNIVERSAL, **given)
             finally:
                 config.load_universal_checkpoint = False
             mend(engine, folder / name / UNIVERSAL)
@@ -257,17 +262,16 @@ class EngineCheckpoints:
 @contextlib.contextmanager
 def _deferring(aside: Aside, owner: Any, name: str, *given: Any) -> Iterator[None]:
     """Context manager in which a method's errors are kept until all ranks have written. `given` replaces arguments."""
-    method = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with aside.keeping_errors(args):
             method(*(given or args), **kwargs)
 
-    vars(owner)[name] = call
+    hooks_of(owner).install(WRITING, **{name: call})
     try:
         yield
     finally:
-        del vars(owner)[name]
+        hooks_of(owner).remove(WRITING)
 
 
 def _loop_file(folder: Path, rank: int) -> Path:
