@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .auto import advise_on_memory, job_of
 from .base import compat
 from .base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .base.files import DEEPEST
@@ -35,11 +34,12 @@ from .guards.agreement import assert_ranks_agree
 from .guards.process_exit import wait_at_exit
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
+from .planning import advise_on_memory, job_of
 
 if TYPE_CHECKING:
     import argparse
 
-    from .auto import Job
+    from .planning import Job
 
 # arguments of deepspeed.initialize that change neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
@@ -196,7 +196,7 @@ def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
     if sp.runtime.finite is not None:
         hooks_of(engine).install(FINITE, **sp.runtime.finite.around_engine(engine, sp.control_world))
     count_sequences(engine, sp)
-    EngineCheckpoints(engine, sp, of_loop)
+    EngineCheckpoints(engine, sp.sharding, of_loop)
 
 
 def _check_first_steps(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
@@ -209,10 +209,10 @@ def _check_first_steps(engine: Any, model: torch.nn.Module, sp: SequenceParallel
 
 def _check_use(engine: Any, sp: SequenceParallel) -> None:
     """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
-    sp.first_use.begin()
+    sp.sharding.unused.begin()
 
     def checked(step: Callable, *args: Any, **kwargs: Any) -> Any:
-        error = sp.first_use.error()
+        error = sp.sharding.unused.error()
         assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
         hooks_of(engine).remove(UNUSED)
         return step(*args, **kwargs)
@@ -225,7 +225,7 @@ def _deal_data(engine: Any, sp: SequenceParallel, kwargs: Mapping[str, Any]) -> 
     data, collate = (kwargs.get(name) for name in DATA)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
-        engine.training_dataloader = Loader(sp, loader)
+        engine.training_dataloader = Loader(sp.sharding, loader)
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.is_initialized() and (number := 0 if dist.get_world_size() == 1 else local_rank()) is not None:
+    if dist.is_initialized() and (number := 0 if groups.all_ranks().size() == 1 else local_rank()) is not None:
         os.environ.setdefault("LOCAL_RANK", str(number))  # DeepSpeed reads it there
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.scheduler import AcceleratedScheduler
@@ -237,9 +236,9 @@ class GroupAccelerator(GroupState):
 
     def _ranks_by_group(self) -> list[list[int]]:
         if self.sp is None:
-            return [[rank] for rank in range(dist.get_world_size())]
+            return [[rank] for rank in range(self.own.num_processes)]
         by_group: list[list[int]] = [[] for _ in range(self.sp.data_size)]
-        for rank in range(dist.get_world_size()):
+        for rank in range(self.sp.topology.world_size):
             by_group[self.sp.topology.index(rank, "data")].append(rank)
         return by_group
 
@@ -316,9 +315,9 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
             "share_accelerator needs an Accelerator and the SequenceParallel of its model; got "
             f"{type(accelerator).__name__} and {type(sp).__name__}, pass accelerator, sp"
         )
-    if accelerator.state.num_processes != dist.get_world_size():
+    if accelerator.state.num_processes != sp.topology.world_size:
         raise ConfigError(
-            f"share_accelerator needs an Accelerator of all {dist.get_world_size()} ranks; got one of "
+            f"share_accelerator needs an Accelerator of all {sp.topology.world_size} ranks; got one of "
             f"{accelerator.state.num_processes}, on a machine without GPUs make it by Accelerator(cpu=True)"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..base import compat, profiling
 from ..base.errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from ..base.fingerprint import Fingerprint
+from ..core.runtime.groups import all_ranks
 from ..core.runtime.transport import all_reduce_max, explaining_failure
 
 Fields = dict[str, str]
@@ -227,7 +228,7 @@ def _difference(
             why = advice({rank: fields for rank, (_, fields, _) in members.items()}) if advice else ""
             why = _why_other_calls(members) if calls_differ else why
             if why is not None and (difference := differences(members, why, where)):
-                audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
+                audience = "all ranks" if len(members) == all_ranks().size() else "all ranks that share a sequence"
                 sentence = f"{audience} must be given the same {difference}"
                 return DisagreementError(sentence)
     return None

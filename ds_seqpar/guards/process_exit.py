@@ -137,7 +137,7 @@ def _who_is_gone() -> str:
     """Return a clause that names the ranks whose processes have ended, as far as this host sees it."""
 
     def ask(store: Any) -> list[int]:
-        known = [rank for rank in range(dist.get_world_size()) if store.check([f"{WHERE}{rank}"])]
+        known = [rank for rank in range(compat.default_group().size()) if store.check([f"{WHERE}{rank}"])]
         processes = {rank: json.loads(store.get(f"{WHERE}{rank}")) for rank in known}
         until = time.monotonic() + EXIT_TIMEOUT
         while not (gone := [rank for rank in known if has_ended(*processes[rank])]) and time.monotonic() < until:

@@ -23,6 +23,7 @@ from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.data.loader import Loader
 from ds_seqpar.deepspeed import counts
 from ds_seqpar.deepspeed.config import DeepSpeedJson
@@ -160,7 +161,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def _world_size() -> int:
     """Return the number of ranks. Raises ConfigError if no launcher started them."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    world = all_ranks().size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
     if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # only accelerate's launcher sets it
         raise ConfigError(
             "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "

@@ -237,7 +237,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
                 if isinstance(batch, Mapping) and (wrong := common_misuse(batch)):
                     raise InputError(wrong)
                 if not custom_loss and (labelled or batch.get("labels") is not None):
-                    batch["labels"] = counted_labels(self.sp, batch)
+                    batch["labels"] = counted_labels(self.sp.sharding, batch)
         except Exception as reason:
             error = loading_error(reason)
         assert_ranks_agree(
@@ -245,7 +245,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         )
         assert_ranks_agree(
             self.sp.control_world, "whole batches", fingerprints, peers=self.sp.groups.control, among_peers=True,
-            advice=functools.partial(mismatch_hints.of_batches, began=self.sp.first_use.calls.count > 0),
+            advice=functools.partial(mismatch_hints.of_batches, began=self.sp.calls.count > 0),
         )  # fmt: skip
         return batches
 

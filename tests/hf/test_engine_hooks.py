@@ -7,7 +7,7 @@ import ds_seqpar
 from ds_seqpar.deepspeed.hooks import COUNTS, FINITE, ORDER, UNUSED, WRITING, hooks_of
 from ds_seqpar.engine import hook_engine
 from tests.dist.ranks import make, refusal
-from tests.dist.test_first_use import BATCH, Model
+from tests.dist.test_unused_sharding import BATCH, Model
 from tests.hf.llama import settings
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
@@ -79,7 +79,7 @@ def unused_and_not_finite():
     engine.backward(engine(**sp.shard_batches([BATCH])[0]))
     engine.optimizer.averaged_gradients[0][0].fill_(torch.nan)
     refused = refusal(engine.step)[1]
-    sp.first_use.is_met = True  # so that the next part is reached
+    sp.sharding.unused.is_met = True  # so that the next part is reached
     return refused, refusal(engine.step)[1]
 
 
