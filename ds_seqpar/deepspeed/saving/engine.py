@@ -21,8 +21,8 @@ from ...guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in
 from ...guards.process_exit import is_lost
 from ..config import DeepSpeedJson
 from ..hooks import CHECKPOINTS, WRITING, hooks_of
-from .atomic import Aside, recover, written_aside
-from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
+from .atomic import AtomicCheckpoint, atomic_checkpoint, recover
+from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, restore_missing_state
 
 PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
 
@@ -94,16 +94,16 @@ class EngineCheckpoints:
                 f"{done} of the {steps} micro-batches of one, call it after the last"
             )
         assert_ranks_agree(group, "checkpoint", compared, error=error, call="save_checkpoint")
-        with written_aside(group, folder, name, self._leads, save_latest) as aside:
-            writer = engine.checkpoint_engine
-            with _deferring(aside, writer, "save"), _deferring(aside, engine, compat.COPY_SCRIPTS, str(folder)):
+        with atomic_checkpoint(group, folder, name, self._leads, save_latest) as checkpoint:
+            writer, scripts = engine.checkpoint_engine, compat.COPY_SCRIPTS
+            with _deferring(checkpoint, writer, "save"), _deferring(checkpoint, engine, scripts, str(folder)):
                 try:
-                    save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                    save(str(checkpoint.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
                 except Exception as reason:  # not kept: other ranks wait in DeepSpeed's barriers until this one ends
                     if is_lost(reason):
                         raise
                     raise as_seqpar_error("collecting what is saved failed", reason) from reason
-                writer.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
+                writer.save(self._loop_state(loader), _loop_file(checkpoint.path, engine.global_rank))
         return True
 
     def load_checkpoint(
@@ -161,7 +161,7 @@ class EngineCheckpoints:
                 loaded = load(str(folder / name), UNIVERSAL, **given)
             finally:
                 config.load_universal_checkpoint = False
-            mend(engine, folder / name / UNIVERSAL)
+            restore_missing_state(engine, folder / name / UNIVERSAL)
         if states is not None:
             if (loader := self._loader(loader)) is not None:
                 loader.load_state_dict(states["loader"])
@@ -249,9 +249,9 @@ class EngineCheckpoints:
         if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
             return
         log_once(f"sequence_parallel: converting {source}, once, for another number of ranks or ZeRO stage")
-        with written_aside(group, source, UNIVERSAL, self.engine.global_rank == 0) as aside:
+        with atomic_checkpoint(group, source, UNIVERSAL, self.engine.global_rank == 0) as checkpoint:
             with ThreadPoolExecutor(1) as pool:
-                jobs = [pool.submit(convert, source, aside.path)] if self.engine.global_rank == 0 else []
+                jobs = [pool.submit(convert, source, checkpoint.path)] if self.engine.global_rank == 0 else []
                 # in short waits, for which a group's timeout is long enough
                 while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
                     pass
@@ -260,11 +260,11 @@ class EngineCheckpoints:
 
 
 @contextlib.contextmanager
-def _deferring(aside: Aside, owner: Any, name: str, *given: Any) -> Iterator[None]:
+def _deferring(checkpoint: AtomicCheckpoint, owner: Any, name: str, *given: Any) -> Iterator[None]:
     """Context manager in which a method's errors are kept until all ranks have written. `given` replaces arguments."""
 
     def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        with aside.keeping_errors(args):
+        with checkpoint.keeping_errors(args):
             method(*(given or args), **kwargs)
 
     hooks_of(owner).install(WRITING, **{name: call})
