@@ -29,7 +29,7 @@ from .deepspeed.config import DeepSpeedJson
 from .deepspeed.counts import count_sequences
 from .deepspeed.cpu_launch import op_lock, shared_memory
 from .deepspeed.hooks import FINITE, UNUSED, hooks_of
-from .deepspeed.saving import EngineCheckpoints
+from .deepspeed.saving.engine import EngineCheckpoints
 from .guards.agreement import assert_ranks_agree
 from .guards.process_exit import wait_at_exit
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from .planning import Job
 
+Config = str | Path | Mapping[str, Any]
 # arguments of deepspeed.initialize that change neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
@@ -58,7 +59,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RAN
 def initialize(
     *,
     model: torch.nn.Module,
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: Config | None = None,
     args: argparse.Namespace | None = None,
     sequence_parallel: SequenceParallel | None = None,
     check_loss: bool = True,
@@ -103,25 +104,24 @@ def initialize(
     passed = {name: list(x) if isinstance(x := kwargs[name], Iterator) else x for name in PASSED_ON if name in kwargs}
     json, error = _checked_json(model, config, args, kwargs)
     start(kwargs.get("distributed_port"), kwargs.get("dist_init_required"))
-    given = {**passed, "check_loss": check_loss}
-    sp = _shared_model(model, json, sequence_parallel, given, error or launcher_error())
+    sp = _shared_model(model, json, sequence_parallel, {**passed, "check_loss": check_loss}, error or launcher_error())
     _check_model(model, sp, check_loss)
     _examine(model, sp, json, doctor)
     engine, optimizer, _, scheduler = _deepspeed_engine(model, sp, json, args, passed)
     hook_engine(engine, sp, of_loop=True)
-    _check_first_steps(engine, model, sp, check_loss)
-    _deal_data(engine, sp, kwargs)
+    _check_first_step(engine, model, sp, check_loss)
+    _deal_data(engine, sp, *(kwargs.get(name) for name in DATA))
     return engine, optimizer, engine.training_dataloader, scheduler
 
 
 def _checked_json(
-    model: torch.nn.Module,
-    config: str | Path | Mapping[str, Any] | None,
-    args: argparse.Namespace | None,
-    kwargs: dict[str, Any],
+    model: torch.nn.Module, config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
 ) -> tuple[DeepSpeedJson, ConfigError | None]:
-    """Read the configuration, and check it and the arguments. Returns the error for all ranks to raise together: their
-    configurations may differ."""
+    """Read the configuration, and check it and the arguments.
+
+    Returns:
+        (the configuration, the error for all ranks to raise together, since their configurations may differ).
+    """
     json = DeepSpeedJson({}, "")
     try:
         json = _read_config(config, args, kwargs)
@@ -135,20 +135,15 @@ def _checked_json(
 
 
 def _shared_model(
-    model: torch.nn.Module,
-    json: DeepSpeedJson,
-    sequence_parallel: SequenceParallel | None,
-    given: Mapping[str, Any],
-    error: ConfigError | None,
+    model: torch.nn.Module, json: DeepSpeedJson, sp: SequenceParallel | None, given: dict, error: ConfigError | None
 ) -> SequenceParallel:
     """Agree with all ranks on what is trained, and let the model share sequences."""
     compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
-    section = {} if error else json.section
-    return prepare_model(model, section, sequence_parallel, error, job=lambda: job_of(json), compare=compare)
+    return prepare_model(model, {} if error else json.section, sp, error, lambda: job_of(json), compare)
 
 
 def _check_model(model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check what can be checked before DeepSpeed has the model: its loss, and from now on its gradients."""
+    """Check the loss before DeepSpeed has the model, and gradients from now on."""
     if (patcher := patcher_of_class(model)) is not None:
         patcher.check_function(model, sp) if check_loss else patcher.trust_loss(model)
     if _is_own(model) and sp.runtime.finite is not None:
@@ -172,11 +167,7 @@ def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, 
 
 
 def _deepspeed_engine(
-    model: torch.nn.Module,
-    sp: SequenceParallel,
-    json: DeepSpeedJson,
-    args: argparse.Namespace | None,
-    passed: Mapping[str, Any],
+    model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, args: Any, passed: Mapping[str, Any]
 ) -> tuple:
     """Call deepspeed.initialize with the JSON as DeepSpeed must see it."""
     import deepspeed  # takes seconds: only those who train wait for it
@@ -199,16 +190,13 @@ def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
     EngineCheckpoints(engine, sp.sharding, of_loop)
 
 
-def _check_first_steps(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check what shows in training alone: that the model uses what was sharded, and the loss of its first forward."""
-    if _is_own(model):
-        _check_use(engine, sp)
+def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
+    """Check what training alone shows: the loss of the first forward, and at the first step that the model has used
+    what was sharded."""
     if check_loss and (patcher := patcher_of_class(model)) is not None:
         patcher.check_engine(engine, sp)
-
-
-def _check_use(engine: Any, sp: SequenceParallel) -> None:
-    """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
+    if not _is_own(model):
+        return
     sp.sharding.unused.begin()
 
     def checked(step: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -220,15 +208,14 @@ def _check_use(engine: Any, sp: SequenceParallel) -> None:
     hooks_of(engine).install(UNUSED, step=checked)
 
 
-def _deal_data(engine: Any, sp: SequenceParallel, kwargs: Mapping[str, Any]) -> None:
+def _deal_data(engine: Any, sp: SequenceParallel, data: Any, collate: Any) -> None:
     """Give an engine the dataloader of training_data, dealt to groups."""
-    data, collate = (kwargs.get(name) for name in DATA)
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp.sharding, loader)
 
 
-def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
+def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
     """Return the JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init,
     HfDeepSpeedConfig).
 
@@ -243,9 +230,7 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     return json.for_deepspeed(sp.size, sp.data_size)
 
 
-def _read_config(
-    config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
-) -> DeepSpeedJson:
+def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]) -> DeepSpeedJson:
     """Read the DeepSpeed configuration, which DeepSpeed takes in one of several arguments."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}

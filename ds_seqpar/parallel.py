@@ -63,6 +63,7 @@ class SequenceParallel:
         config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
         rank (int): This rank's number among the `size` ranks of its sequence.
         size (int): Ranks that share a sequence.
+        multiple (int): Of what a sequence's length must be a multiple for all ranks to have equally many tokens.
         data_rank (int): The number of this rank's group: which sequence of a batch it works on.
         data_size (int): How many groups there are.
         device (torch.device): Where this rank's tensors belong: the device that the process has set, or the one
@@ -109,7 +110,7 @@ class SequenceParallel:
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
         self.calls, self.checker = self.runtime.calls, self.runtime.checker
         self.sharding = sharding = Sharding(self.config, self.topology, self.comm, self.calls, self.checker)
-        self.size, self.rank = sharding.size, sharding.rank
+        self.size, self.rank, self.multiple = sharding.size, sharding.rank, sharding.multiple
         self.data_size, self.data_rank = sharding.data_size, sharding.data_rank
         self.shard, self.gather, self.place = sharding.shard, sharding.gather, sharding.place
         self.position_ids, self.sum_over_ranks = sharding.position_ids, sharding.sum_over_ranks
@@ -138,11 +139,6 @@ class SequenceParallel:
     def control_world(self) -> dist.ProcessGroup:
         """The process group of all ranks that carries CPU tensors."""
         return self.groups.world
-
-    @property
-    def multiple(self) -> int:
-        """The number of which a sequence's length must be a multiple for all ranks to have equally many tokens."""
-        return self.sharding.multiple
 
     def close(self) -> None:
         """Free the process groups, with their threads and sockets. Whatever communicates afterwards raises ConfigError.

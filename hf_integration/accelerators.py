@@ -237,10 +237,8 @@ class GroupAccelerator(GroupState):
     def _ranks_by_group(self) -> list[list[int]]:
         if self.sp is None:
             return [[rank] for rank in range(self.own.num_processes)]
-        by_group: list[list[int]] = [[] for _ in range(self.sp.data_size)]
-        for rank in range(self.sp.topology.world_size):
-            by_group[self.sp.topology.index(rank, "data")].append(rank)
-        return by_group
+        groups = [self.sp.topology.index(rank, "data") for rank in range(self.sp.topology.world_size)]
+        return [[rank for rank, of in enumerate(groups) if of == group] for group in range(self.sp.data_size)]
 
     def gather_objects(self, data: Any) -> list[Any]:
         """Concatenate the lists of each group, once, as accelerate's `gather_object` does those of processes."""

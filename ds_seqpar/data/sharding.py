@@ -54,13 +54,9 @@ class Sharding:
     """
 
     def __init__(
-        self,
-        config: SequenceParallelConfig,
-        topology: Topology,
-        comm: TorchComm,
-        calls: Calls,
+        self, config: SequenceParallelConfig, topology: Topology, comm: TorchComm, calls: Calls,
         checker: ConsistencyChecker,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config, self.comm, self.calls, self.checker = config, comm, calls, checker
         rank, self.size, self.data_size = dist.get_rank(), config.size, topology.size("data")
         self.rank = topology.index(rank, "ulysses", *topology.cp_axes)

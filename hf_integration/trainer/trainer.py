@@ -35,7 +35,7 @@ from ds_seqpar.data.documents import documents_of
 from ds_seqpar.data.loader import loading_error
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.cpu_launch import op_lock
-from ds_seqpar.deepspeed.saving import AtomicCheckpoint, atomic_checkpoint, is_whole
+from ds_seqpar.deepspeed.saving.atomic import AtomicCheckpoint, atomic_checkpoint, is_whole
 from ds_seqpar.doctor import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.guards import mismatch_hints
