@@ -102,7 +102,15 @@ def initialize(
     """
     # an iterator can be read once
     passed = {name: list(x) if isinstance(x := kwargs[name], Iterator) else x for name in PASSED_ON if name in kwargs}
-    json, error = _checked_json(model, config, args, kwargs)
+    json, error = DeepSpeedJson({}, ""), None
+    try:
+        json = _read_config(config, args, kwargs)
+        check_arguments(model, kwargs)
+        json.check_settings()
+        json.check_auto()
+        json.check()
+    except ConfigError as reason:
+        error = reason  # all ranks raise it together: their configurations may differ
     start(kwargs.get("distributed_port"), kwargs.get("dist_init_required"))
     sp = _shared_model(model, json, sequence_parallel, {**passed, "check_loss": check_loss}, error or launcher_error())
     _check_model(model, sp, check_loss)
@@ -112,26 +120,6 @@ def initialize(
     _check_first_step(engine, model, sp, check_loss)
     _deal_data(engine, sp, *(kwargs.get(name) for name in DATA))
     return engine, optimizer, engine.training_dataloader, scheduler
-
-
-def _checked_json(
-    model: torch.nn.Module, config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
-) -> tuple[DeepSpeedJson, ConfigError | None]:
-    """Read the configuration, and check it and the arguments.
-
-    Returns:
-        (the configuration, the error for all ranks to raise together, since their configurations may differ).
-    """
-    json = DeepSpeedJson({}, "")
-    try:
-        json = _read_config(config, args, kwargs)
-        check_arguments(model, kwargs)
-        json.check_settings()
-        json.check_auto()
-        json.check()
-    except ConfigError as reason:
-        return json, reason
-    return json, None
 
 
 def _shared_model(
