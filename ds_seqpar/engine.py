@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .auto import advise_on_memory, job_of
 from .base import compat
 from .base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .base.files import DEEPEST
@@ -26,20 +25,24 @@ from .core.runtime.devices import local_rank, set_device
 from .core.settings import SequenceParallelConfig
 from .data.loader import Loader
 from .deepspeed.config import DeepSpeedJson
+from .deepspeed.counts import count_sequences
 from .deepspeed.cpu_launch import op_lock, shared_memory
-from .deepspeed.saving import EngineCheckpoints
+from .deepspeed.hooks import FINITE, UNUSED, hooks_of
+from .deepspeed.saving.engine import EngineCheckpoints
 from .guards.agreement import assert_ranks_agree
 from .guards.interfaces import gloo_meets_hosts
 from .guards.process_exit import wait_at_exit
 from .guards.waits import explaining_failure
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
+from .planning import advise_on_memory, job_of
 
 if TYPE_CHECKING:
     import argparse
 
-    from .auto import Job
+    from .planning import Job
 
+Config = str | Path | Mapping[str, Any]
 # arguments of deepspeed.initialize that change neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
@@ -57,7 +60,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RAN
 def initialize(
     *,
     model: torch.nn.Module,
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: Config | None = None,
     args: argparse.Namespace | None = None,
     sequence_parallel: SequenceParallel | None = None,
     check_loss: bool = True,
@@ -98,9 +101,9 @@ def initialize(
         ...     engine.backward(engine(**batch).loss)
         ...     engine.step()
     """
-    json, wrong = DeepSpeedJson({}, ""), None
     # an iterator can be read once
     passed = {name: list(x) if isinstance(x := kwargs[name], Iterator) else x for name in PASSED_ON if name in kwargs}
+    json, error = DeepSpeedJson({}, ""), None
     try:
         json = _read_config(config, args, kwargs)
         check_arguments(model, kwargs)
@@ -108,65 +111,100 @@ def initialize(
         json.check_auto()
         json.check()
     except ConfigError as reason:
-        wrong = reason  # all ranks raise it together: their configurations may differ
-    start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
-    import deepspeed  # takes seconds: only those who train wait for it
+        error = reason  # all ranks raise it together: their configurations may differ
+    start(kwargs.get("distributed_port"), kwargs.get("dist_init_required"))
+    sp = _shared_model(model, json, sequence_parallel, {**passed, "check_loss": check_loss}, error or launcher_error())
+    _check_model(model, sp, check_loss)
+    _examine(model, sp, json, doctor)
+    engine, optimizer, _, scheduler = _deepspeed_engine(model, sp, json, args, passed)
+    hook_engine(engine, sp, of_loop=True)
+    _check_first_step(engine, model, sp, check_loss)
+    _deal_data(engine, sp, *(kwargs.get(name) for name in DATA))
+    return engine, optimizer, engine.training_dataloader, scheduler
 
-    wrong = wrong or launcher_error()
-    section, given = {} if wrong else json.section, {**passed, "check_loss": check_loss}
+
+def _shared_model(
+    model: torch.nn.Module, json: DeepSpeedJson, sp: SequenceParallel | None, given: dict, error: ConfigError | None
+) -> SequenceParallel:
+    """Agree with all ranks on what is trained, and let the model share sequences."""
     compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
-    sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: job_of(json), compare=compare)
-    if (patcher := patcher_of_class(model)) is not None and check_loss:
-        patcher.check_function(model, sp)
-    elif patcher is not None:
-        patcher.trust_loss(model)
-    is_own = patcher is None or patcher.patched_with(model) is None  # a model that calls sp.attention itself
-    if is_own and sp.finite is not None:
+    return prepare_model(model, {} if error else json.section, sp, error, lambda: job_of(json), compare)
+
+
+def _check_model(model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
+    """Check the loss before DeepSpeed has the model, and gradients from now on."""
+    if (patcher := patcher_of_class(model)) is not None:
+        patcher.check_function(model, sp) if check_loss else patcher.trust_loss(model)
+    if _is_own(model) and sp.finite is not None:
         sp.finite.watch_gradients(model)  # before DeepSpeed's hooks, which sum gradients
-    data, collate = (kwargs.get(name) for name in DATA)
+
+
+def _is_own(model: torch.nn.Module) -> bool:
+    """Whether a model calls sp.attention itself."""
+    patcher = patcher_of_class(model)
+    return patcher is None or patcher.patched_with(model) is None
+
+
+def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, doctor: bool | None) -> None:
+    """Let the doctor examine the job, where the argument or else the section says so."""
     doctor = sp.config.doctor if doctor is None else bool(doctor)
     assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
     if doctor:
         from .doctor import require_sound
 
         require_sound(sp, model, json.content)
+
+
+def _deepspeed_engine(
+    model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, args: Any, passed: Mapping[str, Any]
+) -> tuple:
+    """Call deepspeed.initialize with the JSON as DeepSpeed must see it."""
+    import deepspeed  # takes seconds: only those who train wait for it
+
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
     returned = deepspeed.initialize(args=own_args, model=model, config=content, **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
-    engine = returned[0]
-    engine.sequence_parallel = sp
-    sp.accumulation_steps = engine.gradient_accumulation_steps()
+    returned[0].sequence_parallel = sp
+    sp.accumulation_steps = returned[0].gradient_accumulation_steps()
+    return returned
+
+
+def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
+    """Let an engine count sequences, save whole checkpoints and, where `check_finite` is set, look at its steps. A
+    second call does nothing. of_loop: as `EngineCheckpoints` takes it."""
+    if sp.finite is not None:
+        hooks_of(engine).install(FINITE, **sp.finite.around_engine(engine, sp.control_world))
     count_sequences(engine, sp)
-    EngineCheckpoints(engine, sp, of_loop=True)
-    if is_own:
-        _check_first_step(engine, sp)
-    if patcher is not None and check_loss:
+    EngineCheckpoints(engine, sp.sharding, of_loop)
+
+
+def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
+    """Check what training alone shows: the loss of the first forward, and at the first step that the model has used
+    what was sharded."""
+    if check_loss and (patcher := patcher_of_class(model)) is not None:
         patcher.check_engine(engine, sp)
-    if data is not None:
-        loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
-        engine.training_dataloader = Loader(sp, loader)
-    return returned[0], returned[1], engine.training_dataloader, returned[3]
+    if not _is_own(model):
+        return
+    sp.sharding.unused.begin()
 
-
-def _check_first_step(engine: Any, sp: SequenceParallel) -> None:
-    """Let an engine's first step raise ConfigError on all ranks where its model took a shard for a whole sequence."""
-    step, is_checked = engine.step, False
-    sp.first_use.begin()
-
-    @functools.wraps(step)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_checked
-        if not is_checked:  # alike on all ranks, which `first_use` is not where one rank alone reads positions
-            error = sp.first_use.error()
-            assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
-            is_checked = True
+    def checked(step: Callable, *args: Any, **kwargs: Any) -> Any:
+        error = sp.sharding.unused.error()
+        assert_ranks_agree(sp.control_world, "first step of a model", None, error=error, call="engine.step")
+        hooks_of(engine).remove(UNUSED)
         return step(*args, **kwargs)
 
-    engine.step = checked
+    hooks_of(engine).install(UNUSED, step=checked)
 
 
-def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
+def _deal_data(engine: Any, sp: SequenceParallel, data: Any, collate: Any) -> None:
+    """Give an engine the dataloader of training_data, dealt to groups."""
+    if data is not None:
+        loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
+        engine.training_dataloader = Loader(sp.sharding, loader)
+
+
+def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
     """Return the JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init,
     HfDeepSpeedConfig).
 
@@ -181,74 +219,7 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     return json.for_deepspeed(sp.size, sp.data_size)
 
 
-def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
-    """Let `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
-    sizes. It may do so already. Raises ConfigError where it fits neither way."""
-    json = DeepSpeedJson.read(content)
-    batch, micro, steps = json.batch_sizes
-    if batch and micro and steps and batch != micro * steps * sp.data_size * sp.size:
-        content["train_batch_size"] = json.batch_by_rank(sp.size, sp.data_size)
-
-
-def count_sequences(engine: Any, sp: SequenceParallel) -> None:
-    """Let DeepSpeed's figures count sequences: `train_batch_size()` and its setters, `global_samples`, which is the x
-    axis of its monitors, and samples a second. A second call does nothing. What scales gradients is computed from other
-    numbers.
-
-    Where `check_finite` is set, its steps are looked at from now on.
-    """
-    if hasattr(engine, "counts_sequences"):
-        return
-    engine.counts_sequences = True
-    if sp.finite is not None:
-        sp.finite.watch(engine, sp.control_world)
-    compat.engine_timer(engine).batch_size //= sp.size
-    _count_set_sizes(engine, sp)
-    if engine.flops_profiler_enabled():
-        engine.flops_profiler.ds_engine = _PartsOfSequences(compat.profiled_engine(engine.flops_profiler), sp.size)
-
-
-def _count_set_sizes(engine: Any, sp: SequenceParallel) -> None:
-    """Let an engine's `train_batch_size()` count sequences, now and after its setters."""
-    set_batch, set_micro_batch = engine.set_train_batch_size, engine.set_train_micro_batch_size
-
-    def count() -> None:
-        compat.engine_config(engine).train_batch_size //= sp.size
-        if sp.accumulation_steps is not None:
-            sp.accumulation_steps = engine.gradient_accumulation_steps()
-
-    @functools.wraps(set_batch)
-    def set_train_batch_size(train_batch_size: int) -> None:
-        sizes = {"train_batch_size": train_batch_size}
-        sizes["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
-        set_batch(DeepSpeedJson.read(sizes).batch_by_rank(sp.size, sp.data_size))
-        count()
-
-    @functools.wraps(set_micro_batch)
-    def set_train_micro_batch_size(micro_batch_size: int) -> None:
-        set_micro_batch(micro_batch_size)
-        count()
-
-    engine.set_train_batch_size, engine.set_train_micro_batch_size = set_train_batch_size, set_train_micro_batch_size
-    count()
-
-
-class _PartsOfSequences:
-    """Wrap a DeepSpeed engine for its flops profiler: a device has `1 / size` of each sequence of its micro-batch."""
-
-    def __init__(self, engine: Any, size: int) -> None:
-        self.engine, self.size = engine, size
-
-    def train_micro_batch_size_per_gpu(self) -> float:
-        return self.engine.train_micro_batch_size_per_gpu() / self.size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-
-def _read_config(
-    config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
-) -> DeepSpeedJson:
+def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]) -> DeepSpeedJson:
     """Read the DeepSpeed configuration, which DeepSpeed takes in one of several arguments."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
@@ -303,7 +274,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.is_initialized() and (number := 0 if dist.get_world_size() == 1 else local_rank()) is not None:
+    if dist.is_initialized() and (number := 0 if groups.all_ranks().size() == 1 else local_rank()) is not None:
         os.environ.setdefault("LOCAL_RANK", str(number))  # DeepSpeed reads it there
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}

@@ -11,7 +11,7 @@ from .base.compat import compiled_module
 from .base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .auto import Job, Model
+    from .planning import Job, Model
 
 # a class that all of a library's models have among their bases -> the package that patches them
 PACKAGES = {"PreTrainedModel": "hf_integration"}

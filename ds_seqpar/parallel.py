@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from . import auto
+from . import planning
 from .base.errors import ConfigError, SeqParError, as_seqpar_error
 from .compiled import custom_ops
 from .core.compiler.sharding.masks import FULL, Mask
 from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import admit, attention, devices, groups, kernels, runtime
 from .core.runtime.admit import AdmittedCall, AttentionOptions, admitted_call
+from .core.runtime.groups import Groups
 from .core.runtime.transport import TorchComm
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
@@ -40,15 +42,15 @@ from .operators import decode
 from .operators.latent import LATENT, expanded, sends_latent
 
 if TYPE_CHECKING:
-    from .auto import Job
     from .data.loader import Loader
     from .memory.offload import Store
+    from .planning import Job
 
 
 MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
 
 
-class SequenceParallel(Sharding):
+class SequenceParallel:
     """Shard each sequence over `config.size` ranks. Construct it on every rank after init_process_group().
 
     `initialize`, `share_sequences` and the Trainer construct one. It is a context manager, which closes it.
@@ -66,18 +68,17 @@ class SequenceParallel(Sharding):
         config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
         rank (int): This rank's number among the `size` ranks of its sequence.
         size (int): Ranks that share a sequence.
+        multiple (int): Of what a sequence's length must be a multiple for all ranks to have equally many tokens.
         data_rank (int): The number of this rank's group: which sequence of a batch it works on.
         data_size (int): How many groups there are.
         device (torch.device): Where this rank's tensors belong: the device that the process has set, or the one
             of its number on the machine, as the launcher says.
         topology (Topology): All ranks of the job as named axes.
+        sharding (Sharding): Which tokens each rank has; `shard`, `gather`, `place`, `position_ids` and
+            `sum_over_ranks` are its methods.
         accumulation_steps (int | None): Micro-batches of an optimizer step, where known (`initialize` sets it); None
             takes as many as `shard_batches` is given.
     """
-
-    # mask_users: patched models whose loss counts tokens by an attention_mask; while there is one, `shard_batches`
-    # returns this rank's shard of a mask that has zeros. vocabularies: patched model -> a function that reads how many
-    # tokens and labels it knows. store: host memory of offloaded checkpoints.
 
     def __init__(
         self,
@@ -103,11 +104,8 @@ class SequenceParallel(Sharding):
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
-        self.topology = self.config.topology(dist.get_world_size())
-        self.size, self.data_size = self.config.size, self.topology.size("data")
+        self.topology = self.config.topology(world.size())
         rank = dist.get_rank()
-        self.data_rank = self.topology.index(rank, "data")
-        self.rank = self.topology.index(rank, "ulysses", *self.topology.cp_axes)
         with explaining_failure("making process groups", world):
             created = groups.create(self.topology, rank, world, self.config.max_ctas, gloo_meets_hosts)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
@@ -118,16 +116,40 @@ class SequenceParallel(Sharding):
         self.checker = ConsistencyChecker(created, self.config.agreement)
         self.calls = Calls(self.checker)
         self.runtime.guards += [self.calls, InputAgreement(self.checker)]
+        self.sharding = sharding = Sharding(self.config, self.topology, self.comm, self.calls, self.checker)
+        self.size, self.rank, self.multiple = sharding.size, sharding.rank, sharding.multiple
+        self.data_size, self.data_rank = sharding.data_size, sharding.data_rank
+        self.shard, self.gather, self.place = sharding.shard, sharding.gather, sharding.place
+        self.position_ids, self.sum_over_ranks = sharding.position_ids, sharding.sum_over_ranks
         self.finite = Finite(created, self.calls, self.data_size) if self.config.check_finite else None
         if self.finite is not None:
             self.runtime.guards.append(self.finite)
             self.runtime.observers.append(LooksAtWalks(self.finite))
-        self.runtime.fewest_head_chunks = auto.fewest_head_chunks
+        self.runtime.fewest_head_chunks = planning.fewest_head_chunks
         self.runtime.observers += [Labels(), *watch(self.config, self.calls)]
         self.accumulation_steps: int | None = None
-        self.mask_users = weakref.WeakSet()
-        self.vocabularies = weakref.WeakKeyDictionary()
-        self.store: Store | None = None
+        self.store: Store | None = None  # host memory of offloaded checkpoints
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
+        return self.sharding.groups
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks of the job as torch's DeviceMesh with the dims "dp", "cp" and "ulysses", for FSDP2 and the like.
+
+        Its "cp" and "ulysses" have the process groups of attention. The first look is collective over the world.
+
+        Raises:
+            ConfigError: The setting `rank_order` is not "auto", nor its order.
+        """
+        return groups.device_mesh(self.topology, self.groups, self.device)
+
+    @property
+    def control_world(self) -> dist.ProcessGroup:
+        """The process group of all ranks that carries CPU tensors."""
+        return self.groups.world
 
     def close(self) -> None:
         """Free the process groups, with their threads and sockets. Whatever communicates afterwards raises ConfigError.
@@ -142,6 +164,7 @@ class SequenceParallel(Sharding):
             self.checker.flush(last=True)
         finally:
             self.runtime.observers.clear()
+            vars(self).pop("device_mesh", None)
             self.comm.groups.close()
 
     def bind_to_thread(self) -> None:
@@ -388,7 +411,7 @@ class SequenceParallel(Sharding):
         steps = self.accumulation_steps if training else None
         from .data.batches import shard_microbatches  # attention alone does without
 
-        return shard_microbatches(self, microbatches, causal, steps, device)
+        return shard_microbatches(self.sharding, microbatches, causal, steps, device)
 
     def shard_batch(
         self,
@@ -430,7 +453,7 @@ class SequenceParallel(Sharding):
         """
         from .data.loader import Loader
 
-        return Loader(self, loader, read_once)
+        return Loader(self.sharding, loader, read_once)
 
     def log_probs(
         self, model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, labels: Tensor | None = None,
@@ -505,7 +528,7 @@ class SequenceParallel(Sharding):
         """
         groups = self.groups
         self.checker.flush()  # before a loss is looked at, which waits for the device
-        mean, local = mean_of(groups, losses, self.first_use.error())
+        mean, local = mean_of(groups, losses, self.sharding.unused.error())
         if self.finite is not None:
             self.finite.look("the loss", "which came into mean_loss", local, "see what computes it")
             self.finite.agree(groups.world)
@@ -541,15 +564,15 @@ def _agreed(
     for itself, and rank 0 prints the result."""
     settings: dict[str, Any] = {}
     try:
-        config, ranks = _config(given), dist.get_world_size()
-        resolved, machine = config.resolve(ranks, heads), auto.named_machine(config)
+        config, ranks = _config(given), world.size()
+        resolved, machine = config.resolve(ranks, heads), planning.named_machine(config)
         settings = {**config.settings(), "heads": heads, "plan": config.chosen_schedule.digest}
         if config.kernel == "auto":
             settings |= {"kernels here": kernels.available(device.type)}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
     assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
-    return auto.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved
+    return planning.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved
 
 
 def _config(given: object) -> SequenceParallelConfig:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.scheduler import AcceleratedScheduler
@@ -30,8 +29,8 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.deepspeed.config import DeepSpeedJson
-from ds_seqpar.deepspeed.saving import EngineCheckpoints
-from ds_seqpar.engine import assert_same_training, count_by_rank, count_sequences
+from ds_seqpar.deepspeed.counts import count_by_rank
+from ds_seqpar.engine import assert_same_training, hook_engine
 from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.whole import plain
 
@@ -167,9 +166,7 @@ class GroupAccelerator(GroupState):
                 scheduler.__class__, scheduler.sp = GroupScheduler, self.sp
         for engine in compat.models(self.own):
             if hasattr(engine, compat.ENGINE):
-                if not hasattr(engine, "counts_sequences"):
-                    EngineCheckpoints(engine, self.sp, of_loop=False)
-                count_sequences(engine, self.sp)
+                hook_engine(engine, self.sp, of_loop=False)
 
     # ---- gathering
 
@@ -239,11 +236,9 @@ class GroupAccelerator(GroupState):
 
     def _ranks_by_group(self) -> list[list[int]]:
         if self.sp is None:
-            return [[rank] for rank in range(dist.get_world_size())]
-        by_group: list[list[int]] = [[] for _ in range(self.sp.data_size)]
-        for rank in range(dist.get_world_size()):
-            by_group[self.sp.topology.index(rank, "data")].append(rank)
-        return by_group
+            return [[rank] for rank in range(self.own.num_processes)]
+        groups = [self.sp.topology.index(rank, "data") for rank in range(self.sp.topology.world_size)]
+        return [[rank for rank, of in enumerate(groups) if of == group] for group in range(self.sp.data_size)]
 
     def gather_objects(self, data: Any) -> list[Any]:
         """Concatenate the lists of each group, once, as accelerate's `gather_object` does those of processes."""
@@ -318,9 +313,9 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
             "share_accelerator needs an Accelerator and the SequenceParallel of its model; got "
             f"{type(accelerator).__name__} and {type(sp).__name__}, pass accelerator, sp"
         )
-    if accelerator.state.num_processes != dist.get_world_size():
+    if accelerator.state.num_processes != sp.topology.world_size:
         raise ConfigError(
-            f"share_accelerator needs an Accelerator of all {dist.get_world_size()} ranks; got one of "
+            f"share_accelerator needs an Accelerator of all {sp.topology.world_size} ranks; got one of "
             f"{accelerator.state.num_processes}, on a machine without GPUs make it by Accelerator(cpu=True)"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:

@@ -83,7 +83,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
         loader = prepare_loader(DataLoader(...), sp)
         ```
     """
-    num_groups, group = (1, 0) if is_dealt(sp, loader) else (sp.data_size, sp.data_rank)
+    num_groups, group = (1, 0) if is_dealt(sp.sharding, loader) else (sp.data_size, sp.data_rank)
     seed_worker = loader.worker_init_fn
     if isinstance(seed_worker, functools.partial) and "rank" in seed_worker.keywords:
         loader.worker_init_fn = functools.partial(seed_worker, rank=sp.data_rank)

@@ -11,16 +11,16 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..auto import job_of
 from ..base.errors import SECTION, as_seqpar_error
 from ..core.compiler import schedules
+from ..core.runtime.groups import all_ranks
 from ..core.settings import SequenceParallelConfig
 from ..deepspeed.config import DeepSpeedJson, without_auto
 from ..doctor import Job, examined, table
 from ..models import doctor_of_models, required_patcher
 from ..parallel import SequenceParallel
+from ..planning import job_of
 from . import options
 from .launched import launched
 
@@ -39,10 +39,11 @@ def run(args: argparse.Namespace) -> int:
         try:
             content = options.content_of(args)
             section, read = content.get(SECTION, {}), DeepSpeedJson.read(without_auto(content))
-            if dist.get_world_size() == 1:
+            ranks = all_ranks().size()
+            if ranks == 1:
                 section = {name: x for name, x in section.items() if name not in OF_SEVERAL_RANKS}
             models = doctor_of_models()
-            model = models.model_of(args.model, dist.get_world_size())
+            model = models.model_of(args.model, ranks)
             job = {"model": model, "dtype": getattr(torch, read.known.dtype), "content": content}
             job |= models.shape_of(model)
             config = SequenceParallelConfig.from_dict(section)

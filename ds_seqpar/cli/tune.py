@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..auto import detected_machine, hosts_of_all
 from ..base.errors import CommunicationError, SeqParError, as_seqpar_error
 from ..core.compiler.schedules.plan import columns
 from ..core.compiler.sharding.heads import largest_share
@@ -31,6 +30,7 @@ from ..guards.interfaces import gloo_meets_hosts
 from ..models import random_model
 from ..planner.plan import Planned, name_of, plan
 from ..planner.request import Request
+from ..planning import detected_machine, hosts_of_all
 from .assumed import Answer
 from .launched import launched
 from .options import DEFAULTS, GIB, Inputs, count

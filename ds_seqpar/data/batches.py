@@ -85,7 +85,7 @@ def shard_microbatches(
     """
     sharded: list[dict[str, Any]] = []
     counts, fingerprints, error = [0, 0], None, None
-    advice = functools.partial(mismatch_hints.of_batches, began=sp.first_use.calls.count > 0)
+    advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
     try:
         microbatches = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
         sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
@@ -97,15 +97,14 @@ def shard_microbatches(
     )  # fmt: skip
     number, remedy = {"micro-batches": len(sharded)}, "some have fewer: give every rank those of whole steps"
     assert_ranks_agree(sp.control_world, "step", number, call="shard_batches", advice=lambda by_rank: remedy)
-    world = dist.get_world_size()
     total, from_padding = all_reduce_sum(sp.control_world, counts, "shard_batches")
     if from_padding and dist.get_rank() == 0:
         warn_of_left_padding()
-    sp.first_use.begin()
+    sp.unused.begin()
     for batch in sharded:
-        batch["num_items_in_batch"] = max(total, 1) / (world * len(microbatches))
+        batch["num_items_in_batch"] = max(total, 1) / (sp.size * sp.data_size * len(microbatches))
         if not sp.vocabularies:  # a patched model reads positions
-            batch["position_ids"] = sp.first_use.watch(batch["position_ids"])
+            batch["position_ids"] = sp.unused.watch(batch["position_ids"])
     return sharded
 
 

@@ -5,7 +5,6 @@ Which rank has which tokens is given by the configured layout or by a BatchLayou
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch.autograd import Function
 
 from ..base.errors import InputError, SeqParError, as_seqpar_error, whole_number
 from ..base.on_devices import DeviceCache
-from ..core.compiler.sharding.layout import multiple
+from ..core.compiler.sharding.layout import Topology, multiple
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import EvenShards
 from ..core.runtime import operator
@@ -30,40 +29,52 @@ from ..guards.consistency import ConsistencyChecker
 from ..guards.one_thread import check_thread
 from ..guards.waits import explaining_failure
 from .batch_layout import BatchLayout, positions_held
-from .first_use import FirstUse
+from .unused_sharding import UnusedSharding
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
 
 class Sharding:
-    """The methods of SequenceParallel that shard and gather tensors. SequenceParallel sets the attributes."""
+    """Which tokens of a sequence this rank has, and what moves tensors between global order and this rank's tokens.
 
-    config: SequenceParallelConfig
-    size: int  # ranks that share a sequence
-    rank: int  # this rank's SP rank, its number among them
-    data_rank: int  # number of this rank's group among those that share a sequence
-    data_size: int  # how many such groups there are
-    comm: TorchComm
-    calls: Calls
-    checker: ConsistencyChecker
-    mask_users: weakref.WeakSet[Any]
-    vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
+    Args:
+        config: The settings, resolved.
+        topology: All ranks of the job as named axes.
+        comm: Has this rank's process groups.
+        calls: Counts the calls of attention, and of layers with a state.
+        checker: Compares the calls of the ranks of a sequence.
+
+    Attributes:
+        size: Ranks that share a sequence.
+        rank: This rank's number among them.
+        data_size: How many such groups there are.
+        data_rank: The number of this rank's group.
+        layout_tensors: Tensors that depend on a batch's layout alone, on the devices that need them.
+        unused: Detects a model that does not use what was sharded.
+        mask_users: Patched models whose loss counts tokens by an attention_mask.
+        vocabularies: Patched model -> a function that reads how many tokens and labels it knows.
+    """
+
+    def __init__(
+        self, config: SequenceParallelConfig, topology: Topology, comm: TorchComm, calls: Calls,
+        checker: ConsistencyChecker,
+    ) -> None:  # fmt: skip
+        self.config, self.comm, self.calls, self.checker = config, comm, calls, checker
+        rank, self.size, self.data_size = dist.get_rank(), config.size, topology.size("data")
+        self.rank = topology.index(rank, "ulysses", *topology.cp_axes)
+        self.data_rank = topology.index(rank, "data")
+        self.layout_tensors, self.unused = DeviceCache(), UnusedSharding(calls)
+        self.mask_users = weakref.WeakSet[Any]()
+        self.vocabularies = weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]()
+
+    def __deepcopy__(self, memo: dict) -> Sharding:
+        return self  # process groups cannot be copied
 
     @property
     def groups(self) -> Groups:
         """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
         check_thread()
         return self.comm.groups
-
-    @functools.cached_property
-    def layout_tensors(self) -> DeviceCache:
-        """Tensors that depend on a batch's layout alone, on the devices that need them."""
-        return DeviceCache()
-
-    @functools.cached_property
-    def first_use(self) -> FirstUse:
-        """Whether a model has used what was sharded."""
-        return FirstUse(self.calls)
 
     @property
     def keeps_masks(self) -> bool:
@@ -131,7 +142,7 @@ class Sharding:
             int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. Where
             seq / size is no whole number, ranks differ in how many tokens they have.
         """
-        self.first_use.read()
+        self.unused.read()
         return self._position_ids(seq, placement)
 
     def _position_ids(self, seq: int, placement: BatchLayout | None) -> Tensor:
@@ -437,7 +448,7 @@ def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) ->
         error = error or as_seqpar_error("averaging losses failed", reason)
     compared = {"number of losses": len(checked)}
     assert_ranks_agree(groups.world, "losses", compared, error=error, peers=groups.control, call="mean_loss")
-    return all_reduce_sum(groups.world, [exact_mean], "mean_loss")[0] / dist.get_world_size(), local_mean
+    return all_reduce_sum(groups.world, [exact_mean], "mean_loss")[0] / groups.world.size(), local_mean
 
 
 def _losses(value: object) -> list[Tensor]:

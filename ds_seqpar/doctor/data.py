@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,7 +24,7 @@ DIVISOR = "num_items_in_batch"
 def batches(job: Job) -> list[Finding]:
     """Shard a plain, a padded and a packed batch, gather it again, and compare it with the whole one."""
     tokens, wrong = max(23, 2 * job.sp.multiple + 5), ""
-    dice, size = torch.Generator().manual_seed(1), min(job.sp.vocabulary or (64,))
+    dice, size = torch.Generator().manual_seed(1), min(job.sp.sharding.vocabulary or (64,))
     ids = torch.randint(size, (ROWS, tokens), generator=dice, device="cpu")
     mask, at = torch.ones_like(ids), torch.arange(tokens, device="cpu")
     mask[0, : tokens // 4] = mask[1, -(tokens // 3) :] = 0
@@ -65,7 +64,7 @@ def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> s
             return "labels are shifted after sharding, so that a rank's last token has not the next one's label"
         row, token = different.nonzero()[0].tolist()
         return f"{name} is {got[row, token]} in place of {right[row, token]} at token {token} of row {row}"
-    items = float((labels != IGNORE).sum()) * sp.data_size / dist.get_world_size()
+    items = float((labels != IGNORE).sum()) * sp.data_size / sp.topology.world_size
     if abs(shard[DIVISOR] - items) <= 1e-6 * items:
         return ""
     factor = f"gradients are {items / shard[DIVISOR]:.4g} times what they must be"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
-from ..data.first_use import FirstUse
 from ..data.random_states import random_state, set_random_state
+from ..data.unused_sharding import UnusedSharding
 from ..guards.agreement import all_gather_objects
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
         progress: Called with the name of the check that begins.
     """
     found, sp, random = list[Finding](), job.sp, random_state()
-    first_use, received, received_bytes = sp.first_use, dict(sp.comm.received), sp.comm.received_bytes
-    sp.first_use = FirstUse(sp.calls)  # what the doctor computes says nothing of the loop that comes
-    sp.first_use.is_met, apart = True, ""  # the check after which ranks may no longer be in step
+    unused, received, received_bytes = sp.sharding.unused, dict(sp.comm.received), sp.comm.received_bytes
+    sp.sharding.unused = UnusedSharding(sp.calls)  # what the doctor computes says nothing of the loop that comes
+    sp.sharding.unused.is_met, apart = True, ""  # the check after which ranks may no longer be in step
     try:
         for name, check in checks:
             if apart:
@@ -108,7 +108,7 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
     finally:
         set_random_state(random)
         sp.checker.flush(last=True)
-        sp.first_use = first_use
+        sp.sharding.unused = unused
         sp.comm.received.clear()  # in place, since others refer to it
         sp.comm.received.update(received)
         sp.comm.received_bytes = received_bytes

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base import compat, profiling
 from ..base.errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from ..base.fingerprint import Compared, Fields, Fingerprint
+from ..core.runtime.groups import all_ranks
 from ..core.runtime.transport import Communication, receive, send
 from .waits import explaining_failure
 
@@ -249,7 +250,7 @@ def _difference(
             why = advice({rank: fields for rank, (_, fields, _) in members.items()}) if advice else ""
             why = _why_other_calls(members) if calls_differ else why
             if why is not None and (difference := differences(members, why, where)):
-                audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
+                audience = "all ranks" if len(members) == all_ranks().size() else "all ranks that share a sequence"
                 sentence = f"{audience} must be given the same {difference}"
                 return DisagreementError(sentence)
     return None

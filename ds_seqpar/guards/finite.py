@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -169,12 +169,15 @@ class Finite(Guard):
             advice = "see the hooks on it, and what clips or changes the gradient that it is added to"
             self.look(f"the gradient of {name}", "though its backward made finite numbers", gradient, advice)
 
-    def watch(self, engine: Any, world: Group) -> None:
-        """Look at an engine's losses, gradients and optimizer states, and compare gradient norms. Collective over the
-        world in each backward and step from then on."""
-        self.engine, backward, step = weakref.ref(engine), engine.backward, engine.step
+    def around_engine(self, engine: Any, world: Group) -> dict[str, Callable[..., Any]]:
+        """Look at an engine's losses, gradients and optimizer states, and compare gradient norms.
 
-        def checked_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        Returns:
+            Method -> the function that runs around it. Collective over the world.
+        """
+        self.engine = weakref.ref(engine)
+
+        def checked_backward(backward: Callable, loss: Any, *args: Any, **kwargs: Any) -> Any:
             self.look("the loss", "which came into backward", loss, "see what computes it")
             self.agree(world)
             result = backward(loss, *args, **kwargs)
@@ -185,7 +188,7 @@ class Finite(Guard):
             self.microbatches += 1
             return result
 
-        def checked_step(*args: Any, **kwargs: Any) -> Any:
+        def checked_step(step: Callable, *args: Any, **kwargs: Any) -> Any:
             if not engine.is_gradient_accumulation_boundary():
                 return step(*args, **kwargs)
             number, self.microbatches = engine.global_steps + 1, max(0, self.microbatches - 1)
@@ -203,7 +206,7 @@ class Finite(Guard):
             self.agree(world, number)
             return result
 
-        engine.backward, engine.step = checked_backward, checked_step
+        return {"backward": checked_backward, "step": checked_step}
 
     def _look_at_sums(self, engine: Any, how: str, advice: str) -> None:
         """Look at the gradients of all ranks together."""

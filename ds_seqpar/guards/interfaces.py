@@ -36,7 +36,7 @@ def gloo_meets_hosts() -> Iterator[None]:
     """
     world = compat.default_group()
     if world not in _found:  # on ranks for which the variable is set too, as others may lack it
-        _found[world] = _interface(compat.default_store())
+        _found[world] = _interface(compat.default_store(), world.size())
     interface = None if GLOO in os.environ else _found[world]
     if interface is not None:
         os.environ[GLOO] = interface
@@ -56,7 +56,7 @@ def gloo_meets_hosts() -> Iterator[None]:
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()  # of all ranks' group
 
 
-def _interface(store: dist.Store) -> str | None:
+def _interface(store: dist.Store, ranks: int) -> str | None:
     """Return the interface that joins the hosts; None on one host, or where nothing says. Collective over all ranks.
 
     It is NCCL's, where that is set to one name. Otherwise packets to the first rank's host would leave by it; from that
@@ -69,7 +69,7 @@ def _interface(store: dist.Store) -> str | None:
     own = _address_towards(os.environ.get("MASTER_ADDR", ""))
     if is_elsewhere:
         store.compare_set("another", "", own or "?")
-    if store.add("known", 1) == dist.get_world_size():
+    if store.add("known", 1) == ranks:
         store.set("all known", "")
     store.wait(["all known"])
     if not store.check(["another"]):

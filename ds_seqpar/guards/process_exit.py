@@ -139,7 +139,7 @@ def _who_is_gone() -> str:
 
     def ask(store: Any) -> list[int]:
         until = time.monotonic() + EXIT_TIMEOUT
-        while not (found := gone(store, range(dist.get_world_size()))) and time.monotonic() < until:
+        while not (found := gone(store, range(compat.default_group().size()))) and time.monotonic() < until:
             time.sleep(EXIT_TIMEOUT / 10)
         return found
 

@@ -159,7 +159,7 @@ _dog: _Watchdog | None = None
 def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
     """Watch this rank while anybody holds what this returns. Call it once ranks can communicate."""
     global _dog
-    if dist.get_world_size() == 1:
+    if groups.all_ranks().size() == 1:
         return []
     if _dog is None or not (_dog.is_alive() and _dog.is_of_this_job()):
         try:
@@ -220,7 +220,7 @@ class _Watchdog(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="ds_seqpar watchdog", daemon=True)
-        self.rank, self.world, self.group = dist.get_rank(), dist.get_world_size(), weakref.ref(groups.all_ranks())
+        self.rank, self.world, self.group = dist.get_rank(), groups.all_ranks().size(), weakref.ref(groups.all_ranks())
         self.store, self.at_exit = compat.default_store().clone(), threading.Event()
         self.users = weakref.WeakSet[Watched]()
         size = ranks_per_node(self.world)

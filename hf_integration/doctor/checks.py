@@ -10,7 +10,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -52,7 +51,7 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
         form = f"{'trained' if x.requires_grad else 'frozen'} {str(x.dtype).removeprefix('torch.')} {whole_shape(x)}"
         fields[name] = f"{form} with digest {fingerprint_of_bits(x)}" if is_whole(x) else form
     advice = "load the same checkpoint on all ranks, or seed them alike before the model is made"
-    found = alike("weights", (yield fields), advice, f"{whole} the same on {dist.get_world_size()} ranks")
+    found = alike("weights", (yield fields), advice, f"{whole} the same on {job.sp.topology.world_size} ranks")
     detail = "no rank has whole weights: ZeRO-3 keeps parts of them, and the meta device none"
     is_tried = whole or found.status == "fail"
     return [found if is_tried else Finding(check="weights", status="not tried", detail=detail)]

@@ -83,7 +83,7 @@ class CachedForward:
 
     def held_columns(self) -> Tensor:
         """Return the columns of this rank's tokens, counted from the first ever: (rows or 1, local tokens)."""
-        held = self.kept.sp.held(self.tokens, self.layout, self.kept.sp.rank)
+        held = self.kept.sp.sharding.held(self.tokens, self.layout, self.kept.sp.rank)
         return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
     # ---- outputs

@@ -103,8 +103,8 @@ class Agreement:
             return self.modes[key]
         wrong_whole, fits_shard = whole_error(inputs, *tokens.shape[:2]), True
         try:
-            check_tokens(self.sp, tokens, None)
-            check_shard(self.sp, tokens, positions, None, None, ValueChecks())
+            check_tokens(self.sp.sharding, tokens, None)
+            check_shard(self.sp.sharding, tokens, positions, None, None, ValueChecks())
         except InputError:
             fits_shard = False
         error, neither = None, "(or give the part of a batch, with all that sp.shard_batches returns for it)"
@@ -154,10 +154,12 @@ class Agreement:
                 raise ConfigError(SKIPS)
             if compiled and backward and model is not None and (numbers := noise_numbers(model)):
                 raise ConfigError(COMPILED.format(next(iter(numbers))))
-            check_tokens(self.sp, tokens, layout)
+            check_tokens(self.sp.sharding, tokens, layout)
             if batch is None:
                 like = {"shape": tuple(tokens.shape)} if layout is None else {"placement": str(layout)}
-                check_shard(self.sp, tokens, inputs.get("position_ids"), inputs.get("attention_mask"), layout, checks)
+                check_shard(
+                    self.sp.sharding, tokens, inputs.get("position_ids"), inputs.get("attention_mask"), layout, checks
+                )
             error = None
         except SeqParError as reason:
             error = reason
@@ -218,7 +220,7 @@ def raise_in_call(sp: SequenceParallel, error: SeqParError) -> None:
 
 def _advice_of(sp: SequenceParallel) -> Advice:
     """Return the advice on whole batches, which is kept longer than `sp` may be."""
-    return functools.partial(_advice, sp.first_use.calls.count > 0)
+    return functools.partial(_advice, sp.calls.count > 0)
 
 
 def _advice(began: bool, fields_by_rank: Mapping[int, Fields]) -> str | None:

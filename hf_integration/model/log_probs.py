@@ -121,7 +121,8 @@ class _Call:
         if TEMPERATURE in kwargs:
             shifted = kwargs.get("shift_labels")
             if shifted is None:  # the forward is local
-                shifted = counted_labels(self.sp, {name: x for name, x in kwargs.items() if x is not None}).roll(-1, 1)
+                given = {name: x for name, x in kwargs.items() if x is not None}
+                shifted = counted_labels(self.sp.sharding, given).roll(-1, 1)
             self.shift_labels = shifted
         return args, {name: x for name, x in kwargs.items() if name not in TAKEN}
 

@@ -178,13 +178,13 @@ class ExpertBalance:
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
-        sp.mask_users.add(self)  # `shard_batches` then returns the mask, without which padding would count
+        sp.sharding.mask_users.add(self)  # `shard_batches` then returns the mask, without which padding would count
 
     def __deepcopy__(self, memo: dict) -> ExpertBalance:
         return ExpertBalance(self.sp)
 
     def close(self) -> None:
-        self.sp.mask_users.discard(self)
+        self.sp.sharding.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
         """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.

@@ -164,7 +164,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     patch.hooks += [handle for head in around for handle in hook(head, False)]
     if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x, patch.sp)]
-    patch.sp.vocabularies[inner] = vocabulary
+    patch.sp.sharding.vocabularies[inner] = vocabulary
     generate.install(inner)
 
 
@@ -257,7 +257,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     mixers.unshare(inner)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
-        patch.sp.vocabularies.pop(head, None)
+        patch.sp.sharding.vocabularies.pop(head, None)
         generate.remove(head)
     if patch.experts is not None:
         patch.experts.close()
@@ -300,7 +300,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         yield
         return
     patch.whole.append(None)
-    patch.sp.first_use.is_met = True  # what is evaluated here is not sharded
+    patch.sp.sharding.unused.is_met = True  # what is evaluated here is not sharded
     try:
         yield
     finally:
@@ -426,7 +426,7 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
 
     @between_graphs
     def check(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if check_loss(sp, module, kwargs, output, error=sp.first_use.error()):
+        if check_loss(sp, module, kwargs, output, error=sp.sharding.unused.error()):
             handle.remove()
 
     handle = engine.module.register_forward_hook(check, with_kwargs=True)

@@ -153,17 +153,17 @@ def _sharded(
     on_cpu, (rows, tokens) = _copies(batch), tokens_of(inputs).shape[:2]
     if shared := prompts_of_call(sp, model, facts, inputs, on_cpu):
         batch.pop("attention_mask", None)
-        shard, counted = shard_shared_prompts(sp, batch, shared, checks, on_cpu)
+        shard, counted = shard_shared_prompts(sp.sharding, batch, shared, checks, on_cpu)
         rows, tokens = 1, len(shared.tokens)
         checks.fields["shared prompts"] = str(shard["placement"])
     else:
-        shard, counted = shard_call(sp, batch, checks, on_cpu)
+        shard, counted = shard_call(sp.sharding, batch, checks, on_cpu)
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
         cached.begin(shard.get("placement"))
         shard["position_ids"] = shard.pop(POSITIONS)
-    spec = logits = ShardSpec.of(sp, rows, tokens, shard.get("placement"), "outputs")
+    spec = logits = ShardSpec.of(sp.sharding, rows, tokens, shard.get("placement"), "outputs")
     if keep := others.pop("logits_to_keep", 0):
         chosen: slice | tuple[int, ...] = slice(-keep, None)
         if cached is not None:
@@ -304,7 +304,7 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifte
     if not isinstance(x, Tensor):
         return x
     if name == "loss" and labelled:
-        return whole_loss(sp, x)
+        return whole_loss(sp.sharding, x)
     spec: Any = context.logits if name == "logits" else context.spec
     spec = spec.named(name)
     if x.shape[:2] == spec.lead:

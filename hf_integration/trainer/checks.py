@@ -21,9 +21,11 @@ from accelerate import Accelerator
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
-from ds_seqpar import SequenceParallel, engine
+from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.data.loader import Loader
+from ds_seqpar.deepspeed import counts
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 
 from ..compat import TRL_BASE
@@ -128,7 +130,7 @@ def count_by_rank(config: Any, sp: SequenceParallel) -> None:
         raise ConfigError(
             f'the DeepSpeed JSON needs the values of TrainingArguments, or "auto" in their places; got {got}, write it'
         )
-    engine.count_by_rank(config.config, sp)
+    counts.count_by_rank(config.config, sp)
     config.mismatches = []
 
 
@@ -159,7 +161,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def _world_size() -> int:
     """Return the number of ranks. Raises ConfigError if no launcher started them."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    world = all_ranks().size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
     if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # only accelerate's launcher sets it
         raise ConfigError(
             "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "

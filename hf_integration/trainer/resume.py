@@ -16,8 +16,10 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ds_seqpar.base.errors import ConfigError, as_seqpar_error
+from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.deepspeed.config import DeepSpeedJson
-from ds_seqpar.deepspeed.saving import LoadingRun, fault_of, inspect_engine, is_whole, recover
+from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
+from ds_seqpar.deepspeed.saving.resuming import LoadingRun, fault_of, inspect_engine
 from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 
 LAST = True  # not a string: a folder may have any name
@@ -39,7 +41,7 @@ class ResumingRun(LoadingRun):
         return ResumingRun(
             rank=dist.get_rank(),
             leads=args.should_save,
-            ranks=dist.get_world_size(),
+            ranks=all_ranks().size(),
             stage=settings.zero_optimization.stage,
             dtype=settings.dtype,
             # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed

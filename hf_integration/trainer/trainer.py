@@ -35,7 +35,7 @@ from ds_seqpar.data.documents import documents_of
 from ds_seqpar.data.loader import loading_error
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.cpu_launch import op_lock
-from ds_seqpar.deepspeed.saving import Aside, is_whole, written_aside
+from ds_seqpar.deepspeed.saving.atomic import AtomicCheckpoint, atomic_checkpoint, is_whole
 from ds_seqpar.doctor import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.guards import mismatch_hints
@@ -113,7 +113,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
         self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
-        self._aside: Aside | None = None  # the checkpoint that is being written
+        self._unfinished: AtomicCheckpoint | None = None  # the checkpoint that is being written
         self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
@@ -237,7 +237,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
                 if isinstance(batch, Mapping) and (wrong := common_misuse(batch)):
                     raise InputError(wrong)
                 if not custom_loss and (labelled or batch.get("labels") is not None):
-                    batch["labels"] = counted_labels(self.sp, batch)
+                    batch["labels"] = counted_labels(self.sp.sharding, batch)
         except Exception as reason:
             error = loading_error(reason)
         assert_ranks_agree(
@@ -245,7 +245,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         )
         assert_ranks_agree(
             self.sp.control_world, "whole batches", fingerprints, peers=self.sp.groups.control, among_peers=True,
-            advice=functools.partial(mismatch_hints.of_batches, began=self.sp.first_use.calls.count > 0),
+            advice=functools.partial(mismatch_hints.of_batches, began=self.sp.calls.count > 0),
         )  # fmt: skip
         return batches
 
@@ -318,28 +318,28 @@ class SequenceParallelMixin(rollouts.Rollouts):
         run, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         try:
-            with written_aside(self.sp.control_world, Path(run), name, self.args.should_save) as self._aside:
+            with atomic_checkpoint(self.sp.control_world, Path(run), name, self.args.should_save) as self._unfinished:
                 super()._save_checkpoint(model, trial)
                 if best == name or os.path.isdir(os.path.join(run, best)):
                     self.state.best_model_checkpoint = os.path.join(run, best)
                 if self.args.should_save:
-                    self.state.save_to_json(str(self._aside.path / TRAINER_STATE_NAME))
+                    self.state.save_to_json(str(self._unfinished.path / TRAINER_STATE_NAME))
         finally:
-            self._aside = None
+            self._unfinished = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(run, name))
         if self.args.should_save:
             rotate_checkpoints(run, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._aside is None else str(self._aside.path.parent)
+        return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished.path.parent)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self._aside is None else self._aside.keeping_errors():
+        with contextlib.nullcontext() if self._unfinished is None else self._unfinished.keeping_errors():
             super()._save(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._aside is None:  # else it is called again once the folder has its name
+        if self._unfinished is None:  # else it is called again once the folder has its name
             super()._push_from_checkpoint(checkpoint_folder)
 
     # ---- evaluation: every sequence counts once

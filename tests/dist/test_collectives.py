@@ -35,7 +35,7 @@ def averaged(*losses):
 
 
 def parts(sp):
-    where = ShardSpec.of(sp, 2, 16, None, "logits")
+    where = ShardSpec.of(sp.sharding, 2, 16, None, "logits")
     return whole_of(torch.ones(2, 8, 5), where)
 
 

@@ -29,7 +29,7 @@ TOKENS, CLASSES = 40, 30  # that the model has
 def vocabulary(sp):
     """A model that knows so many tokens and labels, for as long as somebody refers to it."""
     model = torch.nn.Linear(1, 1)
-    sp.vocabularies[model] = lambda _: (TOKENS, CLASSES)
+    sp.sharding.vocabularies[model] = lambda _: (TOKENS, CLASSES)
     return model
 
 
@@ -69,7 +69,7 @@ def test_what_is_read_later_is_sharded_as_what_is_read_at_once():
     model = vocabulary(sp)
     for name, given in RIGHT.items():
         later = ValueChecks(at_once=())
-        (shard, counted), (other, other_counted) = (shard_call(sp, given, x) for x in (ValueChecks(), later))
+        (shard, counted), (other, other_counted) = (shard_call(sp.sharding, given, x) for x in (ValueChecks(), later))
         assert shard.keys() == other.keys(), name
         for key, x in shard.items():
             assert torch.equal(x, other[key]) if isinstance(x, torch.Tensor) else x == other[key], (name, key)
@@ -89,13 +89,13 @@ def test_values_that_are_on_the_cpu_too_are_read_there_at_once():
         on_cpu = {name: x for name, x in given.items() if not x.is_floating_point()}
         on_device = {name: x + 1 if name in batches.READ else x for name, x in given.items()}  # these are not read
         later = ValueChecks(at_once=())
-        expected, counted = shard_call(sp, given, ValueChecks())
-        shard, other = shard_call(sp, on_device, later, on_cpu)
+        expected, counted = shard_call(sp.sharding, given, ValueChecks())
+        shard, other = shard_call(sp.sharding, on_device, later, on_cpu)
         assert float(other) == counted
         assert all(torch.equal(x, shard[name]) for name, x in expected.items() if isinstance(x, torch.Tensor))
         assert shard["placement"] == expected["placement"]
     with pytest.raises(InputError, match="labels must be tokens"):
-        shard_call(sp, batch(), ValueChecks(at_once=("cpu",)), {"labels": WRONG["an unknown label"]["labels"]})
+        shard_call(sp.sharding, batch(), ValueChecks(at_once=("cpu",)), {"labels": WRONG["an unknown label"]["labels"]})
     del model
 
 
@@ -105,9 +105,9 @@ def test_a_wrong_value_is_raised_in_the_next_comparison_and_computed_with_by_nob
     model = vocabulary(sp)
     for name, given in WRONG.items():
         with pytest.raises(InputError) as at_once:
-            shard_call(sp, given, ValueChecks())
+            shard_call(sp.sharding, given, ValueChecks())
         checks = ValueChecks(at_once=())
-        shard, _ = shard_call(sp, given, checks)
+        shard, _ = shard_call(sp.sharding, given, checks)
         assert 0 <= shard["input_ids"].min() <= shard["input_ids"].max() < TOKENS
         assert -100 <= shard["shift_labels"].min() <= shard["shift_labels"].max() < CLASSES
         assert not ((shard["shift_labels"] < 0) & (shard["shift_labels"] != -100)).any()
@@ -159,7 +159,7 @@ def on_fake_cuda():
     """Copies in the first forward and the second, by batch: to read a value raises."""
     sp, found = make(), {}
     model = vocabulary(sp)
-    sp.mask_users.add(model)
+    sp.sharding.mask_users.add(model)
     fakes = FakeTensorMode()
     layout_of, get = batches._layout_of, DeviceCache.get
 
@@ -182,7 +182,7 @@ def on_fake_cuda():
             for _ in range(2):
                 checks = ValueChecks(at_once=("cpu",))
                 with Moves() as moves:
-                    shard, _ = shard_call(sp, batch, checks)
+                    shard, _ = shard_call(sp.sharding, batch, checks)
                     checks.compare({key: x for key, x in batch.items() if x.is_cuda})
                     checks.post(ConsistencyChecker(None))  # which is not asked, since nothing here has values
                 assert {x.device.type for x in shard.values() if isinstance(x, torch.Tensor)} == {"cuda"}
@@ -192,13 +192,13 @@ def on_fake_cuda():
         for placement in (None, packed):
             for _ in range(2):
                 with Moves() as moves:
-                    spec = ShardSpec.of(sp, 1, SEQ, placement, "logits")
+                    spec = ShardSpec.of(sp.sharding, 1, SEQ, placement, "logits")
                     whole = whole_of(spec.shard(logits), spec)
                     assert whole.exp().gathered().shape == (1, SEQ, 3)
                     narrow, kept = spec.narrow(slice(None), slice(2, 5), logits.device)
                     assert narrow.gathered(spec.shard(logits).index_select(1, kept)).shape == (1, 3, 3)
                     assert sp.gather(logits, 1, packed).shape == logits.shape
-                    assert sp.local_positions(placement or SEQ, logits.device).is_cuda
+                    assert sp.sharding.local_positions(placement or SEQ, logits.device).is_cuda
                 found.setdefault(("outputs", placement), []).append(moves.found)
     del model
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_seqpar.deepspeed.saving.atomic import ASIDE, FORMER, recover, written_aside
+from ds_seqpar.deepspeed.saving.atomic import FORMER, UNFINISHED, atomic_checkpoint, recover
 from tests.dist.ranks import refusal
 from tests.launch import on_warm_ranks as on_ranks
 
@@ -18,10 +18,10 @@ FILES = ("model.pt", "zero_pp_rank_0_optim.pt", "text.json")
 
 def save(folder, name, content):
     """What a rank that is alone does."""
-    with written_aside(None, folder, name, leads=True, latest=True) as aside:
+    with atomic_checkpoint(None, folder, name, leads=True, latest=True) as checkpoint:
         for file in FILES[:2]:
-            torch.save(content, aside.path / file)
-        (aside.path / FILES[2]).write_text(content)
+            torch.save(content, checkpoint.path / file)
+        (checkpoint.path / FILES[2]).write_text(content)
 
 
 def killed_at(folder, name, count):
@@ -61,7 +61,7 @@ def killed_everywhere(folder, name):
         killed = killed_at(place, name, count)
         recover(place, remove=count % 2 == 0)  # before a save, or before loading
         last = (place / "latest").read_text()
-        there = {x.name for x in place.iterdir() if x.is_dir()} - {ASIDE, FORMER}
+        there = {x.name for x in place.iterdir() if x.is_dir()} - {UNFINISHED, FORMER}
         found.append((contents(place, "first"), contents(place, last), {x: contents(place, x) for x in there}, last))
         count += 1
     return found, count
@@ -89,8 +89,8 @@ def failing(folder):
     (folder / "file").write_text("")
 
     def saving(place, spoil):
-        with written_aside(None, place, "next", leads=True) as aside:
-            spoil(aside.path)
+        with atomic_checkpoint(None, place, "next", leads=True) as checkpoint:
+            spoil(checkpoint.path)
 
     said = [
         refusal(saving, folder, lambda path: path.mkdir()),
@@ -108,4 +108,4 @@ def test_a_save_that_fails_leaves_nothing(tmp_path):
         assert kind == "ConfigError"
         assert words in message
     assert names == ["file", "first", "latest"]
-    assert not {ASIDE, FORMER} & {*names}
+    assert not {UNFINISHED, FORMER} & {*names}

@@ -126,7 +126,7 @@ USES = {
 def spreads(sp):
     """A batch that is shared equally, one of another length, and one with documents, in rows that lie end to end."""
     documents = dataclasses.replace(sp.place(16, (3, 5, 8)), rows=2)
-    return [ShardSpec.of(sp, 2, *case, "logits") for case in ((8, None), (7, sp.place(7)), (8, documents))]
+    return [ShardSpec.of(sp.sharding, 2, *case, "logits") for case in ((8, None), (7, sp.place(7)), (8, documents))]
 
 
 @on_each_of(2)

@@ -59,7 +59,7 @@ def test_what_was_found_on_the_device_is_said_in_the_next_forward(device):
     """Of positions that are another rank's."""
     start()
     sp, checks, tokens = make(size=1), ValueChecks(at_once=()), torch.zeros(1, SEQ, device=device)
-    check_shard(sp, tokens, (sp.position_ids(SEQ) + 1)[None].to(device), None, None, checks)
+    check_shard(sp.sharding, tokens, (sp.position_ids(SEQ) + 1)[None].to(device), None, None, checks)
     checks.post(sp.checker)
     assert "earlier forward" in refusal(sp.checker.check_deferred, "model inputs", None)[1]
     assert refusal(sp.checker.check_deferred, "model inputs", None) == (None, None)

@@ -54,7 +54,7 @@ def found_later():
     tokens = torch.zeros(2, SEQ)
     for name, (positions, mask) in cases.items():
         checks = ValueChecks(at_once=())
-        check_shard(sp, tokens, positions, mask, None, checks)
+        check_shard(sp.sharding, tokens, positions, mask, None, checks)
         checks.post(sp.checker)
         said[name] = [refusal(sp.checker.check_deferred, "model inputs", None)[1] for _ in range(2)]
 

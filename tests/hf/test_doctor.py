@@ -177,7 +177,7 @@ def steps_of(stage, doctor):
     model, config = llama(), settings(SECTION, stage, 1, 1, **adam(1e-3))
     engine, *_ = ds_seqpar.initialize(model=model, config=config, doctor=doctor)
     sp = engine.sequence_parallel
-    found: list = [sp.first_use.is_met]
+    found: list = [sp.sharding.unused.is_met]
     for _ in range(2):
         ids = torch.randint(0, 64, (1, 48))
         found.append(step(engine, sp.shard_batches([{"input_ids": ids, "labels": ids}])))

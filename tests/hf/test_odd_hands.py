@@ -136,11 +136,11 @@ def test_copies_are_patched_and_unpatched_by_themselves():
         with pytest.raises(ds_seqpar.SeqParError, match="position_ids"):  # sharded, though made in whole_sequences
             other(**shard(sp) | {"position_ids": IDS + 1})
     for other in (*copies, model):
-        assert sp.keeps_masks
+        assert sp.sharding.keeps_masks
         other.unpatch_attention()
         assert state(other) == plain
     gc.collect()  # the copy of which the second is a copy
-    assert not sp.keeps_masks
+    assert not sp.sharding.keeps_masks
 
 
 # --- another head

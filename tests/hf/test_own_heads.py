@@ -187,7 +187,7 @@ def test_a_label_at_a_documents_start_counts_where_a_forward_sees_whole_outputs_
     assert abs(plain / wanted - 1) > 1e-5
     found = [causal(**batch).loss.item(), sp.mean_loss([causal(**sp.shard_batch(batch)).loss])]
     assert found == pytest.approx([wanted] * 2, rel=1e-6)
-    assert counted_labels(sp, batch).equal(labels)  # as the Trainer leaves them for the model's own loss
+    assert counted_labels(sp.sharding, batch).equal(labels)  # as the Trainer leaves them for the model's own loss
     own = patch_attention(of(ZLossForCausalLM), sp)
     assert own(**batch).loss.item() - own(**without).loss.item() == pytest.approx(plain - wanted, rel=1e-6)
 

@@ -20,8 +20,8 @@ def test_the_page_lists_the_public_names(package):
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(package.__all__)
     shown = {name.rpartition(".")[2]: name for name in SHOWN if name.startswith(f"{package.__name__}.")}
-    assert shown.keys() == set(package.__all__)
-    for name, path in shown.items():
+    assert shown.keys() - {"Sharding"} == set(package.__all__)  # whose methods a SequenceParallel has
+    for name, path in shown.items() - {("Sharding", shown.get("Sharding"))}:
         found = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
         assert found is getattr(package, name)
         assert found.__doc__

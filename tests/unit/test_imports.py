@@ -45,11 +45,11 @@ HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.generation", "hf.model", "hf.t
 ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
 # the modules of the engine that ask, in functions, what is below the line: for "auto" settings and machines' files, and
 # before the first step
-DOORS = {"ds_seqpar.auto": "planner", "ds_seqpar.engine": "doctor"}
+DOORS = {"ds_seqpar.planning": "planner", "ds_seqpar.engine": "doctor"}
 # what attention does without, imported in functions by whoever needs it. So do commands, torch above all
 LATER = {
     "base.compat": "what of it runs before torch is imported, in commands",
-    "auto": "types alone, in models",
+    "planning": "types alone, in models",
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
     "deepspeed.config": "the JSON of a job, of which auto settings are chosen",
@@ -217,6 +217,13 @@ def test_transport_and_kernels_know_nothing_of_schedules():
         if short(name) in TRANSPORT or short(name).startswith("core.runtime.kernels."):
             compiled = {target.split(".")[3] for target in found if target.startswith("ds_seqpar.core.compiler.")}
             assert compiled <= values, name
+
+
+def test_who_asks_for_the_size_of_the_world_asks_a_group():
+    """`dist.get_world_size()` without a group; `groups.all_ranks()` and a SequenceParallel's topology have it."""
+    for name in MODULES:
+        calls = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.Call) and not node.args]
+        assert not [call for call in calls if getattr(call.func, "attr", "") == "get_world_size"], name
 
 
 def test_ds_seqpar_names_hf_integration_in_one_place():

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ds_seqpar import auto
+from ds_seqpar import planning
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.runtime.devices import Host, ranks_per_host, this_host
 from ds_seqpar.core.settings import SequenceParallelConfig
@@ -138,10 +138,10 @@ def test_a_machine_is_supposed_by_the_name_of_the_device():
 
 
 def test_a_machine_that_is_named_has_the_ranks_that_launch():
-    machine = auto.detected_machine([_host("a")] * 4, auto.named_machine(Config(machine="a100-ib")))
+    machine = planning.detected_machine([_host("a")] * 4, planning.named_machine(Config(machine="a100-ib")))
     assert (machine.name, machine.per_node) == ("a100-ib", 4)
     with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
-        auto.named_machine(Config(machine="a100"))
+        planning.named_machine(Config(machine="a100"))
 
 
 def test_too_little_memory_is_said_and_the_fastest_taken():
@@ -206,7 +206,7 @@ def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
 def test_the_memory_that_ranks_see_is_the_machines():
     """A host of 2**34 bytes beside a smaller accelerator than the preset's."""
     hosts = [Host("a", "NVIDIA H100", (0,), 2**34, 2**33)] * 8
-    machine = auto.detected_machine(hosts)
+    machine = planning.detected_machine(hosts)
     assert (machine.name, machine.memory, machine.host_memory) == ("h100-ib", 2**33, 2**34)
 
 
@@ -236,15 +236,15 @@ def test_ranks_a_node_are_those_that_share_a_host():
 
 def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as accelerate sets it on CPUs
-    assert auto.detected_machine([this_host()] * 4).per_node == 4
+    assert planning.detected_machine([this_host()] * 4).per_node == 4
 
 
 def test_processors_are_taken_as_they_are():
-    two = auto.detected_machine([_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
+    two = planning.detected_machine([_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
     assert (two.per_node, two.memory, two.host_memory) == (2, 2**32, 2**33)
-    alone = auto.detected_machine([_host("a", cores=tuple(range(8)))])
+    alone = planning.detected_machine([_host("a", cores=tuple(range(8)))])
     assert alone.rates("float32") == tuple(8 * rate for rate in two.rates("float32"))
-    apart = auto.detected_machine([_host("a", cores=(n,)) for n in range(4)])  # each bound to a core of its own
+    apart = planning.detected_machine([_host("a", cores=(n,)) for n in range(4)])  # each bound to a core of its own
     assert apart.matrices == two.matrices
     assert "H100" not in two.about + two.name
-    assert auto.detected_machine([_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"
+    assert planning.detected_machine([_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"

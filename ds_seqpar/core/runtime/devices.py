@@ -59,7 +59,7 @@ def _index(count: int, chosen: int, local_rank: int | None) -> int:
         return chosen
     if local_rank is None:
         is_up = dist.is_initialized()
-        world = dist.get_world_size() if is_up else int(os.environ.get("WORLD_SIZE", "1"))
+        world = compat.default_group().size() if is_up else int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1 or (is_up and dist.get_rank() == 0):  # a script that has set device 0 looks as one that set none
             return chosen
         raise ConfigError(

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...base import compat
 from ...base.errors import ConfigError
@@ -88,9 +89,9 @@ class Groups:
         of layers do not go through that of the whole job, behind what ZeRO gathers ahead.
         """
         assert self.sp is not None
-        size = dist.get_world_size(self.sp)
+        size = self.sp.size()
         # a group of attention's own if one has all ranks: `sp` may be that of the whole job
-        group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and dist.get_world_size(x) == size)
+        group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and x.size() == size)
         made: list[Group] = []
         if group is all_ranks() and communicator_device(group):
             maker = _Maker(dist.get_rank(), self.world, self.max_ctas)
@@ -177,6 +178,29 @@ def create(
     )
 
 
+def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> DeviceMesh:
+    """Return all ranks as a mesh with the dims "dp", "cp" and "ulysses". Collective over all ranks.
+
+    The last two have the groups that attention has; "dp", and a dim of one rank, get one that is freed with `groups`.
+
+    Raises:
+        ConfigError: The ranks have another order than torch numbers those of a dim in.
+    """
+    numbers = [topology.index(r, "ulysses", *topology.cp_axes, "data") for r in range(topology.world_size)]
+    if numbers != sorted(numbers):
+        raise ConfigError(
+            "device_mesh needs neighboring ranks along ulysses first, then along the CP axes; got another rank_order, "
+            'leave it "auto"'
+        )
+    maker = _Maker(dist.get_rank(), groups.world, groups.max_ctas)
+    dims = {"dp": (None, ("data",)), "cp": (groups.inner, topology.cp_axes), "ulysses": (groups.ulysses, ("ulysses",))}
+    by_dim = [group or maker.of_dim(name, topology.group(maker.rank, *axes)) for name, (group, axes) in dims.items()]
+    _warm_up({*by_dim}, maker.made)
+    vars(groups).update(made=(*maker.made, *groups.made))
+    mesh = torch.tensor(numbers, device="cpu").view([topology.size(*axes) for _, axes in dims.values()])
+    return DeviceMesh.from_group(by_dim, device.type, mesh, mesh_dim_names=tuple(dims))
+
+
 _numbers = itertools.count(1)  # of sets of groups that this process has made
 
 
@@ -204,12 +228,16 @@ class _Maker:
     def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
         """Return the group of all ranks if these are all, else a group as `own` makes it."""
         ranks = tuple(ranks)
-        return all_ranks() if 1 < len(ranks) == dist.get_world_size() else self.own(purpose, ranks)
+        return all_ranks() if 1 < len(ranks) == all_ranks().size() else self.own(purpose, ranks)
+
+    def of_dim(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """Return a group as `own_or_all` does, and one of this rank alone too."""
+        return self.own_or_all(name, ranks) or self._make(name, ranks, dist.get_backend(), self.device)
 
     def for_cpu(self, ranks: Iterable[int], meeting: Meeting) -> Group:
         """Return a group of more than one rank that carries CPU tensors."""
         ranks = tuple(sorted(ranks))
-        if len(ranks) == dist.get_world_size():
+        if len(ranks) == all_ranks().size():
             return self.world
         with meeting():
             return self._make("control", ranks, "gloo", None)

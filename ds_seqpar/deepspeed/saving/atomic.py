@@ -1,7 +1,7 @@
 """Write a checkpoint so that it is there as a whole, or not at all, whenever a rank is killed.
 
-Ranks write into a folder aside, sync their files to the disk and agree that every file is complete. Then one rename
-makes it a checkpoint.
+Ranks write into a folder beside it, sync their files to the disk and agree that every file is complete. Then one
+rename makes that folder the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...base import compat
 from ...base.errors import ConfigError, SeqParError
 from ...guards.agreement import assert_ranks_agree
 
-ASIDE, FORMER = ".unfinished", ".former"  # folders, beside checkpoints, of one that is written and one it replaces
+UNFINISHED, FORMER = ".unfinished", ".former"  # folders, beside checkpoints, of one that is written and one it replaces
 RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # in the name of a file that belongs to one rank
 ARCHIVES = (".pt", ".pth")
 TRIAL = 1 << 20  # bytes that are written to learn why others could not be
 
 
-class Aside:
+class AtomicCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
@@ -40,7 +40,7 @@ class Aside:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.path = folder, name, folder / ASIDE / name
+        self.folder, self.name, self.path = folder, name, folder / UNFINISHED / name
         self.error: Exception | None = None
         self.needed = 0
 
@@ -98,9 +98,9 @@ class Aside:
 
 
 @contextlib.contextmanager
-def written_aside(
+def atomic_checkpoint(
     group: dist.ProcessGroup, folder: Path, name: str, leads: bool, latest: bool = False
-) -> Iterator[Aside]:
+) -> Iterator[AtomicCheckpoint]:
     """Context manager in which ranks write a checkpoint, which is there once it ends. Collective over all ranks.
 
     Args:
@@ -113,36 +113,36 @@ def written_aside(
     Raises:
         ConfigError: On every rank, where one could not write; nothing has changed then.
     """
-    aside = Aside(folder, name)
-    with aside.keeping_errors():
+    checkpoint = AtomicCheckpoint(folder, name)
+    with checkpoint.keeping_errors():
         if leads:
             recover(folder)
-            aside.path.mkdir(parents=True)
-    _agree(group, aside)
-    if not aside.path.is_dir():
-        aside.error = FileNotFoundError(
+            checkpoint.path.mkdir(parents=True)
+    _agree(group, checkpoint)
+    if not checkpoint.path.is_dir():
+        checkpoint.error = FileNotFoundError(
             "this rank does not see the folder that rank 0 has made, as all ranks do in a folder that machines share"
         )
     try:
-        with aside.keeping_errors():
-            yield aside
-        with aside.keeping_errors():
-            aside.sync(dist.get_rank(), leads)
-        _agree(group, aside)
-        with aside.keeping_errors():
+        with checkpoint.keeping_errors():
+            yield checkpoint
+        with checkpoint.keeping_errors():
+            checkpoint.sync(dist.get_rank(), leads)
+        _agree(group, checkpoint)
+        with checkpoint.keeping_errors():
             if leads:
-                aside.publish(latest)
+                checkpoint.publish(latest)
                 with contextlib.suppress(OSError):
                     recover(folder)  # before others look into the folder, as when this save is part of another
-        _agree(group, aside)
+        _agree(group, checkpoint)
     finally:
         if leads:
             with contextlib.suppress(OSError):
                 recover(folder)
 
 
-def _agree(group: dist.ProcessGroup, aside: Aside) -> None:
-    assert_ranks_agree(group, "checkpoint to write", {"name": aside.name}, error=aside.sentence())
+def _agree(group: dist.ProcessGroup, checkpoint: AtomicCheckpoint) -> None:
+    assert_ranks_agree(group, "checkpoint to write", {"name": checkpoint.name}, error=checkpoint.sentence())
 
 
 def recover(folder: Path, remove: bool = True) -> None:
@@ -153,7 +153,7 @@ def recover(folder: Path, remove: bool = True) -> None:
     for former in sorted((folder / FORMER).glob("*")):
         if not (folder / former.name).exists():
             former.rename(folder / former.name)
-    for name in (ASIDE, FORMER) if remove else ():
+    for name in (UNFINISHED, FORMER) if remove else ():
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from ...data.sharding import Sharding
 from ...guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 from ...guards.process_exit import is_lost
 from ..config import DeepSpeedJson
-from .atomic import Aside, recover, written_aside
-from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
+from ..hooks import CHECKPOINTS, WRITING, hooks_of
+from .atomic import AtomicCheckpoint, atomic_checkpoint, recover
+from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, restore_missing_state
 
 PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
 
@@ -31,10 +32,10 @@ OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_sta
 
 
 class EngineCheckpoints:
-    """The methods of an engine that save and load its checkpoints, with DeepSpeed's own inside.
+    """The methods of an engine that save and load its checkpoints, around DeepSpeed's own.
 
     Args:
-        engine: DeepSpeed's engine, whose methods these replace.
+        engine: DeepSpeed's engine. Of a second object for it nothing is used.
         sp: The SequenceParallel that it trains with.
         of_loop: Whether it is of a loop that nobody else saves, as of `initialize`.
 
@@ -49,11 +50,12 @@ class EngineCheckpoints:
                 "the JSON, leave it out"
             )
         self.engine, self.sp, self.of_loop, self.ranks = engine, sp, of_loop, sp.size * sp.data_size
-        self._save, engine.save_checkpoint = engine.save_checkpoint, self.save_checkpoint
-        self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
+        hooks = hooks_of(engine)
+        hooks.install(CHECKPOINTS, save_checkpoint=self.save_checkpoint, load_checkpoint=self.load_checkpoint)
 
     def save_checkpoint(
         self,
+        save: Callable[..., Any],
         save_dir: str | Path,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
@@ -65,6 +67,7 @@ class EngineCheckpoints:
         """Save a checkpoint, which is there once all ranks have written theirs. Collective over all ranks.
 
         Args:
+            save: DeepSpeed's method.
             save_dir: The folder of checkpoints.
             tag: The checkpoint's name. The default is `global_step` with the number of optimizer steps.
             client_state: What `load_checkpoint` returns.
@@ -91,20 +94,21 @@ class EngineCheckpoints:
                 f"{done} of the {steps} micro-batches of one, call it after the last"
             )
         assert_ranks_agree(group, "checkpoint", compared, error=error, call="save_checkpoint")
-        with written_aside(group, folder, name, self._leads, save_latest) as aside:
-            writer = engine.checkpoint_engine
-            with _deferring(aside, writer, "save"), _deferring(aside, engine, compat.COPY_SCRIPTS, str(folder)):
+        with atomic_checkpoint(group, folder, name, self._leads, save_latest) as checkpoint:
+            writer, scripts = engine.checkpoint_engine, compat.COPY_SCRIPTS
+            with _deferring(checkpoint, writer, "save"), _deferring(checkpoint, engine, scripts, str(folder)):
                 try:
-                    self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                    save(str(checkpoint.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
                 except Exception as reason:  # not kept: other ranks wait in DeepSpeed's barriers until this one ends
                     if is_lost(reason):
                         raise
                     raise as_seqpar_error("collecting what is saved failed", reason) from reason
-                writer.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
+                writer.save(self._loop_state(loader), _loop_file(checkpoint.path, engine.global_rank))
         return True
 
     def load_checkpoint(
         self,
+        load: Callable[..., Any],
         load_dir: str | Path,
         tag: str | None = None,
         *options: Any,
@@ -117,6 +121,7 @@ class EngineCheckpoints:
         restored.
 
         Args:
+            load: DeepSpeed's method.
             load_dir: The folder of checkpoints.
             tag: The checkpoint's name; default: the last one that was saved.
             *options: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
@@ -144,19 +149,19 @@ class EngineCheckpoints:
         compared = {"tag": name, "optimizer states": continues, "loader": self._loader(loader) is not None}
         assert_ranks_agree(group, "checkpoint to load", compared, error=error, call="load_checkpoint")
         if name is None or universal or not continues:
-            return self._load(str(load_dir), tag, **given)
+            return load(str(load_dir), tag, **given)
         states, converts = self._inspected(folder / name, loader)
         if not converts:
-            loaded = self._load(str(load_dir), name, **given)
+            loaded = load(str(load_dir), name, **given)
         else:
             self._convert(folder / name)
             config = compat.engine_config(engine)
             config.load_universal_checkpoint = True
             try:
-                loaded = self._load(str(folder / name), UNIVERSAL, **given)
+                loaded = load(str(folder / name), UNIVERSAL, **given)
             finally:
                 config.load_universal_checkpoint = False
-            mend(engine, folder / name / UNIVERSAL)
+            restore_missing_state(engine, folder / name / UNIVERSAL)
         if states is not None:
             if (loader := self._loader(loader)) is not None:
                 loader.load_state_dict(states["loader"])
@@ -244,9 +249,9 @@ class EngineCheckpoints:
         if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
             return
         log_once(f"sequence_parallel: converting {source}, once, for another number of ranks or ZeRO stage")
-        with written_aside(group, source, UNIVERSAL, self.engine.global_rank == 0) as aside:
+        with atomic_checkpoint(group, source, UNIVERSAL, self.engine.global_rank == 0) as checkpoint:
             with ThreadPoolExecutor(1) as pool:
-                jobs = [pool.submit(convert, source, aside.path)] if self.engine.global_rank == 0 else []
+                jobs = [pool.submit(convert, source, checkpoint.path)] if self.engine.global_rank == 0 else []
                 # in short waits, for which a group's timeout is long enough
                 while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
                     pass
@@ -255,19 +260,18 @@ class EngineCheckpoints:
 
 
 @contextlib.contextmanager
-def _deferring(aside: Aside, owner: Any, name: str, *given: Any) -> Iterator[None]:
+def _deferring(checkpoint: AtomicCheckpoint, owner: Any, name: str, *given: Any) -> Iterator[None]:
     """Context manager in which a method's errors are kept until all ranks have written. `given` replaces arguments."""
-    method = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> None:
-        with aside.keeping_errors(args):
+    def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with checkpoint.keeping_errors(args):
             method(*(given or args), **kwargs)
 
-    vars(owner)[name] = call
+    hooks_of(owner).install(WRITING, **{name: call})
     try:
         yield
     finally:
-        del vars(owner)[name]
+        hooks_of(owner).remove(WRITING)
 
 
 def _loop_file(folder: Path, rank: int) -> Path:

@@ -1,8 +1,8 @@
 """Tell whether a run can go on from files of DeepSpeed, and convert them for another number of ranks or ZeRO stage.
 
 DeepSpeed's universal format has every parameter and each of its Adam states whole, and loads it into any partition.
-What it leaves out is mended here: the step and the settings of parameter groups, where ZeRO-3 is on one side; buffers,
-and parameters that are not trained.
+What it leaves out is restored here: the step and the settings of parameter groups, where ZeRO-3 is on one side;
+buffers, and parameters that are not trained.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def convert(source: Path, target: Path) -> None:
     shutil.copyfile(target / MODEL, target / f"zero_pp_rank_0_{MODEL}")
 
 
-def mend(engine: Any, folder: Path) -> None:
+def restore_missing_state(engine: Any, folder: Path) -> None:
     """Restore what DeepSpeed leaves out of a converted checkpoint that an engine has loaded. Collective under ZeRO-3.
 
     Args:

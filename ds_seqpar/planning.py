@@ -1,5 +1,6 @@
-"""The one door to the planner, which chooses what a configuration leaves to `"auto"`. It is imported in functions: the
-engine runs without it."""
+"""Ask the planner for what a configuration leaves to `"auto"`, and what memory a job needs.
+
+Nothing else of the engine imports the planner, and this in functions: the engine runs without it."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def _memory_in_words(
     batch, tokens, *_ = last[0][0]
     job = dataclasses.replace(job_with_sizes(model), batch=batch)
     machine = detected_machine([devices.this_host()], named_machine(sp.config))
-    return memory_in_words(sp.config, job, tokens * sp.size, dist.get_world_size(), machine)
+    return memory_in_words(sp.config, job, tokens * sp.size, sp.topology.world_size, machine)
 
 
 def detected_machine(hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:

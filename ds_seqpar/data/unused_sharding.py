@@ -1,4 +1,4 @@
-"""Find a model that computes with a rank's tokens as if they were a whole sequence.
+"""Detect a model that ignores sequence parallelism: it never calls attention, or never reads `position_ids`.
 
 A loop in which the patch was forgotten trains, with a plausible loss: each rank attends to its own tokens alone. So
 does a model of one's own that numbers a rank's tokens from 0.
@@ -24,8 +24,8 @@ UNDISPATCHED = {
 }
 
 
-class FirstUse:
-    """Whether what was sharded has met attention, and its positions were read, until both have happened once.
+class UnusedSharding:
+    """Detects that no attention was called on what was sharded, or its positions were not read, until both happened.
 
     Args:
         calls: Counts the calls of attention, and of layers with a state.

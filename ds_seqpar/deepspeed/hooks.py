@@ -1,0 +1,60 @@
+"""Run parts of ds_seqpar around the methods of a DeepSpeed engine, in one order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE = "unused sharding", "counts", "checkpoints", "writing", "finite numbers"
+# the outermost first: a forgotten patch is named before numbers are looked at, which is done next to DeepSpeed's method
+ORDER = (UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE)
+
+
+class Hooks:
+    """The parts that run around an object's methods."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.parts: dict[str, dict[str, Callable[..., Any]]] = {}  # part -> method -> callback, the innermost first
+        self.wrapped: set[str] = set()
+
+    def install(self, part: str, **callbacks: Callable[..., Any]) -> bool:
+        """Run a part around methods, and inside of the parts that come before it in `ORDER`.
+
+        Args:
+            part: Its name in `ORDER`.
+            **callbacks: Method -> a function of what the part is around and of the method's arguments.
+
+        Returns:
+            Whether the part is new here; a second install does nothing.
+        """
+        if part in self.parts:
+            return False
+        self.parts[part] = callbacks
+        self.parts = {x: self.parts[x] for x in sorted(self.parts, key=ORDER.index, reverse=True)}
+        for name in callbacks.keys() - self.wrapped:
+            self._wrap(name)
+        return True
+
+    def remove(self, part: str) -> None:
+        del self.parts[part]
+
+    def _wrap(self, name: str) -> None:
+        method = getattr(self.owner, name)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inner = method
+            for callbacks in self.parts.values():
+                if name in callbacks:
+                    inner = functools.partial(callbacks[name], inner)
+            return inner(*args, **kwargs)
+
+        vars(self.owner)[name] = call
+        self.wrapped.add(name)
+
+
+def hooks_of(owner: Any) -> Hooks:
+    """Return the hooks of an engine, or of an object that it calls: the same ones each time."""
+    return vars(owner).setdefault("sequence_parallel_hooks", Hooks(owner))
