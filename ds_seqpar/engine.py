@@ -20,8 +20,8 @@ import torch.distributed as dist
 from .base import compat
 from .base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .base.files import DEEPEST
+from .base.hosts import local_rank, set_device
 from .core.runtime import groups
-from .core.runtime.devices import local_rank, set_device
 from .core.settings import SequenceParallelConfig
 from .data.loader import Loader
 from .deepspeed.config import DeepSpeedJson

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
+from .base import hosts as machines
 from .base.errors import as_seqpar_error
 from .base.log import log_once
-from .core.runtime import devices
+from .core.compiler.compile import Recipe
+from .core.compiler.program.shape import Shape
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .guards import out_of_memory
 from .guards.agreement import all_gather_objects, assert_ranks_agree
@@ -47,11 +49,18 @@ def named_machine(config: SequenceParallelConfig) -> Machine | None:
     return Machine.load(config.machine)
 
 
-def fewest_head_chunks(*of_call: Any) -> int:
-    """Return the fewest head chunks that save memory. For the arguments see `analysis.memory`."""
+def fewest_head_chunks(recipe: Recipe, ulysses: int, local: Shape, *of_call: Any) -> int:
+    """Return the fewest head chunks that save memory, as `Runtime` asks for them.
+
+    Args:
+        of_call: The mask, the shards, the setting of the kernel, and whether tensors are on a GPU.
+    """
     from .planner import attention_memory
 
-    return attention_memory.fewest_head_chunks(*of_call)
+    mask, shards, kernel, on_gpu = of_call
+    # not of the kernel that is chosen, since packages may differ between ranks
+    workspace = attention_memory.planned_kernel(kernel, local.dtype, local.head_dim, on_gpu)
+    return attention_memory.fewest_head_chunks(recipe, ulysses, local, mask, shards, workspace)
 
 
 def planned_by_all(
@@ -87,9 +96,9 @@ def planned_by_all(
     return resolved
 
 
-def hosts_of_all(world: dist.ProcessGroup) -> list[devices.Host]:
+def hosts_of_all(world: dist.ProcessGroup) -> list[machines.Host]:
     """Return the host of each rank, by rank. Collective."""
-    return [host for _, host in all_gather_objects(world, ("SequenceParallel", devices.this_host()))]
+    return [host for _, host in all_gather_objects(world, ("SequenceParallel", machines.this_host()))]
 
 
 def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Module], Job]) -> None:
@@ -115,11 +124,11 @@ def _memory_in_words(
         return ""
     batch, tokens, *_ = last[0][0]
     job = dataclasses.replace(job_with_sizes(model), batch=batch)
-    machine = detected_machine([devices.this_host()], named_machine(sp.config))
+    machine = detected_machine([machines.this_host()], named_machine(sp.config))
     return memory_in_words(sp.config, job, tokens * sp.size, sp.topology.world_size, machine)
 
 
-def detected_machine(hosts: Sequence[devices.Host], named: Machine | None = None) -> Machine:
+def detected_machine(hosts: Sequence[machines.Host], named: Machine | None = None) -> Machine:
     """Guess the machine when the config names none. Every rank computes the same guess.
 
     With accelerators it is the preset of rank 0's device, with the least memory of all; without, a machine of the
@@ -131,7 +140,7 @@ def detected_machine(hosts: Sequence[devices.Host], named: Machine | None = None
     """
     from .planner.machine import Machine
 
-    per_node, device = devices.ranks_per_host(hosts), hosts[0].device
+    per_node, device = machines.ranks_per_host(hosts), hosts[0].device
     if named is not None:
         return dataclasses.replace(named, per_node=per_node)
     if device:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import contenders, tables
 from benchmarks.memory import peers
-from ds_seqpar.core.runtime.devices import this_host
+from ds_seqpar.base.hosts import this_host
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.planner.auto import resolve_with_plan

@@ -1,7 +1,7 @@
 """The memory of a call beyond its input tensors: slots, accumulators and results of kernels.
 
 A tracker goes through the program instruction by instruction and counts bytes as the walker allocates and frees
-tensors; it needs no tensor. What a kernel allocates for itself counts where its formula is known (`tiles.workspace`).
+tensors; it needs no tensor. What a kernel allocates for itself counts where its formula is known (`workspace`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
 from ..core.compiler.tiles.launches import PLAIN_KERNEL
 from ..core.compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
-from ..core.compiler.tiles.workspace import WORKSPACES, LaunchSize
+from .workspace import WORKSPACES, LaunchSize
 
 INF = float("inf")
 

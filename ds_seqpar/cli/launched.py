@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..base.errors import ConfigError, SeqParError, as_seqpar_error
-from ..core.runtime.devices import set_device
+from ..base.hosts import set_device
 from ..guards import process_exit
 from .options import Told
 

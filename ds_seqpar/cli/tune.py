@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import CommunicationError, SeqParError, as_seqpar_error
+from ..base.hosts import ranks_per_host, this_device
 from ..core.compiler.schedules.plan import columns
 from ..core.compiler.sharding.heads import largest_share
 from ..core.runtime import groups
-from ..core.runtime.devices import ranks_per_host, this_device
 from ..core.runtime.kernels import KERNELS, BlockSpec, candidates, select
 from ..deepspeed.config import SECTION, without_auto
 from ..engine import initialize

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ..base.fingerprint import Fingerprint, fields_of
+from ..base.hosts import device_name, this_host
 from ..core.compiler.program import instructions as op
 from ..core.compiler.sharding.masks import CAUSAL
 from ..core.compiler.sharding.shards import runs_of_sp_rank
 from ..core.runtime.call import CallSettings
-from ..core.runtime.devices import device_name, this_host
 from ..core.runtime.kernels import Scores
 from ..core.runtime.transport import Message
 from ..deepspeed.config import DeepSpeedJson

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from torch import nn
 
-from ..core.runtime.devices import host_memory
+from ..base.hosts import host_memory
 
 GIB = 2**30
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}

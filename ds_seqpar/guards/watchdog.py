@@ -40,12 +40,12 @@ from torch import Tensor
 
 from ..base import compat
 from ..base.errors import MOST_SHOWN, CommunicationError, ranks_in_words
+from ..base.hosts import ranks_per_node
 from ..base.log import log_once
 from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import Program, label_of
 from ..core.compiler.schedules.actions import unit_name
 from ..core.runtime import groups
-from ..core.runtime.devices import ranks_per_node
 from ..core.runtime.transport import Comm
 from ..core.runtime.walk import Observer, Walk
 from ..core.settings import SequenceParallelConfig

@@ -29,6 +29,7 @@ from ..core.compiler.tiles.launches import KernelSupport
 from ..core.compiler.tiles.tiles import Segments
 from ..core.runtime import kernels
 from ..core.runtime.kernels.reference import BlockSpec, Kernel, Reference, is_deterministic
+from .varlen import joined
 
 
 class CpuFlash:
@@ -139,7 +140,7 @@ class CudaKernel:
     """
 
     name: str
-    support = KernelSupport(square=True, windows=2, segments=True)
+    support = KernelSupport(square=True, windows=2, segments=True, join=joined)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF
     max_head_dim = 256
@@ -241,7 +242,7 @@ class CudaEfficient(CudaKernel):
     """
 
     name = "cuda_efficient"
-    support = KernelSupport(square=True, windows=1, workspace=name)
+    support = KernelSupport(square=True, windows=1, workspace=name, join=joined)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF | {torch.float32: 4}
     max_head_dim = 1024

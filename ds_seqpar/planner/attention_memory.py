@@ -8,6 +8,7 @@ import functools
 import math
 
 from ..analysis.memory import Figures, fewest_head_chunks, figures
+from ..analysis.workspace import planned_kernel
 from ..core.compiler.compile import BoundProgram, Compiler
 from ..core.compiler.program.shape import ITEMSIZE, shape_of
 from ..core.compiler.program.ulysses import SavedForBackward, UlyssesGroup
@@ -17,7 +18,6 @@ from ..core.compiler.sharding.layout import Topology, multiple
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import EvenShards
 from ..core.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
-from ..core.compiler.tiles.workspace import planned_kernel
 from ..core.settings import SequenceParallelConfig
 from .request import TrainingStep
 

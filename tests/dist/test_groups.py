@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ds_seqpar.base import hosts
 from ds_seqpar.base.errors import CommunicationError, ConfigError
 from ds_seqpar.core.runtime import devices, transport
 from ds_seqpar.guards import interfaces
@@ -147,9 +148,9 @@ def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, vi
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if expected is None:
         with pytest.raises(ConfigError, match=f"{count} devices"):
-            devices._index(count, chosen, local_rank)
+            hosts._index(count, chosen, local_rank)
     else:
-        assert devices._index(count, chosen, local_rank) == expected
+        assert hosts._index(count, chosen, local_rank) == expected
 
 
 def test_members_that_are_connected_agree_on_it():
@@ -179,21 +180,21 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_what_a_launcher_says_of_a_machine(launcher, monkeypatch):
     given, number, count = LAUNCHERS[launcher]
-    for name in (*devices.LOCAL_RANKS, *devices.LOCAL_SIZES):
+    for name in (*hosts.LOCAL_RANKS, *hosts.LOCAL_SIZES):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert devices.local_rank() == number
-    assert devices.ranks_per_node(16) == count
+    assert hosts.local_rank() == number
+    assert hosts.ranks_per_node(16) == count
 
 
 @on_each_of(2, keep=None)
 def test_a_script_that_has_set_the_first_device_is_not_refused():
     """Its first rank looks as if it had set none; another rank there would share that one."""
     if dist.get_rank() == 0:
-        assert devices._index(4, 0, None) == 0
+        assert hosts._index(4, 0, None) == 0
     else:
-        assert lacking(refusal(devices._index, 4, 0, None), "ConfigError", "set LOCAL_RANK", "4 devices") == []
+        assert lacking(refusal(hosts._index, 4, 0, None), "ConfigError", "set LOCAL_RANK", "4 devices") == []
 
 
 # what is set -> the interface that gloo takes, of a job on several hosts

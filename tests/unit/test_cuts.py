@@ -9,6 +9,7 @@ from ds_seqpar.core.compiler.sharding.layout import Run
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from ds_seqpar.core.compiler.tiles.tiles import Segments, Tile, tiles
+from ds_seqpar.kernels.varlen import joined
 from tests.grids import examples
 from tests.kernel_suite import seen
 from tests.unit.packs import parents_of
@@ -19,9 +20,9 @@ SUPPORTS = [
     KernelSupport(band=1000),
     KernelSupport(square=True, band=9, rows=5),
     KernelSupport(band=100, rows=70),
-    KernelSupport(square=True, windows=1),
-    KernelSupport(square=True, windows=2),
-    KernelSupport(square=True, windows=2, segments=True),
+    KernelSupport(square=True, windows=1, join=joined),
+    KernelSupport(square=True, windows=2, join=joined),
+    KernelSupport(square=True, windows=2, segments=True, join=joined),
 ]
 
 
@@ -92,7 +93,10 @@ def test_documents_of_one_length_are_one_launch():
     runs = (Run(0, 1, 256),)
     for causal, kind in ((True, "causal"), (False, "full")):
         found = tiles(runs, runs, Mask(causal=causal, documents=tuple(range(0, 256, 16))))
-        for support in (PLAIN_KERNEL, KernelSupport(square=True, windows=2, segments=True)):  # a batch needs no lengths
+        for support in (
+            PLAIN_KERNEL,
+            KernelSupport(square=True, windows=2, segments=True, join=joined),
+        ):  # a batch needs no lengths
             assert launches(found, support) == (Tile(0, 16, 0, 16, kind, 0, 16, 16, 16),)
     longer = tiles(runs, runs, Mask(documents=(0, 10, 20, 56, 66, 76, 200)))  # 10 10 36 10 10 124 56
     assert [(launch.q0, launch.q1, launch.groups) for launch in launches(longer, PLAIN_KERNEL)] == [
@@ -107,7 +111,7 @@ def test_tiles_that_share_rows_or_columns_are_launches_of_their_own():
     assert launches(below, PLAIN_KERNEL) == tuple(below)
 
 
-WINDOWS = KernelSupport(square=True, windows=2, segments=True)
+WINDOWS = KernelSupport(square=True, windows=2, segments=True, join=joined)
 
 
 def _own(mask, support=WINDOWS, queries=((0, 1, 4096),), keys=None):

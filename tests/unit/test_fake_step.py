@@ -190,7 +190,7 @@ KERNEL = aten._flash_attention_forward, aten._flash_attention_backward
 def engine_steps(section, keeps):
     """Kernel calls of a step of whole sequences, and of a packed one."""
     import ds_seqpar
-    from ds_seqpar.core.runtime.devices import set_device
+    from ds_seqpar.base.hosts import set_device
     from ds_seqpar.data.batches import _on_device
     from tests.hf.families import model_of
 

@@ -7,7 +7,7 @@ import pytest
 
 from ds_seqpar import planning
 from ds_seqpar.base.errors import ConfigError
-from ds_seqpar.core.runtime.devices import Host, ranks_per_host, this_host
+from ds_seqpar.base.hosts import Host, ranks_per_host, this_host
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.deepspeed.config import DeepSpeedJson, Zero
 from ds_seqpar.planner.auto import line_of, request_of, resolve_with_plan

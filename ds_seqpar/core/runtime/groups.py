@@ -197,8 +197,8 @@ def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> Dev
     by_dim = [group or maker.of_dim(name, topology.group(maker.rank, *axes)) for name, (group, axes) in dims.items()]
     _warm_up({*by_dim}, maker.made)
     vars(groups).update(made=(*maker.made, *groups.made))
-    mesh = torch.tensor(numbers, device="cpu").view([topology.size(*axes) for _, axes in dims.values()])
-    return DeviceMesh.from_group(by_dim, device.type, mesh, mesh_dim_names=tuple(dims))
+    ranks = torch.tensor(numbers, device="cpu").view([topology.size(*axes) for _, axes in dims.values()])
+    return DeviceMesh.from_group(by_dim, device.type, ranks, mesh_dim_names=tuple(dims))
 
 
 _numbers = itertools.count(1)  # of sets of groups that this process has made

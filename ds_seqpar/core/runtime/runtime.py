@@ -21,7 +21,6 @@ from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
 from ..compiler.sharding.shards import EvenShards, Shards
-from ..compiler.tiles.workspace import planned_kernel
 from ..settings import SequenceParallelConfig
 from .buffers import Tensors
 from .call import BackwardCall, CallSettings, ForwardCall, Saved
@@ -53,10 +52,10 @@ class Runtime:
         guards: Those that are told of calls.
         observers: Those that are told of walks.
         fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
-            the local shape, the mask, the shards, the kernel whose workspace counts).
+            the local shape, the mask, the shards, the setting of the kernel, whether tensors are on a GPU).
     """
 
-    fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str], int] = staticmethod(lambda *_: 1)
+    fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str, bool], int] = staticmethod(lambda *_: 1)
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
@@ -160,9 +159,8 @@ class Runtime:
             shapes = q.shape, (*q.shape[:2], kv_heads, q.shape[3])
             local = DENSE.shape(self.config.comm_dtype, q.dtype, shapes)
             shards = shards or self.shards(q.shape[1] * self.ulysses.size)
-            # not of the kernel that is chosen, since packages may differ between ranks
-            workspace = planned_kernel(self.config.kernel, local.dtype, local.head_dim, q.is_cuda)
-            count = self.fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards, workspace)
+            kernel = self.config.kernel, q.is_cuda
+            count = self.fewest_head_chunks(self.compiler.recipe, self.ulysses.size, local, mask, shards, *kernel)
             self.last_head_chunks = key, count
         return self.last_head_chunks[1]
 

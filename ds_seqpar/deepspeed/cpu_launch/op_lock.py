@@ -127,7 +127,7 @@ def _remove_orphan(lock: Path) -> bool:
 
 
 def _is_first_of_machine() -> bool:
-    from ...core.runtime.devices import local_rank
+    from ...base.hosts import local_rank
 
     return not local_rank()
 

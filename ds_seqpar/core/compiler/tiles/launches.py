@@ -1,12 +1,12 @@
 """Tiles as kernel launches: unsupported tiles are cut, and equal launches are batched.
 
 A launch is one call of a kernel, on a tile. A tile of kind "upper" is causal with rows and columns in reverse order.
-For a kernel that has windows itself, tiles are joined again (see `varlen.py`).
+For a kernel that has windows itself, tiles are joined again, by its `KernelSupport.join`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .tiles import Segments, Tile
@@ -33,7 +33,9 @@ class KernelSupport(NamedTuple):
     # 0: none; 1: a window that ends with a causal edge; 2: a window with any two edges. Such launches have `Segments`
     windows: int = 0
     segments: bool = False  # many blocks of different sizes in one launch; False: one launch for each
-    workspace: str = ""  # the kernel of `workspace.WORKSPACES` that allocates as much for itself; "": none is counted
+    # joins tiles to launches of such a kernel: a function of (tiles, windows, segments); see `kernels.varlen`
+    join: Callable[[Sequence[Tile], int, bool], Iterable[Tile]] | None = None
+    workspace: str = ""  # the kernel of `analysis.workspace` that allocates as much for itself; "": none is counted
 
 
 PLAIN_KERNEL = KernelSupport()
@@ -41,10 +43,8 @@ PLAIN_KERNEL = KernelSupport()
 
 def launches(tiles: Sequence[Tile], support: KernelSupport) -> tuple[Tile, ...]:
     """Return launches that make the same pairs visible as the tiles."""
-    if support.windows:
-        from .varlen import joined  # only needed by kernels for GPUs
-
-        return _batched(iter(joined(tiles, support.windows, support.segments)))
+    if support.join is not None:
+        return _batched(iter(support.join(tiles, support.windows, support.segments)))
     return _batched(launch for tile in tiles for launch in _cut(tile, support))
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .tiles import Piece, Segments, Tile
+from ..core.compiler.tiles.tiles import Piece, Segments, Tile
 
 # rows or columns between two regions of a launch: they have no visible pair, and cost less than another launch
 MAX_GAP = 512
