@@ -129,7 +129,7 @@ def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
     gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.shapes, *ctx.numbers))
-    return *gradients, *[None] * 12
+    return *gradients, *[None] * 13
 
 
 attention_op.register_autograd(_gradients, setup_context=_save)

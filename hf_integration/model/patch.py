@@ -350,10 +350,8 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
-    operator, layer = (
-        LATENT if value.dim() == 3 else DENSE,
-        None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None),
-    )
+    operator = LATENT if value.dim() == 3 else DENSE
+    layer = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
     options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, operator=operator, layer=layer)
     chunks = getattr(module, CHUNKS, 1)
     sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
