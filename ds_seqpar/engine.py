@@ -23,7 +23,6 @@ from .base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did
 from .base.files import DEEPEST
 from .core.runtime import groups
 from .core.runtime.devices import local_rank, set_device
-from .core.runtime.transport import explaining_failure
 from .core.settings import SequenceParallelConfig
 from .data.loader import Loader
 from .deepspeed.config import DeepSpeedJson
@@ -31,6 +30,7 @@ from .deepspeed.cpu_launch import op_lock, shared_memory
 from .deepspeed.saving import EngineCheckpoints
 from .guards.agreement import assert_ranks_agree
 from .guards.process_exit import wait_at_exit
+from .guards.waits import explaining_failure
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 
@@ -120,8 +120,8 @@ def initialize(
     elif patcher is not None:
         patcher.trust_loss(model)
     is_own = patcher is None or patcher.patched_with(model) is None  # a model that calls sp.attention itself
-    if is_own and sp.runtime.finite is not None:
-        sp.runtime.finite.watch_gradients(model)  # before DeepSpeed's hooks, which sum gradients
+    if is_own and sp.finite is not None:
+        sp.finite.watch_gradients(model)  # before DeepSpeed's hooks, which sum gradients
     data, collate = (kwargs.get(name) for name in DATA)
     doctor = sp.config.doctor if doctor is None else bool(doctor)
     assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
@@ -199,8 +199,8 @@ def count_sequences(engine: Any, sp: SequenceParallel) -> None:
     if hasattr(engine, "counts_sequences"):
         return
     engine.counts_sequences = True
-    if sp.runtime.finite is not None:
-        sp.runtime.finite.watch(engine, sp.control_world)
+    if sp.finite is not None:
+        sp.finite.watch(engine, sp.control_world)
     compat.engine_timer(engine).batch_size //= sp.size
     _count_set_sizes(engine, sp)
     if engine.flops_profiler_enabled():

@@ -18,16 +18,20 @@ from .base.errors import ConfigError, SeqParError, as_seqpar_error
 from .compiled import custom_ops
 from .core.compiler.sharding.masks import FULL, Mask
 from .core.compiler.sharding.shards import UnevenShards
-from .core.runtime import admit as input_checks
-from .core.runtime import attention, devices, groups, kernels, runtime
-from .core.runtime.admit import AdmittedCall, AttentionOptions, admit
-from .core.runtime.transport import TorchComm, explaining_failure
+from .core.runtime import admit, attention, devices, groups, kernels, runtime
+from .core.runtime.admit import AdmittedCall, AttentionOptions, admitted_call
+from .core.runtime.transport import TorchComm
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
 from .guards.agreement import assert_ranks_agree
+from .guards.backward_order import Calls
+from .guards.consistency import ConsistencyChecker, InputAgreement
+from .guards.finite import Finite, LooksAtWalks
 from .guards.labels import Labels
 from .guards.mismatch_hints import of_kernels
+from .guards.one_thread import bind_thread
 from .guards.process_exit import wait_at_exit
+from .guards.waits import explaining_failure
 from .guards.watchdog import watch
 from .memory import checkpoints
 from .models import patcher_of_class
@@ -106,13 +110,19 @@ class SequenceParallel(Sharding):
         with explaining_failure("making process groups", world):
             created = groups.create(self.topology, rank, world, self.config.max_ctas)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
-        groups.bind_thread()
-        self.comm = TorchComm(created)
+        bind_thread()
+        self.comm = TorchComm(created, explaining_failure)
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
-        self.calls, self.checker = self.runtime.calls, self.runtime.checker
+        self.checker = ConsistencyChecker(created, self.config.agreement)
+        self.calls = Calls(self.checker)
+        self.runtime.guards += [self.calls, InputAgreement(self.checker)]
+        self.finite = Finite(created, self.calls, self.data_size) if self.config.check_finite else None
+        if self.finite is not None:
+            self.runtime.guards.append(self.finite)
+            self.runtime.observers.append(LooksAtWalks(self.finite))
         self.runtime.fewest_head_chunks = auto.fewest_head_chunks
-        self.runtime.observers += [Labels(), *watch(self.config)]
+        self.runtime.observers += [Labels(), *watch(self.config, self.calls)]
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()
@@ -139,7 +149,7 @@ class SequenceParallel(Sharding):
         Ranks could pair calls of two threads wrongly, so one thread of a process communicates, for all its
         SequenceParallels. Call it on every rank, while no other thread is in a call that communicates.
         """
-        groups.bind_thread()
+        bind_thread()
 
     def __enter__(self) -> SequenceParallel:
         return self
@@ -196,7 +206,7 @@ class SequenceParallel(Sharding):
             >>> out = sp.attention(q, k, v)
             >>> whole = sp.gather(out, 1)
         """
-        mask = input_checks.mask_of(causal, mask)
+        mask = admit.mask_of(causal, mask)
         options = AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks)
         return self.operator_attention((q, k, v), options)
 
@@ -230,7 +240,7 @@ class SequenceParallel(Sharding):
             >>> sp.attention(q, k, v)  # the same
             >>> sp.latent_attention(q, latent, expand)
         """
-        mask = input_checks.mask_of(causal, mask)
+        mask = admit.mask_of(causal, mask)
         options = AttentionOptions(mask, shards, scale, False, bool(return_lse), softcap, sinks)
         q, latent, expand = _autocast(q, latent, expand)
         if sends_latent(self.config, (q, latent, expand), shards):
@@ -249,7 +259,7 @@ class SequenceParallel(Sharding):
         """
         tensors = _autocast(*tensors)
         options = options._replace(backward=_is_differentiated(*tensors, options.sinks))
-        call = admit(self.runtime, tensors, options)
+        call = admitted_call(self.runtime, tensors, options)
         out, lse = _attend(call)
         return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
@@ -264,7 +274,7 @@ class SequenceParallel(Sharding):
         Returns:
             The output; with `options.lse`, (output, log-sum-exp).
         """
-        call = admit(self.runtime, _autocast(q, k, v), options, agreed=True, parts=parts)
+        call = admitted_call(self.runtime, _autocast(q, k, v), options, agreed=True, parts=parts)
         out, lse = _attend(call)
         return out if lse is None else (out, lse)
 
@@ -495,9 +505,9 @@ class SequenceParallel(Sharding):
         groups = self.groups
         self.checker.flush()  # before a loss is looked at, which waits for the device
         mean, local = mean_of(groups, losses, self.first_use.error())
-        if self.runtime.finite is not None:
-            self.runtime.finite.look("the loss", "which came into mean_loss", local, "see what computes it")
-            self.runtime.finite.agree(groups.world)
+        if self.finite is not None:
+            self.finite.look("the loss", "which came into mean_loss", local, "see what computes it")
+            self.finite.agree(groups.world)
         return WithValue.apply(local, torch.full_like(local, mean), 1) if differentiable else mean
 
 

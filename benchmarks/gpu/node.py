@@ -36,7 +36,7 @@ from benchmarks.memory.peers import unlike
 from benchmarks.turns import in_turns, order, slowest, together
 from ds_seqpar import SequenceParallel
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL
-from ds_seqpar.core.runtime.admit import AttentionOptions, agree_on_inputs
+from ds_seqpar.core.runtime.admit import AttentionOptions, check_inputs
 from ds_seqpar.core.runtime.transport import ALL_GATHER
 from ds_seqpar.engine import start
 from tests.launch import PRELOAD, Ranks
@@ -150,7 +150,7 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     runtime, real_comm = sp.runtime, sp.runtime.comm
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        agree_on_inputs(runtime, (q, k, v), AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
+        check_inputs(runtime, (q, k, v), AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
         runtime.comm = Alone(runtime.rank, Alone(runtime.ulysses.rank))
         return sp.attention_agreed(q, k, v, AttentionOptions(CAUSAL, None, None))
 

@@ -34,7 +34,7 @@ from benchmarks.turns import Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.core.compiler.program.instructions import Product
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.core.runtime.admit import AttentionOptions, agree_on_inputs
+from ds_seqpar.core.runtime.admit import AttentionOptions, check_inputs
 from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.kernels import KERNELS, Kernel, Scores
 from ds_seqpar.core.runtime.runtime import Runtime
@@ -117,7 +117,7 @@ def comparing(tokens: int, calls: int) -> Rows:
     local, options = blocks(tokens)[:3], AttentionOptions(CAUSAL, None, None, True, False)
     rows = {
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
-        "agreement": lambda: agree_on_inputs(sp.runtime, local, options),
+        "agreement": lambda: check_inputs(sp.runtime, local, options),
     }
     return in_turns(rows, calls, warm=max(1, calls // 10))
 

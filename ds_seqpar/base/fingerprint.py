@@ -1,8 +1,12 @@
-"""A hash that is the same in every process, by which ranks compare what they hold."""
+"""Values in the form in which ranks compare them, and a hash that is the same in every process."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Mapping
+
+Fields = dict[str, str]
 
 
 class Fingerprint(int):
@@ -21,3 +25,23 @@ class Fingerprint(int):
         return f"{int(self):016x}"
 
     __format__ = object.__format__  # as text in f-strings too
+
+
+class Compared:
+    """A value in the form in which ranks compare it: its fields and their fingerprint."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self.fields = name, fields_of(value)
+        self.fingerprint = Fingerprint.of(name, sorted(self.fields.items()))
+
+
+def fields_of(value: object, name: str = "") -> Fields:
+    """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, list):
+        value = {f"[{number}]": item for number, item in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return {name: repr(value)}
+    inner = [fields_of(item, f"{name} {key}".strip()) for key, item in value.items()]
+    return {field: text for fields in inner for field, text in fields.items()}

@@ -49,18 +49,18 @@ def _forward(
     runtime: Runtime, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, agreement: Tensor | None = None
 ) -> list[Tensor]:
     """Compute `Runtime.forward` as an op, with the settings as numbers."""
-    mask, shards, scores, head_chunks, saves, lse, operator, v_dim = settings
+    mask, shards, scores, head_chunks, saves, lse, operator, v_dim, layer = settings
     numbers = runtime.handle, mask.handle, handle_of_shards(shards), *scores, head_chunks, int(saves)
     sizes = _sizes(runtime, tensors[0], tensors[1], shards)
-    return attention_op(tensors, sinks, *numbers, operator.name, v_dim, lse, sizes, agreement)
+    return attention_op(tensors, sinks, *numbers, operator.name, v_dim, lse, layer, sizes, agreement)
 
 
 def _settings(
     mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int,
-    lse: bool,
+    lse: bool, layer: int | None = None,
 ) -> CallSettings:  # fmt: skip
     """Return the settings that `_forward` gave as numbers."""
-    what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim
+    what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim, layer
     return CallSettings(object_of(mask), shards_of(shards), *what)
 
 
@@ -76,7 +76,8 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_op(
     tensors: Sequence[Tensor], sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int, lse: bool, sizes: Sequence[int],
+    softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int, lse: bool, layer: int | None,
+    sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Compute attention's forward.
@@ -88,7 +89,7 @@ def attention_op(
     Returns:
         The results of `Runtime.forward`.
     """
-    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse)
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse, layer)
     results = object_of(handle).forward(tuple(tensors), sinks, settings)
     # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
     results[1].untyped_storage().settings = settings
@@ -98,7 +99,8 @@ def attention_op(
 @attention_op.register_fake
 def _(
     tensors: Sequence[Tensor], sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
-    softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int, lse: bool, sizes: Sequence[int],
+    softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int, lse: bool, layer: int | None,
+    sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     in_one_message, ulysses_size, ulysses_rank, *tokens = sizes
@@ -118,7 +120,7 @@ def _(
 
 
 def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
-    tensors, sinks, *ctx.numbers, lse, _, _ = inputs
+    tensors, sinks, *ctx.numbers, lse, _, _, _ = inputs
     *_, head_chunks, saves, operator, v_dim = ctx.numbers
     what = Scores(1.0), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim
     ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [size for x in tensors for size in x.shape]
@@ -127,7 +129,7 @@ def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
     gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.shapes, *ctx.numbers))
-    return *gradients, *[None] * 12
+    return *gradients, *[None] * 13
 
 
 attention_op.register_autograd(_gradients, setup_context=_save)

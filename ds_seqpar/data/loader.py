@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..base.compat import SPLIT
 from ..base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
-from ..base.fingerprint import Fingerprint
-from ..core.runtime.transport import explaining_failure
-from ..guards.agreement import Fields, assert_ranks_agree, differing
+from ..base.fingerprint import Fields, Fingerprint
+from ..guards.agreement import assert_ranks_agree, differing
+from ..guards.waits import explaining_failure
 from .random_states import random_state, set_random_state
 from .sharding import Sharding
 

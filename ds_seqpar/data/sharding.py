@@ -21,12 +21,14 @@ from ..core.compiler.sharding.layout import multiple
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import EvenShards
 from ..core.runtime import operator
-from ..core.runtime.groups import Groups, check_thread
-from ..core.runtime.transport import ALL_GATHER, TorchComm, explaining_failure
+from ..core.runtime.groups import Groups
+from ..core.runtime.transport import ALL_GATHER, TorchComm
 from ..core.settings import SequenceParallelConfig
 from ..guards.agreement import all_reduce_sum, assert_ranks_agree
 from ..guards.backward_order import Calls
 from ..guards.consistency import ConsistencyChecker
+from ..guards.one_thread import check_thread
+from ..guards.waits import explaining_failure
 from .batch_layout import BatchLayout, positions_held
 from .first_use import FirstUse
 

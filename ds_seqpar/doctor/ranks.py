@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.fingerprint import Fingerprint
+from ..base.fingerprint import Fingerprint, fields_of
 from ..core.compiler.program import instructions as op
 from ..core.compiler.sharding.masks import CAUSAL
 from ..core.compiler.sharding.shards import runs_of_sp_rank
@@ -28,7 +28,7 @@ from ..core.runtime.devices import device_name, this_host
 from ..core.runtime.kernels import Scores
 from ..core.runtime.transport import Message
 from ..deepspeed.config import DeepSpeedJson
-from ..guards.agreement import differences, fields_of
+from ..guards.agreement import differences
 from .findings import Finding, Job
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "flash-attn", "liger-kernel", "triton")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..base import compat, profiling
 from ..base.errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
-from ..base.fingerprint import Fingerprint
-from ..core.runtime.transport import all_reduce_max, explaining_failure
+from ..base.fingerprint import Compared, Fields, Fingerprint
+from ..core.runtime.transport import Communication, receive, send
+from .waits import explaining_failure
 
-Fields = dict[str, str]
 # (fields by rank, of ranks that differ) -> a clause of a sentence, or ""; None: the difference is no error
 Advice = Callable[[Mapping[int, Fields]], str | None]
 BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward_order.py`
@@ -84,14 +84,6 @@ class Checker(Protocol):
 checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionary()  # by the number of their groups
 
 
-class Compared:
-    """A value in the form in which ranks compare it: its fields and their fingerprint."""
-
-    def __init__(self, name: str, value: object) -> None:
-        self.name, self.fields = name, fields_of(value)
-        self.fingerprint = Fingerprint.of(name, sorted(self.fields.items()))
-
-
 class Entry(NamedTuple):
     """A value that ranks compare, and how errors speak of it. For `call` and `advice` see `assert_ranks_agree`."""
 
@@ -152,6 +144,48 @@ def _maxima(group: dist.ProcessGroup | None, numbers: Sequence[int], subject: st
         return all_reduce_max(numbers, group, wait)
 
 
+AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
+DIRECT = 4  # ranks that tell one another, so that each knows which one does not
+
+
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communication: Communication) -> list[int]:
+    """Return the maximum over ranks of each number.
+
+    Three or four ranks tell one another. Others tell the first one, which answers: two that send at once hinder each
+    other over gloo. It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks.
+
+    Args:
+        numbers: integers of at most 63 bits, as many on all ranks.
+        group: a group that carries CPU tensors.
+        communication: is told which rank is waited for.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    direct = 2 < size <= DIRECT
+    answers = rank == 0 and not direct
+    peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
+    maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
+
+    def await_(peer: int) -> None:  # the first of more may wait for any other
+        communication.awaited = (peer, 1) if answers or size <= DIRECT else None
+
+    def start_receive(x: Tensor, peer: int) -> Any:
+        await_(peer)  # it fails at once where that rank has ended
+        return receive(x, group, peer, AGREEMENT_TAG)
+
+    def send_to_all(x: Tensor) -> list[Any]:
+        return [send(x, group, peer, AGREEMENT_TAG) for peer in reversed(peers)]
+
+    receives = [start_receive(x, peer) for x, peer in zip(maxima[1:], peers, strict=True)]
+    sends = [] if answers else send_to_all(maxima[0])
+    for peer, work in zip(peers, receives, strict=True):
+        await_(peer)
+        work.wait()
+    found = maxima.amax(0)
+    for work in sends or send_to_all(found):  # a send completes once its receiver takes part
+        work.wait()
+    return found.tolist()
+
+
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """Return the sum over ranks of each number, in fp64.
 
@@ -167,18 +201,6 @@ def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str
     with explaining_failure(call, group):
         dist.all_reduce(total, group=group)
     return total.tolist()
-
-
-def fields_of(value: object, name: str = "") -> Fields:
-    """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, list):
-        value = {f"[{number}]": item for number, item in enumerate(value)}
-    if not isinstance(value, Mapping):
-        return {name: repr(value)}
-    inner = [fields_of(item, f"{name} {key}".strip()) for key, item in value.items()]
-    return {field: text for fields in inner for field, text in fields.items()}
 
 
 def raise_difference(

@@ -12,15 +12,18 @@ was agreed on with the node.
 from __future__ import annotations
 
 import bisect
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ..base import compat
-from ..core.runtime.groups import check_thread
-from . import waits
+from ..base.errors import SeqParError
+from ..core.runtime.seams import Guard, GuardedCall, Inputs
 from .agreement import BACKWARD, LEFT_OUT
 from .consistency import ConsistencyChecker
+from .one_thread import check_thread
 
 MOST_CALLS = 1 << 14  # that are remembered: more than wait for their backward at a time
 BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # named where a rank does not run it
@@ -44,19 +47,19 @@ class _Call(NamedTuple):
         return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
 
 
-class Calls:
+class Calls(Guard):
     """Counts the calls of one SequenceParallel that communicate, and orders their backward, the same on all its ranks.
 
     Args:
         checker: what its ranks compare.
 
     Attributes:
-        layer: which layer of a patched model makes the next call, where that is known.
+        current: the call that communicates, or is about to, where a backward runs its.
     """
 
     def __init__(self, checker: ConsistencyChecker) -> None:
         self.checker, self.count, self.of = checker, 0, (0, tuple[int, ...]())
-        self.layer: int | None = None
+        self.current: _Call | None = None
         self._calls: list[_Call] = []  # those made outside of a backward, in order
         self._outermost = -1  # the graph task that runs, in which others may run
         self._entered = -1, -1  # graph task and node that were entered last
@@ -65,19 +68,36 @@ class Calls:
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
-    def follow(self, name: str, sends: bool = True) -> None:
+    def admit(self, inputs: Inputs, error: SeqParError | None) -> SeqParError | None:
+        if self.of[1]:
+            check_thread()
+            self.enter()
+        return error
+
+    @contextlib.contextmanager
+    def around(self, call: GuardedCall) -> Iterator[None]:
+        if call.direction == "forward":
+            self.follow(call.title, call.layer, call.sends)
+        else:
+            self.enter()
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def follow(self, name: str, layer: int | None = None, sends: bool = True) -> None:
         """Count a call. Call it in the forward of an autograd function, before anything is sent.
 
         Args:
             name: of the call, for errors.
+            layer: of a patched model, where that makes the call.
             sends: whether the forward sends anything; a replay does not.
         """
-        layer, self.layer = self.layer, None
         if not self.of[1]:
             return
         self.enter(sends)
         self.count += 1
-        waits.call = call = _Call(compat.next_node(), self.count, name, layer)
+        self.current = call = _Call(compat.next_node(), self.count, name, layer)
         if compat.graph_task() < 0:
             self._outermost = -1  # also where a backward has raised
             if self._calls and self._calls[-1].made > call.made:
@@ -106,10 +126,10 @@ class Calls:
             self._outermost, self._order = task, []
             compat.after_backward(self._leave)
         if task == self._outermost:
-            waits.call, node = self._current(), compat.number_of(compat.autograd_node())
+            self.current, node = self._current(), compat.number_of(compat.autograd_node())
             if self._entered != (task, node):
                 self._entered = task, node
-                self._order += [waits.call] if waits.call else []
+                self._order += [self.current] if self.current else []
         if sends and self._order:
             order, self._order = self._order, []
             outermost, self._outermost = self._outermost, -1  # which it stays where this raises

@@ -24,6 +24,8 @@ from ..base.errors import SeqParError, as_seqpar_error
 from ..base.fingerprint import Fingerprint
 from ..core.runtime.devices import communicator_device
 from ..core.runtime.groups import Groups
+from ..core.runtime.seams import ATTENTION, Guard, Inputs
+from . import mismatch_hints
 from .agreement import Advice, Entry, checkers, differ, maximum, raise_difference
 from .process_exit import IDLE_TIMEOUT
 
@@ -41,6 +43,25 @@ class _Look(NamedTuple):
     copy: Tensor
     arrived: Any  # an event of the device; None: the copy is there
     judge: Judge
+
+
+class InputAgreement(Guard):
+    """Compares the inputs of each call between the ranks of the sequence, so that all raise what one of them finds."""
+
+    def __init__(self, checker: ConsistencyChecker) -> None:
+        self.checker = checker
+
+    def admit(self, inputs: Inputs, error: SeqParError | None) -> SeqParError | None:
+        if self.checker.group is None:
+            return error
+        advice = mismatch_hints.of_attention if inputs.call == ATTENTION else None
+        # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
+        with compat.without_torch_func():
+            self.checker.check_deferred(
+                inputs.compared.name, inputs.compared, error=error, call=inputs.call, advice=advice,
+                device=getattr(inputs.operands["q"], "device", None),
+            )  # fmt: skip
+        return None
 
 
 class ConsistencyChecker:

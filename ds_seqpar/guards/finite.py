@@ -6,6 +6,7 @@ call, of a patched model's forward, and around an engine's backward and step. Al
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -23,10 +24,12 @@ from ..base.errors import InputError, ranks_in_words
 from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import label_of
 from ..core.compiler.schedules.actions import ACCUMULATORS, unit_name
-from ..core.runtime.kernels import Scores
+from ..core.runtime.groups import Groups
+from ..core.runtime.seams import Guard, GuardedCall
 from ..core.runtime.transport import Group, TorchComm
 from ..core.runtime.walk import Observer, Walk
 from .agreement import Entry, all_gather_objects, assert_ranks_agree, raise_difference, ranks_of
+from .backward_order import Calls
 
 NAME = "numbers that must be finite"
 SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
@@ -47,15 +50,21 @@ class Finding(NamedTuple):
     ranks: tuple[int, ...] = ()  # those that have them, once ranks have compared
 
 
-class Finite:
+class Finite(Guard):
     """What a rank has found since ranks compared last.
+
+    Args:
+        groups: This rank's.
+        calls: Those that it names.
+        sequences: How many groups of ranks the job has that share one.
 
     Attributes:
         call: The attention call that runs.
         scaled: Whether gradients of that call may be infinite.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups, calls: Calls, sequences: int) -> None:
+        self.groups, self.calls, self.sequences = groups, calls, sequences
         self.found: Finding | None = None
         self.call, self.scaled = "", False
         self.engine: Any = None  # a weak reference
@@ -112,13 +121,28 @@ class Finite:
             return f", in step {engine.global_steps + 1}, micro-batch {self.microbatches + 1}"
         return f", in forward {self.forwards} of the model" if self.forwards else ""
 
-    def begin(self, call: str, tensors: dict[str, Tensor], scores: Scores, sinks: Tensor | None) -> None:
-        """Look at the inputs of an attention call."""
-        self.call = call
+    @contextlib.contextmanager
+    def around(self, call: GuardedCall) -> Iterator[None]:
+        """Look at the inputs of an attention call, and agree on what was found until it ends."""
+        if not call.operands:
+            yield
+            return
+        is_forward, dtypes = call.direction == "forward", [getattr(x, "dtype", None) for x in call.operands.values()]
+        self.call = f"{call.title} (call {self.calls.count})" if is_forward else self.calls.name_of_current()
         # fp16's loss scaling makes inf in backward, and leaves the step out
-        self.scaled = compat.graph_task() >= 0 and any(x.dtype == torch.float16 for x in tensors.values())
-        for name, x in {**tensors, "scale": scores.scale, "softcap": scores.softcap, "sinks": sinks}.items():
+        self.scaled = compat.graph_task() >= 0 and torch.float16 in dtypes
+        for name, x in call.operands.items():
             self.look(f"{name} of {self.call}", "which came in", x, "see what made it")
+        yield
+        self.agree_on_call()
+
+    def agree_on_call(self) -> None:
+        """Raise what the ranks of the sequence have found, on all of them. Collective over them.
+
+        In training an engine raises it on the ranks of all sequences, before or after its backward.
+        """
+        trains = torch.is_grad_enabled() or compat.graph_task() >= 0
+        self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)
 
     def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
         """Look at each gradient twice: once its parameter's backward has made it, and once hooks have changed it and

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from .agreement import Fields, differing, ranks_in_words
+from ..base.errors import ranks_in_words
+from ..base.fingerprint import Fields
+from .agreement import differing
 
 SAMPLES = ("input_ids", "inputs_embeds", "labels")
 KEPT = "attention to kept keys"  # the operator of `cache_attention`

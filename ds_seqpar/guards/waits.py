@@ -1,5 +1,6 @@
-"""Report long waits for other ranks: a line on stderr, once for each kind of wait.
+"""Communications of ranks that are reported where they wait long, and explained where they fail.
 
+A long wait for other ranks is reported by a line on stderr, once for each kind of wait.
 A thread checks the current waits every second, and does nothing else while none is long. A wait costs an entry in
 a dict, and at each of its steps an attribute that says whose message it needs next.
 """
@@ -7,41 +8,81 @@ a dict, and at each of its steps an attribute that says whose message it needs n
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import time
-from typing import Any
+from typing import Self
 
 import torch.distributed as dist
 
+from ..base import compat
+from ..base.errors import ConfigError, SeqParError
+from ..core.runtime.groups import timeout
+from ..core.runtime.transport import Communication
+from .process_exit import LOST, ended, is_out_of_memory
+
 PATIENCE = 60.0  # seconds, within which a long wait is reported
 CHECKS = 60  # of the current waits in that time
-# (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
-Awaited = tuple[int, int] | None
+TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
+DESTROYED = (
+    "needs the process groups that its SequenceParallel was made with; they were destroyed with torch.distributed, "
+    "destroy them after the last call, and make another SequenceParallel after another init_process_group"
+)
 
 
-class Wait:
-    """A wait for other ranks.
+def is_up(group: dist.ProcessGroup | None) -> bool:
+    """Whether torch knows the group (None: the group of all ranks), which `destroy_process_group` ends."""
+    return dist.is_initialized() and (group is None or compat.is_known(group))
+
+
+class explaining_failure(Communication):  # a class, since a generator would cost time at every transfer
+    """A context that raises a failed communication as a CommunicationError.
+
+    Its sentence tells a rank that ended from one that did not take part; the backend's error is its cause. Destroyed
+    groups raise ConfigError. If the context lasts long, a line on stderr says which rank is waited for.
 
     Args:
-        what: the operation, the subject of a sentence.
+        what: what failed, the subject of the sentence.
         group: the ranks that must take part; None for this rank alone.
+
+    Attributes:
+        since: when it began to wait.
     """
 
-    def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
-        self.what, self.group = what, group
-        self.awaited: Awaited = None
-        self.since = 0.0
+    since = 0.0
 
-    def begin(self) -> None:
-        """Register the wait. Call it before the first message is waited for."""
+    def __enter__(self) -> Self:
         self.since = time.monotonic()
         _now[id(self)] = self
         _start_thread()
+        return self
 
-    def end(self) -> None:
-        """Unregister the wait. Call it after the last message, or after an error."""
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: object) -> None:
         _now.pop(id(self), None)
+        if is_out_of_memory(error):
+            return
+        if isinstance(error, ValueError) and not isinstance(error, SeqParError) and not is_up(self.group):
+            raise ConfigError(f"{self.what} {DESTROYED}") from error
+        super().__exit__(error_type, error, trace)
+
+    def reason(self, message: str) -> str:
+        if TIMED_OUT.search(message):
+            return (
+                f"timed out after {timeout(self.group).total_seconds():g} s: {self.whom()} did not take part in it; "
+                "all ranks must, not only rank 0, and one that caught an error of its own cannot go on without the "
+                "others"
+            )
+        if not LOST.search(message):
+            return super().reason(message)
+        if (cause := ended()) is not None:
+            return f"failed because another rank ended: rank {cause.rank}, by {cause.sentence}"
+        if self.awaited is None:
+            return "failed because another rank ended or gave up: see what that one says"
+        return (
+            f"failed because another rank ended or gave up: {self.whom()} did not take part in it, which all ranks "
+            "must, not only rank 0; see what that one says, and if it says nothing, why it does not come here"
+        )
 
     def whom(self) -> str:
         """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
@@ -51,15 +92,12 @@ class Wait:
         return f"rank {members[last]}" if count == 1 else f"one of the {count} ranks up to rank {members[last]}"
 
 
-call: Any = None  # the call that waits, or is about to
-
-
-def innermost() -> Wait | None:
+def innermost() -> explaining_failure | None:
     """Return the current wait."""
     return next(reversed([*_now.values()]), None)
 
 
-_now: dict[int, Wait] = {}  # the current waits, by id
+_now: dict[int, explaining_failure] = {}  # the current waits, by id
 _reported: set[str] = set()
 
 

@@ -46,6 +46,8 @@ from ..core.runtime.transport import Comm
 from ..core.runtime.walk import Observer, Walk
 from ..core.settings import SequenceParallelConfig
 from . import process_exit, waits
+from .backward_order import Calls
+from .one_thread import bound_thread
 
 LEAST = 60.0  # seconds of waiting that "auto" calls too long
 TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or fewer
@@ -99,7 +101,7 @@ class Launched(NamedTuple):
 
     event: Any  # of the device, at its end
     program: Program
-    call: Any  # as `waits.call` was
+    call: Any  # as `Calls.current` was
     comm: Any
     batches: list[Any]  # of each wait, the works of its messages; None: of a collective, whose work refers to tensors
 
@@ -114,7 +116,8 @@ class Watched(Observer):
 
     walk: Walk | None = None
 
-    def __init__(self, config: SequenceParallelConfig) -> None:
+    def __init__(self, config: SequenceParallelConfig, calls: Calls) -> None:
+        self.calls = calls
         self.is_auto, self.ends = config.watchdog_s == "auto", config.watchdog == "end"
         least = max(LEAST, groups.timeout().total_seconds() / 2)
         self.seconds = least if config.watchdog_s == "auto" else config.watchdog_s
@@ -131,11 +134,11 @@ class Watched(Observer):
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
         if results is not None and self.batches and (device := walk.call.device).type != "cpu":
             self.sent(device, walk.program, self.batches, walk.comm)
-        self.walk = waits.call = None
+        self.walk = None
 
     def sent(self, device: torch.device, program: Program, batches: list[Any], comm: Comm) -> None:
         event = torch.get_device_module(device).current_stream(device).record_event()
-        self.launched.append(Launched(event, program, waits.call, comm, batches))
+        self.launched.append(Launched(event, program, self.calls.current, comm, batches))
 
     def oldest_open(self) -> Launched | None:
         """Return the first walk that the device has not come to the end of."""
@@ -149,7 +152,7 @@ class Watched(Observer):
 _dog: _Watchdog | None = None
 
 
-def watch(config: SequenceParallelConfig) -> list[Observer]:
+def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
     """Watch this rank while anybody holds what this returns. Call it once ranks can communicate."""
     global _dog
     if dist.get_world_size() == 1:
@@ -163,7 +166,7 @@ def watch(config: SequenceParallelConfig) -> list[Observer]:
         _show_waits()
         _dog.start()
         atexit.register(_dog.stop)
-    watched = Watched(config)
+    watched = Watched(config, calls)
     _dog.users.add(watched)
     return [watched]
 
@@ -218,7 +221,7 @@ class _Watchdog(threading.Thread):
         self.number, self.at, self.host, self.device = 0, time.monotonic(), _Clock(), _Clock()
 
     def is_of_this_job(self) -> bool:
-        return groups.is_up(None) and self.group() is groups.all_ranks()
+        return waits.is_up(None) and self.group() is groups.all_ranks()
 
     def stop(self) -> None:
         """Let the thread be out of the store when the interpreter ends, which would abort the process."""
@@ -269,7 +272,8 @@ class _Watchdog(threading.Thread):
         writer = int(self.store.get(self.key("alarm")))
         stuck = self.device.mark if self.device.seconds >= self.seconds / 2 else None
         walk = next((user.walk for user in self.users if user.walk is not None), None)
-        state = _state(walk, stuck) if self.users else State(CLOSED)
+        call = next((user.calls.current for user in self.users if user.calls.current is not None), None)
+        state = _state(walk, call, stuck) if self.users else State(CLOSED)
         self.store.set(self.key("state", self.rank), json.dumps(state))
         if self.rank == writer:
             self.wait_for_all("state")
@@ -319,7 +323,7 @@ class _Watchdog(threading.Thread):
 
 def _thread() -> threading.Thread:
     """Return the thread that communicates."""
-    return groups.bound_thread() or threading.main_thread()
+    return bound_thread() or threading.main_thread()
 
 
 def _frames() -> list[FrameType]:
@@ -355,9 +359,9 @@ def _waits(frames: list[FrameType]) -> bool:
     return code.co_name == MAKING_A_GROUP or (bool(WAITING.search(code.co_filename)) and _slept().startswith("S"))
 
 
-def _state(walk: Walk | None, stuck: Launched | None = None) -> State:
-    """Return what this rank does, in a walk. stuck: a walk that its device does not come to the end of."""
-    frames, wait, call = _frames(), waits.innermost(), waits.call  # which go on meanwhile
+def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -> State:
+    """Return what this rank does, in a walk of a call. stuck: a walk that its device does not come to the end of."""
+    frames, wait = _frames(), waits.innermost()  # which go on meanwhile
     if stuck is not None:  # which came before whatever the host does
         return State(_on_device(stuck), "a walk on the device")
     if not frames:

@@ -6,27 +6,29 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..base.errors import InputError, SeqParError, as_seqpar_error
+from ..base.fingerprint import Compared
 from ..core.compiler.program import instructions as op
 from ..core.compiler.schedules.actions import Gather
 from ..core.compiler.sharding.heads import check_heads
 from ..core.compiler.sharding.shards import UnevenShards
-from ..core.runtime import admit as input_checks
-from ..core.runtime import attention
-from ..core.runtime.admit import AttentionOptions, admit
+from ..core.runtime import admit, attention
+from ..core.runtime.admit import AttentionOptions, admitted_call
 from ..core.runtime.buffers import sum_dtype
 from ..core.runtime.call import readable
-from ..core.runtime.groups import check_thread
 from ..core.runtime.kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from ..core.runtime.kernels.accumulate import merge_sinks_
 from ..core.runtime.kernels.reference import attend as attend_densely
 from ..core.runtime.operator import Operator, describe, register
 from ..core.runtime.runtime import Runtime
+from ..core.runtime.seams import Inputs
+from ..core.runtime.transport import TorchComm
 
 STEP = "the exchange of a decode step"
 MOST = 2**18  # bytes of a rank's partial results, up to which every rank merges all
@@ -40,7 +42,7 @@ def attend(
     if agreed:
         check_kept(options)
     options = options._replace(operator=KEPT)
-    out, lse = attention.attention(admit(runtime.one_ring, (q, k, v), options, agreed))
+    out, lse = attention.attention(admitted_call(runtime.one_ring, (q, k, v), options, agreed))
     assert lse is not None
     return out, lse
 
@@ -163,25 +165,22 @@ def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
 
 def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
     """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
-    check_thread()
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:
         check_no_gradients(options.backward)
-        input_checks.check_arguments((q, k, v), options.mask, options.scale, lengths_differ=True)
-        input_checks.check_softcap(options.softcap)
-        input_checks.check_sinks(options.sinks, q)
+        admit.check_arguments((q, k, v), options.mask, options.scale, lengths_differ=True)
+        admit.check_softcap(options.softcap)
+        admit.check_sinks(options.sinks, q)
         check_heads(1, q.shape[2], k.shape[2], size=1)
         _check_rows(q, k, counts)
         _kernel(runtime, q, k, options.softcap or 0.0)
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
-        fields["SequenceParallel"] = runtime.calls.of[0]
+        fields["SequenceParallel"] = cast(TorchComm, runtime.comm).groups.number
     except Exception as reason:  # a rank that raised alone would leave its peers waiting
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
-    runtime.checker.check_deferred(
-        "decode inputs", fields, error=error, call="decode_attention", device=getattr(q, "device", None)
-    )
+    runtime.admit(Inputs("decode_attention", Compared("decode inputs", fields), {"q": q, "k": k, "v": v}), error)
 
 
 def _check_rows(q: Tensor, k: Tensor, counts: Counts | None) -> None:

@@ -26,6 +26,7 @@ from ..core.compiler.sharding.heads import MessageLayout, message_layout
 from ..core.compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
 from ..core.runtime.buffers import Tensors, join_out, pack_in, split_in, sum_dtype, unpack_out
 from ..core.runtime.runtime import Runtime
+from ..core.runtime.seams import GuardedCall
 from .precision import all_digits
 from .segments import Segment, Segments, received_bytes, segments_of
 from .states import Entering, Tied
@@ -242,19 +243,19 @@ class ExchangeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
-        runtime.calls.follow(HEADS)
         size, rank = runtime.ulysses
         totals = tuple(x.shape[2] if inward else x.shape[2] * size for x in xs)
         layout = message_layout(totals, tuple(x.shape[3] for x in xs), None, len(xs[0]), tokens, rank)
         ctx.exchange = runtime, layout, inward
-        return _exchanged(runtime, layout, inward, xs)
+        with runtime.guarded(GuardedCall("forward", HEADS)):
+            return _exchanged(runtime, layout, inward, xs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple:
         runtime, layout, inward = ctx.exchange
-        runtime.calls.enter()
-        return None, None, None, *_exchanged(runtime, layout, not inward, grads)
+        with runtime.guarded(GuardedCall("backward", HEADS)):
+            return None, None, None, *_exchanged(runtime, layout, not inward, grads)
 
 
 def _exchanged(runtime: Runtime, layout: MessageLayout, inward: bool, xs: Tensors) -> Tensors:

@@ -19,8 +19,8 @@ from ..base import profiling
 from ..core.compiler.program import instructions as op
 from ..core.runtime import replay
 from ..core.runtime.runtime import Runtime
+from ..core.runtime.seams import GuardedCall
 from ..core.runtime.transport import Message
-from ..guards import waits
 from .precision import all_digits
 from .segments import Segments, go_in_order, partners
 
@@ -36,11 +36,12 @@ class Entering(torch.autograd.Function):
         ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
     ) -> Tensor:
         def compute() -> tuple[Tensor]:
-            peers.calls.follow(name)
-            return (entering_states(peers, segments, reach, states, maps, reverse=False),)
+            with peers.guarded(GuardedCall("forward", name)):
+                return (entering_states(peers, segments, reach, states, maps, reverse=False),)
 
-        (entering,) = replay.current().once(compute, lambda: peers.calls.follow(name, sends=False))
-        ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
+        replayed = GuardedCall("forward", name, sends=False)
+        (entering,) = replay.current().once(compute, lambda: peers.guarded(replayed).close())
+        ctx.peers, ctx.segments, ctx.reach, ctx.name = peers, segments, reach, name
         ctx.save_for_backward(maps, entering)
         return entering
 
@@ -48,8 +49,8 @@ class Entering(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple:
         maps, entering = ctx.saved_tensors
-        ctx.peers.calls.enter()
-        after, d_maps = entering_states(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
+        with ctx.peers.guarded(GuardedCall("backward", ctx.name)):
+            after, d_maps = entering_states(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
         if ctx.needs_input_grad[1]:
             with all_digits(after.device.type):
                 d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
@@ -88,12 +89,9 @@ def entering_states(
     messages = _Messages(peers, "backward" if reverse else "forward", states.device)
     run_bytes = len(states) * (states.shape[2:].numel() + maps.shape[2:].numel()) * states.element_size()
     pass_on = _in_order if go_in_order(reach, segments.most_runs, run_bytes) else _at_once
-    try:
-        with all_digits(states.device.type), profiling.span("states of layers"):
-            entering = pass_on(messages, segments, reach, states, maps, -1 if reverse else 1)
-        messages.end()
-    finally:
-        waits.call = None
+    with all_digits(states.device.type), profiling.span("states of layers"):
+        entering = pass_on(messages, segments, reach, states, maps, -1 if reverse else 1)
+    messages.end()
     return entering
 
 

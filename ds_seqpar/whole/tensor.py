@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 from ..base import compat
 from ..base.compat import tree_leaves, tree_map
 from ..base.errors import InputError
-from ..core.runtime.transport import explaining_failure
 from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding
+from ..guards.waits import explaining_failure
 from .shard_spec import ShardSpec
 
 Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, arguments by name) -> result, or None if it needs the whole

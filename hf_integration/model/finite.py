@@ -23,7 +23,7 @@ def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
         The hooks; none where `check_finite` is not set.
     """
     handles: list[RemovableHandle] = []
-    if (finite := sp.runtime.finite) is None:
+    if (finite := sp.finite) is None:
         return handles
     for name, module in model.named_modules():
         named = name or type(module).__name__

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import InputError
 from ds_seqpar.base.log import log_once
-from ds_seqpar.core.runtime.groups import check_thread
+from ds_seqpar.guards.one_thread import check_thread
 
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
 from ..families import base_of, is_causal_lm, unwrapped
@@ -356,9 +356,9 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
 
 
 def _agree_on_finite(patch: Patch) -> None:
-    if patch.sp.runtime.finite is not None and not torch.compiler.is_compiling():
-        patch.sp.runtime.finite.forwards += 1
-        patch.sp.runtime.agree_on_finite()
+    if patch.sp.finite is not None and not torch.compiler.is_compiling():
+        patch.sp.finite.forwards += 1
+        patch.sp.finite.agree_on_call()
 
 
 def _context_after(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext | None:

@@ -351,11 +351,10 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
     operator = LATENT if value.dim() == 3 else DENSE
-    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, operator=operator)
+    layer = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
+    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, operator=operator, layer=layer)
     chunks = getattr(module, CHUNKS, 1)
     sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
-    if not torch.compiler.is_compiling():
-        sp.calls.layer = getattr(module, "layer_idx", None)
     if cached is not None:
         return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:

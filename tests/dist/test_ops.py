@@ -40,7 +40,7 @@ def test_ops_are_what_they_declare(heads, dtype):
     calls = [(ops.agree.default, ([q, k, v], *settings, None, True, False, 2.0, zeros, "attention"))]
     for given, count, keep, lse in ((None, 1, 2, False), (sinks, 1, 1, True), (sinks, head_chunks, 0, False)):
         what = *settings, 0.5, 2.0, count, keep, "attention", 8
-        forward = [q, k, v], given, *what, lse, [1, 2, sp.rank, 8, 8], None
+        forward = [q, k, v], given, *what, lse, None, [1, 2, sp.rank, 8, 8], None
         out, *rest = (x.detach() for x in ops.attention(*forward))
         own = () if keep else tuple(x.detach() for x in (q, k, v))
         common = rest.pop() if dtype == torch.float32 else None

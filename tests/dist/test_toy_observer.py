@@ -1,4 +1,4 @@
-"""A guard is one class: an observer of walks that is told of every instruction, and may end a call."""
+"""An observer is one class: it is told of every instruction of a walk, and may end a call."""
 
 import torch
 

@@ -130,7 +130,7 @@ class Streams(TorchDispatchMode):
 
         def wait(works):
             if works.works:
-                self.current.wait_stream(self.groups[works.group.group_name])
+                self.current.wait_stream(self.groups[works.communication.group.group_name])
             of_torch(works)
 
         with self, pytest.MonkeyPatch.context() as patch:

@@ -3,7 +3,8 @@
 import dataclasses
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.guards.agreement import differences, fields_of
+from ds_seqpar.base.fingerprint import fields_of
+from ds_seqpar.guards.agreement import differences
 from tests.words import missing
 
 

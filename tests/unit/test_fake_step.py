@@ -122,6 +122,8 @@ def hang():
     once it has come, but its device ends nothing either. What is said of a device that has all messages; and of one
     in a layer with a state."""
     from ds_seqpar.base import compat
+    from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+    from ds_seqpar.core.runtime.admit import AttentionOptions
     from ds_seqpar.guards import watchdog
     from ds_seqpar.operators import recurrence
     from tests.stand_in.streams import Streams
@@ -132,8 +134,8 @@ def hang():
     (watched,) = watchdog._dog.users
 
     def attend(layer, stuck):
-        streams.current.is_stuck, sp.calls.layer = stuck, layer
-        sp.attention(q, q, q)
+        streams.current.is_stuck = stuck
+        sp.attention_agreed(q, q, q, AttentionOptions(CAUSAL, None, None, layer=layer))
 
     def told(number):
         """Waits until one rank has printed, whichever of them raised the alarm."""

@@ -64,16 +64,11 @@ LATER = {
 # what knows nothing of schedules
 TRANSPORT = {
     *(f"core.runtime.{name}" for name in ("transport", "groups", "devices", "kernels")),
-    *(f"guards.{name}" for name in ("agreement", "consistency", "process_exit")),
+    *(f"guards.{name}" for name in ("agreement", "consistency", "one_thread", "process_exit", "waits")),
 }
 # The core computes attention of each schedule that follows from a ring or a mesh. It is to import itself and the base
 # alone; what it imports beside is listed, and the list may only shrink.
-BESIDE = {
-    "core.runtime.transport": {"guards.process_exit", "guards.waits"},
-    "core.runtime.groups": {"guards.process_exit"},
-    "core.runtime.admit": {"guards.agreement", "guards.mismatch_hints"},
-    "core.runtime.runtime": {f"guards.{name}" for name in ("agreement", "backward_order", "finite", "consistency")},
-}
+BESIDE = {}
 
 
 def modules():

@@ -1,4 +1,4 @@
-"""Checks of attention's inputs, on this rank and then between ranks, before anything is sent.
+"""Checks of attention's inputs, on this rank and then by guards, before anything is sent.
 
 Where a check takes `object`, a user may have passed anything.
 """
@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...base import compat
 from ...base.errors import InputError, SeqParError, as_seqpar_error
-from ...base.fingerprint import Fingerprint
-from ...guards import mismatch_hints
-from ...guards.agreement import Compared
+from ...base.fingerprint import Compared, Fingerprint
 from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
@@ -26,10 +23,10 @@ from ..settings import check_length
 from . import replay
 from .buffers import Tensors
 from .call import CallSettings
-from .groups import check_thread
 from .kernels import Scores
 from .operator import DENSE, OPERATORS, Operator, check_derivatives, derivatives_error, describe
 from .runtime import Runtime
+from .seams import ATTENTION, Inputs
 from .transport import TorchComm
 
 
@@ -55,6 +52,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     operator: Operator = DENSE  # what is computed of which tensors
+    layer: int | None = None  # of a patched model, for guards; None in compiled code
 
 
 class AdmittedCall(NamedTuple):
@@ -69,10 +67,10 @@ class AdmittedCall(NamedTuple):
     agreement: Tensor | None  # in a compiled graph: the result of `agreement_op`, for ops that must run after it
 
 
-def admit(
+def admitted_call(
     runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions, agreed: bool = False, parts: int = 1
 ) -> AdmittedCall:
-    """Check a call, and decide how it is computed. Collective, as `agree_on_inputs` is, unless `agreed`.
+    """Check a call, and decide how it is computed. Collective, as `check_inputs` is, unless `agreed`.
 
     Args:
         runtime: The runtime of this rank.
@@ -88,11 +86,11 @@ def admit(
     if agreed:
         check_derivatives(*tensors)
     elif compiling and _can_be_op(runtime, tensors, options):
-        mask, shards, *rest, operator = options
+        mask, shards, *rest, operator, _ = options
         handles = runtime.handle, mask.handle, handle_of_shards(shards)
         agreement = agreement_op(tensors, *handles, *rest, operator.name)
     elif not checkpoint.replays_next:  # a result that is replayed is neither computed nor sent
-        agree_on_inputs(runtime, tensors, options)
+        check_inputs(runtime, tensors, options)
     scale = tensors[0].shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     tensors, v_dim = options.operator.prepare(tensors)
     q, keys, *_ = tensors
@@ -101,7 +99,7 @@ def admit(
     saves = runtime.config.kept(max(head_chunks, parts), checkpointed, checkpoint.checkpoint_saves)
     settings = CallSettings(
         options.mask, options.shards, Scores(scale, float(options.softcap or 0.0)), head_chunks, saves,
-        options.lse and runtime.ulysses.size > 1, options.operator, v_dim,
+        options.lse and runtime.ulysses.size > 1, options.operator, v_dim, options.layer,
     )  # fmt: skip
     return AdmittedCall(runtime, tensors, options.sinks, settings, options.lse, checkpointed, agreement)
 
@@ -138,11 +136,11 @@ def agreement_op(
     tensors: Sequence[Tensor], handle: int, mask: int, shards: int, scale: float | None, backward: bool, lse: bool,
     softcap: float | None, sinks: Tensor | None, operator: str,
 ) -> Tensor:  # fmt: skip
-    """Call `agree_on_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
+    """Call `check_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
     afterwards."""
     of = OPERATORS[operator]
     options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, of)
-    agree_on_inputs(object_of(handle), tensors, options)
+    check_inputs(object_of(handle), tensors, options)
     return _empty(tensors)
 
 
@@ -151,38 +149,28 @@ def _empty(tensors: Sequence[Tensor], *rest: object) -> Tensor:
     return tensors[0].new_empty(0, dtype=torch.int64)  # integers, through which no gradient flows
 
 
-def agree_on_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> None:
-    """Check the inputs of a call on this rank, and compare them between the ranks that share the sequence. Collective.
+def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> None:
+    """Check the inputs of a call on this rank, and by guards, which compare them between ranks. Collective with those.
 
     Raises:
-        InputError, ConfigError, KernelError, DisagreementError: On all of these ranks, if one of them got inputs that
-            attention cannot take, or other shapes, dtypes or settings than its peers.
+        InputError, ConfigError, KernelError, DisagreementError: This rank got inputs that attention cannot take; with
+            guards on all ranks of the sequence, also where inputs or settings differ from those of its peers.
     """
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
-        torch.compiler.disable(agree_on_inputs)(runtime, tensors, options)
+        torch.compiler.disable(check_inputs)(runtime, tensors, options)
         return
-    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and need no agreement
-    group, error, key = runtime.comm.groups.control, None, _key(tensors, options)
-    if group is not None:
-        check_thread()
-        runtime.calls.enter()
+    key = _key(tensors, options)
     compared = runtime.admitted.get(key) if key is not None else None
     if compared is None:
         error = attention_error(runtime, tensors, options)
         # after an error the inputs may be nothing that can be described
-        compared = Compared(COMPARED, {} if error or group is None else _compared_fields(runtime, tensors, options))
+        compared = Compared(COMPARED, {} if error else _compared_fields(runtime, tensors, options))
         if error is None and key is not None:
-            runtime.admit(key, compared)
+            runtime.remember(key, compared)
     else:
         error = derivatives_error(*tensors)
-    if error is None and group is None:
-        return  # there is no other rank to compare with
-    # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
-    with compat.without_torch_func():
-        runtime.checker.check_deferred(
-            COMPARED, compared, error=error, call="attention", advice=mismatch_hints.of_attention,
-            device=getattr(tensors[0], "device", None),
-        )  # fmt: skip
+    named = dict(zip(options.operator.inputs, tensors, strict=False))
+    runtime.admit(Inputs(ATTENTION, compared, named), error)
 
 
 def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
@@ -203,13 +191,14 @@ def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
 
 def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> dict[str, object]:
     """Return what must be the same on all ranks, by name. With uneven shards the lengths may differ."""
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and are not compared
     named = dict(zip(options.operator.inputs, tensors, strict=True))
     fields: dict[str, object] = {name: describe(x) for name, x in named.items()}
     if options.shards is not None:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in named.items()}
         fields["shards"] = f"of {options.shards.size} ranks {options.shards.fingerprint}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": replay.current().which_run}
-    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
+    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.comm.groups.number}
     fields["operator"] = options.operator.name
     if not options.mask.scale_free:
         fields["mask"] = f"{options.mask} {Fingerprint.of(options.mask)}"

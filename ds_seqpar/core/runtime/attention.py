@@ -18,6 +18,7 @@ from .buffers import Tensors
 from .call import AttentionResults, CallSettings, Saved
 from .dense import is_delta, offsets
 from .runtime import Runtime
+from .seams import ATTENTION, GuardedCall
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
 
@@ -107,8 +108,9 @@ class Attention(torch.autograd.Function):
         ctx: Context, runtime: Runtime, settings: CallSettings, compute: Callable[..., list[Tensor]],
         sinks: Tensor | None, *tensors: Tensor,
     ) -> Tensors:  # fmt: skip
+        replayed = GuardedCall("forward", ATTENTION, settings.layer, sends=False)
         results = replay.current().once(
-            lambda: compute(tensors, sinks, settings), lambda: runtime.calls.follow(runtime.call_name, sends=False)
+            lambda: compute(tensors, sinks, settings), lambda: runtime.guarded(replayed).close()
         )
         ctx.runtime, ctx.settings, ctx.shapes, q = runtime, settings, [x.shape for x in tensors], tensors[0]
         save(ctx, tensors, sinks, results, settings)

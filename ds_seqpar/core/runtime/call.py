@@ -37,6 +37,7 @@ class CallSettings(NamedTuple):
     lse: bool = False  # whether forward sends the lse of local tokens back too; needs other Ulysses ranks
     operator: Operator = DENSE
     v_dim: int = 0  # the width of out, which may have zeros behind it
+    layer: int | None = None  # of a patched model, for guards
 
     def takes_common_off(self, dtype: torch.dtype, cp_size: int) -> bool:
         """Return whether a common part is subtracted from the keys: in fp32, where results of a row may be merged. They

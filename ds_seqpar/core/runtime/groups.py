@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from ...base import compat
 from ...base.errors import ConfigError
-from ...guards.process_exit import IDLE_TIMEOUT, wait_at_exit
 from ..compiler.sharding.layout import Topology
 from .devices import backends, bind_device, communicator_device
 from .interfaces import gloo_meets_hosts
@@ -36,8 +35,7 @@ NCCL = "nccl"  # the backend that takes NCCL's options
 
 
 def control_world() -> Group:
-    """Return a group of all ranks that carries CPU tensors, for agreement. Call it before anything communicates."""
-    wait_at_exit()
+    """Return a group of all ranks that carries CPU tensors. Call it before anything communicates."""
     world = all_ranks()
     if "cpu" in backends(world):
         return world
@@ -50,42 +48,9 @@ def all_ranks() -> Group:
     return compat.default_group()
 
 
-def is_up(group: Group | None) -> bool:
-    """Whether torch knows the group (None: the group of all ranks), which `destroy_process_group` ends."""
-    return dist.is_initialized() and (group is None or compat.is_known(group))
-
-
 def timeout(group: Group | None = None) -> timedelta:
     """Return how long an operation of the group (default: of all ranks) may take, as set when the group was made."""
     return compat.timeout_of(group or all_ranks())
-
-
-_bound: threading.Thread | None = None  # the thread that may communicate
-
-
-def bind_thread() -> None:
-    """Make the current thread the only one that may communicate.
-
-    With two, ranks could pair a call in one with a call in the other, since which thread comes first differs between
-    ranks.
-    """
-    global _bound
-    _bound = threading.current_thread()
-
-
-def bound_thread() -> threading.Thread | None:
-    return _bound
-
-
-def check_thread() -> None:
-    """Raise ConfigError in any other thread, except autograd's own, which run backward on a device."""
-    current = threading.current_thread()
-    if _bound not in (None, current) and not compat.is_autograd_thread(current):
-        raise ConfigError(
-            "sequence parallelism needs all its calls in one thread, backward too, which is the one that made the last "
-            f"SequenceParallel; got a call in {current.name!r} after {_bound.name!r}, to go on there call "
-            "sp.bind_to_thread() in it first, on every rank, and nothing more in the other"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +124,9 @@ class Groups:
             free(groups)
 
 
+FREE_TIMEOUT = 5.0  # seconds, after which a thread of a group is not waited for
+
+
 def free(groups: list[Group]) -> None:
     """Free the groups of the list, and empty it; nothing else may refer to them.
 
@@ -169,7 +137,7 @@ def free(groups: list[Group]) -> None:
             dist.destroy_process_group(groups[number])
     thread = threading.Thread(target=groups.clear, daemon=True)
     thread.start()
-    thread.join(IDLE_TIMEOUT)
+    thread.join(FREE_TIMEOUT)
 
 
 def create(topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto") -> Groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -9,12 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...base import compat
+from ...base.errors import SeqParError
+from ...base.fingerprint import Compared
 from ...base.log import log_once
-from ...guards.agreement import Compared
-from ...guards.backward_order import Calls
-from ...guards.consistency import ConsistencyChecker
-from ...guards.finite import Finite, LooksAtWalks
 from ..compiler.compile import BoundProgram, Compiler, Recipe
 from ..compiler.program.shape import Shape
 from ..compiler.program.ulysses import UlyssesGroup
@@ -30,10 +28,10 @@ from .call import BackwardCall, CallSettings, ForwardCall, Saved
 from .dense import common_part, moments
 from .kernels import BlockSpec, Kernel, is_deterministic, select, slowness
 from .operator import DENSE
+from .seams import ATTENTION, Guard, GuardedCall, Inputs
 from .transport import Comm, OneRing, TorchComm
 from .walk import Observer, Walk
 
-ATTENTION = "attention"  # the name of a call in errors
 SUM = "the sum of keys over ranks"
 MOST_ADMITTED = 16  # keys of inputs that were checked
 
@@ -48,14 +46,12 @@ class Runtime:
         rank: The CP rank.
         size: cp_size.
         ulysses: ulysses_size and this rank's Ulysses rank.
-        calls: The calls whose backward the ranks agree on.
-        checker: What the ranks compare.
-        admitted: By key, what ranks compare of inputs that `admit` has checked.
+        admitted: By key, what ranks compare of inputs that were checked.
         last_bound: For each direction, the arguments and the result of the last `bound`.
         last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
         handle: The handle of this object, for ops.
+        guards: Those that are told of calls.
         observers: Those that are told of walks.
-        finite: What looks for NaN and inf; None where `check_finite` is not set.
         fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
             the local shape, the mask, the shards, the kernel whose workspace counts).
     """
@@ -66,13 +62,6 @@ class Runtime:
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, ulysses_rank: int = 0,
         of: Runtime | None = None,
     ) -> None:  # fmt: skip
-        if of is None:
-            self.checker = ConsistencyChecker(comm.groups if isinstance(comm, TorchComm) else None, config.agreement)
-            self.calls = Calls(self.checker)
-            self.finite = finite = Finite() if config.check_finite else None
-            self.observers: list[Observer] = [] if finite is None else [LooksAtWalks(finite)]
-        else:
-            self.checker, self.calls, self.finite, self.observers = of.checker, of.calls, of.finite, of.observers
         self.ulysses = UlyssesGroup(config.ulysses, ulysses_rank)
         self.admitted: dict[tuple, Compared] = {}
         self.last_head_chunks: tuple[tuple, int] | None = None
@@ -81,18 +70,14 @@ class Runtime:
         self.size = self.compiler.recipe.size
         self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
-
-    @property
-    def call_name(self) -> str:
-        """The name of the next call in errors."""
-        layer = self.calls.layer
-        return ATTENTION if layer is None else f"{ATTENTION} of layer {layer}"
+        self.guards: list[Guard] = [] if of is None else of.guards
+        self.observers: list[Observer] = [] if of is None else of.observers
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
         """The runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward only.
 
-        It shares the calls, what looks at them, and what the ranks compare.
+        It shares the guards and the observers.
         """
         size = self.size * self.ulysses.size
         config = dataclasses.replace(
@@ -103,7 +88,21 @@ class Runtime:
         comm = OneRing(self.comm) if isinstance(self.comm, TorchComm) and size > 1 else self.comm
         return Runtime(config, config.topology(size), rank, comm, of=self)
 
-    def admit(self, key: tuple, compared: Compared) -> None:
+    def admit(self, inputs: Inputs, error: SeqParError | None) -> None:
+        """Raise the error by which this rank cannot compute a call, or that a guard has found. Collective."""
+        for guard in self.guards:
+            error = guard.admit(inputs, error)
+        if error is not None:
+            raise error
+
+    def guarded(self, call: GuardedCall) -> contextlib.ExitStack:
+        """Return a context for a call's forward or backward, with those of all guards."""
+        with contextlib.ExitStack() as stack:
+            for guard in self.guards:
+                stack.enter_context(guard.around(call))
+            return stack.pop_all()
+
+    def remember(self, key: tuple, compared: Compared) -> None:
         """Keep what ranks compare of inputs that were checked, for those of the latest keys."""
         self.admitted[key] = compared
         if len(self.admitted) > MOST_ADMITTED:
@@ -127,7 +126,7 @@ class Runtime:
         key = shapes, q.dtype, q.device, settings, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            mask, shards, scores, head_chunks, saves, lse, operator, _ = settings
+            mask, shards, scores, head_chunks, saves, lse, operator, *_ = settings
             local = operator.shape(self.config.comm_dtype, q.dtype, shapes)
             shards = shards or self.shards(q.shape[1] * self.ulysses.size)
             inner = local.of_heads(*heads_of_ulysses_rank(local.q_heads, local.kv_heads, *self.ulysses))
@@ -169,17 +168,12 @@ class Runtime:
 
     def forward(self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
         """Compute forward of a rank's local tensors, those of the operator. Returns `AttentionResults` as a list."""
-        name = self.call_name
-        self.calls.follow(name)
-        if self.finite is not None:
-            named = dict(zip(settings.operator.inputs, tensors, strict=True))
-            self.finite.begin(f"{name} (call {self.calls.count})", named, settings.scores, sinks)
-        common, keys = None, tensors[1]
-        if settings.takes_common_off(keys.dtype, self.size):
-            common = common_part(self.comm.parts_of_all(moments(keys), SUM), keys.shape[2])
-        results = self.forward_walk(tensors, sinks, settings, common).run()
-        self.agree_on_finite()
-        return results
+        named, keys = dict(zip(settings.operator.inputs, tensors, strict=True)), tensors[1]
+        with self.guarded(guarded_call("forward", settings, named, sinks)):
+            common = None
+            if settings.takes_common_off(keys.dtype, self.size):
+                common = common_part(self.comm.parts_of_all(moments(keys), SUM), keys.shape[2])
+            return self.forward_walk(tensors, sinks, settings, common).run()
 
     def backward(
         self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
@@ -198,23 +192,9 @@ class Runtime:
         Returns:
             The gradients of the operator's tensors, and with sinks theirs.
         """
-        self.calls.enter()
-        if self.finite is not None:
-            self.finite.begin(self.calls.name_of_current(), local, settings.scores, sinks)
-        common = common if settings.takes_common_off(local["do"].dtype, self.size) else None
-        results = self.backward_walk(local, shapes, sinks, saved, settings, common).run()
-        self.agree_on_finite()
-        return results
-
-    def agree_on_finite(self) -> None:
-        """Raise what the ranks of the sequence have found that is not finite, on all of them. Collective over them.
-
-        In training an engine raises it on the ranks of all sequences, before or after its backward.
-        """
-        if self.finite is not None and self.checker.groups is not None:
-            trains = torch.is_grad_enabled() or compat.graph_task() >= 0
-            others = self.finite.engine is not None and self.topology.size("data") > 1
-            self.finite.agree(self.checker.groups.control, later=trains and others)
+        with self.guarded(guarded_call("backward", settings, local, sinks)):
+            common = common if settings.takes_common_off(local["do"].dtype, self.size) else None
+            return self.backward_walk(local, shapes, sinks, saved, settings, common).run()
 
     def forward_walk(
         self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
@@ -233,3 +213,9 @@ class Runtime:
         bound, kernel = self.bound("backward", local["do"], shapes, settings)
         call = BackwardCall(bound, kernel, settings, local, sinks, common, saved)
         return Walk(bound, call, self.comm, self.observers)
+
+
+def guarded_call(direction: str, settings: CallSettings, local: dict[str, Tensor], sinks: Tensor | None) -> GuardedCall:
+    """Return attention's forward or backward of a rank's local tensors, as guards are told of it."""
+    operands = {**local, "sinks": sinks, **settings.scores._asdict()}
+    return GuardedCall(direction, ATTENTION, settings.layer, operands=operands)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...base import profiling
-from ...base.errors import CommunicationError, ConfigError, SeqParError
-from ...guards.process_exit import LOST, ended, is_out_of_memory
-from ...guards.waits import Awaited, Wait
+from ...base.errors import CommunicationError, SeqParError
 from .devices import communicator_device
-from .groups import Groups, is_up, timeout
+from .groups import Groups
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
+# (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
+Awaited = tuple[int, int] | None
 Started = tuple[Any, Awaited]  # a work of torch's, and whose part in it is waited for
 
 
@@ -100,6 +99,33 @@ class Comm(Protocol):
         ...
 
 
+class Communication:
+    """A context that raises a failed communication of ranks as a CommunicationError with the backend's reason.
+
+    Args:
+        what: what communicates, the subject of the sentence.
+        group: the group that communicates; None for this rank alone.
+
+    Attributes:
+        awaited: whose message is waited for.
+    """
+
+    def __init__(self, what: str, group: Group) -> None:
+        self.what, self.group = what, group
+        self.awaited: Awaited = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, SeqParError):
+            raise CommunicationError(f"{self.what} {self.reason(str(error))}") from error
+
+    def reason(self, message: str) -> str:
+        """Return the rest of the sentence. message: the backend's."""
+        return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
+
+
 class Works:
     """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
 
@@ -108,8 +134,7 @@ class Works:
     object refers to them, their memory is not reused.
 
     Args:
-        what: the operation, for errors.
-        group: the group of the works.
+        communication: in which they were started, and are waited for.
         works: one for each message, receives first, or one for all messages, each with whose part in it is waited for;
             waited for in this order.
         tensors: those that are sent and received.
@@ -120,123 +145,37 @@ class Works:
 
     batch: list[Any] | None = None
 
-    def __init__(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> None:
-        self.what, self.group, self.works, self.tensors = what, group, works, tensors
+    def __init__(self, communication: Communication, works: list[Started], tensors: list[Tensor]) -> None:
+        self.communication, self.works, self.tensors = communication, works, tensors
 
     def wait(self) -> None:
-        with explaining_failure(self.what, self.group) as wait:
-            for work, wait.awaited in self.works:
+        with self.communication as communication:
+            for work, communication.awaited in self.works:
                 work.wait()
         self.works, self.tensors = [], []
 
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
-TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 
 
-DESTROYED = (
-    "needs the process groups that its SequenceParallel was made with; they were destroyed with torch.distributed, "
-    "destroy them after the last call, and make another SequenceParallel after another init_process_group"
-)
+def send(x: Tensor, group: Group, peer: int, tag: int) -> Any:
+    """Start sending a tensor to a rank of the group, and return torch's work."""
+    return dist.isend(x, group=group, group_dst=peer, tag=tag)
 
 
-class explaining_failure(Wait):  # a class, since a generator would cost time at every transfer
-    """A context that raises a failed communication as a CommunicationError.
-
-    Its sentence tells a rank that ended from one that did not take part; the backend's error is its cause. Destroyed
-    groups raise ConfigError. If the context lasts long, a line on stderr says which rank is waited for (see `waits`).
-
-    Args:
-        what: what failed, the subject of the sentence.
-        group: the group that communicates; None for this rank alone.
-    """
-
-    def __enter__(self) -> Wait:
-        self.begin()
-        return self
-
-    def __exit__(self, error_type: type | None, error: BaseException | None, _: object) -> None:
-        self.end()
-        if isinstance(error, SeqParError) or is_out_of_memory(error):
-            return
-        if isinstance(error, ValueError) and not is_up(self.group):
-            raise ConfigError(f"{self.what} {DESTROYED}") from error
-        if isinstance(error, RuntimeError):
-            raise CommunicationError(f"{self.what} {_reason(str(error), self)}") from error
-
-
-def _reason(message: str, wait: Wait) -> str:
-    """Return the rest of the sentence. message: the backend's."""
-    if TIMED_OUT.search(message):
-        return (
-            f"timed out after {timeout(wait.group).total_seconds():g} s: {wait.whom()} did not take part in it; all "
-            "ranks must, not only rank 0, and one that caught an error of its own cannot go on without the others"
-        )
-    if LOST.search(message) and (cause := ended()) is not None:
-        return f"failed because another rank ended: rank {cause.rank}, by {cause.sentence}"
-    if LOST.search(message) and wait.awaited is None:
-        return "failed because another rank ended or gave up: see what that one says"
-    if LOST.search(message):
-        return (
-            f"failed because another rank ended or gave up: {wait.whom()} did not take part in it, which all ranks "
-            "must, not only rank 0; see what that one says, and if it says nothing, why it does not come here"
-        )
-    return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
-
-
-AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
-DIRECT = 4  # ranks that tell one another, so that each knows which one does not
-
-
-def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
-    """Return the maximum over ranks of each number.
-
-    Three or four ranks tell one another. Others tell the first one, which answers: two that send at once hinder each
-    other over gloo. It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks.
-
-    Args:
-        numbers: integers of at most 63 bits, as many on all ranks.
-        group: a group that carries CPU tensors.
-        wait: is told which rank is waited for.
-    """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    direct = 2 < size <= DIRECT
-    answers = rank == 0 and not direct
-    peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
-    maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
-
-    def receive(x: Tensor, peer: int) -> Any:
-        await_(peer)  # it fails at once where that rank has ended
-        return dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG)
-
-    def send(x: Tensor) -> list[Any]:
-        return [dist.isend(x, group=group, group_dst=peer, tag=AGREEMENT_TAG) for peer in reversed(peers)]
-
-    def await_(peer: int) -> None:
-        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first of more may wait for any other
-
-    receives = [receive(x, peer) for x, peer in zip(maxima[1:], peers, strict=True)]
-    sends = [] if answers else send(maxima[0])
-    for peer, work in zip(peers, receives, strict=True):
-        await_(peer)
-        work.wait()
-    found = maxima.amax(0)
-    for work in sends or send(found):  # a send completes once its receiver takes part
-        work.wait()
-    return found.tolist()
+def receive(x: Tensor, group: Group, peer: int, tag: int) -> Any:
+    """Start receiving a tensor from a rank of the group, and return torch's work."""
+    return dist.irecv(x, group=group, group_src=peer, tag=tag)
 
 
 def _one_by_one(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
 ) -> list[Started]:
-    works: list[Started] = []
-    for m in receives:
-        peer = peers[m.peer]
-        works.append((dist.irecv(m.buffer, group=group, tag=m.tag ^ first_tag, group_src=peer), (peer, 1)))
-    for m in sends:
-        peer = peers[m.peer]
-        works.append((dist.isend(m.buffer, group=group, tag=m.tag ^ first_tag, group_dst=peer), (peer, 1)))
-    return works
+    return [
+        (start(m.buffer, group, peers[m.peer], m.tag ^ first_tag), (peers[m.peer], 1))
+        for start, messages in ((receive, receives), (send, sends))
+        for m in messages
+    ]
 
 
 def _batched(
@@ -275,9 +214,7 @@ def _all_to_all_over_gloo(
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
     receives: dict[int, Any] = {
-        distance: dist.irecv(
-            received[rank - distance], group=group, group_src=(rank - distance) % size, tag=EXCHANGE_TAG
-        )
+        distance: receive(received[rank - distance], group, (rank - distance) % size, EXCHANGE_TAG)
         for distance in range(1, size)
         if received[rank - distance].numel()
     }
@@ -287,7 +224,7 @@ def _all_to_all_over_gloo(
             receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
         peer = (rank + distance) % size
         if sent[peer].numel():
-            sends.append((dist.isend(sent[peer], group=group, group_dst=peer, tag=EXCHANGE_TAG), (peer, 1)))
+            sends.append((send(sent[peer], group, peer, EXCHANGE_TAG), (peer, 1)))
     received[rank].copy_(sent[rank])
     return [*((work, ((rank - distance) % size, 1)) for distance, work in receives.items()), *sends]
 
@@ -317,7 +254,7 @@ def connected_to(rank: int, size: int) -> list[int]:
     return sorted({(rank + distance) % size for distance in distances})
 
 
-def connect(group: Group) -> None:
+def connect(group: Group, communication: type[Communication]) -> None:
     """Let members of a group that has communicators on devices send one another a byte, both ways in one batch.
 
     NCCL connects two members when they first do so, and the host waits. Members that are half the group apart connect
@@ -331,20 +268,25 @@ def connect(group: Group) -> None:
         for peers in [connected_to(dist.get_rank(group), size)] * 2
     )
     works = _batched(sends, receives, group, tuple(range(size)), 0)
-    Works("connecting ranks", group, works, []).wait()
+    Works(communication("connecting ranks", group), works, []).wait()
 
 
 class TorchComm:
-    """The transport over process groups (gloo or NCCL)."""
+    """The transport over process groups (gloo or NCCL).
+
+    Args:
+        groups: this rank's.
+        communication: the context of each communication, which may report where it waits, and explain a failure.
+    """
 
     first_tag = 0  # of messages
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
+    def __init__(self, groups: Groups, communication: type[Communication] = Communication) -> None:
+        self.groups, self.communication = groups, communication
         self.early = EARLY_OVER_GLOO if groups.inner is not None and communicator_device(groups.inner) is None else 0
         self.received: Counter = Counter()
         self.received_bytes = 0  # all bytes that arrived from other ranks
-        connect(groups.inner)
+        connect(groups.inner, communication)
 
     def _count(self, kind: str, elements: int, received: int) -> None:
         if elements:
@@ -356,9 +298,9 @@ class TorchComm:
             self._count(message.kind, message.elements, message.buffer.numel())
         inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
-        with explaining_failure("a transfer", inner):
+        with self.communication("a transfer", inner) as transfer:
             works = start(sends, receives, inner, self.groups.cp_order, self.first_tag)
-        handle = Works("a transfer", inner, works, buffers)
+        handle = Works(transfer, works, buffers)
         if start is _batched:
             handle.batch = [work for work, _ in works]
         return handle
@@ -369,12 +311,12 @@ class TorchComm:
             return x[None]
         size = dist.get_world_size(group)
         gathered = x.new_empty(size, len(x) // size if shares else len(x))
-        with profiling.span(what.removeprefix("the ")), explaining_failure(what, group):
+        with profiling.span(what.removeprefix("the ")), self.communication(what, group) as gather:
             if shares:
                 works = _all_to_all(gathered.view(-1), x, ([gathered.shape[1]] * size,) * 2, group)
             else:
                 works = _all_gather(gathered.view(-1), x, group)
-        Works(what, group, works, [x, gathered]).wait()
+        Works(gather, works, [x, gathered]).wait()
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
 
@@ -383,27 +325,27 @@ class TorchComm:
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
         group = self.groups.collectives[ranks].group
-        with explaining_failure("an all-gather", group):
+        with self.communication("an all-gather", group) as collective:
             works = _all_gather(received, sent, group)
         self._count(kind, elements, received.numel() - sent.numel())
-        return Works("an all-gather", group, works, [sent, received])
+        return Works(collective, works, [sent, received])
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
         group = self.groups.collectives[ranks].group
-        with explaining_failure("an all-to-all", group):
+        with self.communication("an all-to-all", group) as collective:
             works = _all_to_all(received, sent, sizes, group)
         self._count(kind, elements, received.numel())
-        return Works("an all-to-all", group, works, [sent, received])
+        return Works(collective, works, [sent, received])
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
         group, incoming = self.groups.ulysses, sizes[1]
-        with explaining_failure("the Ulysses all-to-all", group):
+        with self.communication("the Ulysses all-to-all", group) as collective:
             works = _all_to_all(received, sent, sizes, group, SENDS_AHEAD)
         others = sum(incoming) - incoming[dist.get_rank(group)]
         self._count(kind, others, others * received.element_size())
-        return Works("the Ulysses all-to-all", group, works, [sent, received])
+        return Works(collective, works, [sent, received])
 
 
 class OneRing(TorchComm):
@@ -415,10 +357,10 @@ class OneRing(TorchComm):
     first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange
 
     def __init__(self, comm: TorchComm) -> None:
-        self.comm, self.received = comm, comm.received
+        self.comm, self.communication, self.received = comm, comm.communication, comm.received
         self.early = 0
         if self.groups.made:  # at the first look, for which all ranks are here
-            connect(self.groups.inner)
+            connect(self.groups.inner, self.communication)
 
     @property
     def groups(self) -> Groups:  # type: ignore[override]
