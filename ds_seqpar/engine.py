@@ -29,6 +29,7 @@ from .deepspeed.config import DeepSpeedJson
 from .deepspeed.cpu_launch import op_lock, shared_memory
 from .deepspeed.saving import EngineCheckpoints
 from .guards.agreement import assert_ranks_agree
+from .guards.interfaces import gloo_meets_hosts
 from .guards.process_exit import wait_at_exit
 from .guards.waits import explaining_failure
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
@@ -399,7 +400,7 @@ def _agree_on_model(
     """Agree on the class of the model, on whether groups are to be made, and by `compare`, before any rank makes or
     uses groups."""
     with explaining_failure("initialize", groups.all_ranks()):  # which may make a group
-        world = groups.control_world()
+        world = groups.control_world(gloo_meets_hosts)
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
     try:
         assert_ranks_agree(world, "models", value, error=error, call="initialize")

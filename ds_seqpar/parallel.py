@@ -27,6 +27,7 @@ from .guards.agreement import assert_ranks_agree
 from .guards.backward_order import Calls
 from .guards.consistency import ConsistencyChecker, InputAgreement
 from .guards.finite import Finite, LooksAtWalks
+from .guards.interfaces import gloo_meets_hosts
 from .guards.labels import Labels
 from .guards.mismatch_hints import of_kernels
 from .guards.one_thread import bind_thread
@@ -96,7 +97,7 @@ class SequenceParallel(Sharding):
             )
         device, no_device = _this_device()
         with explaining_failure(MAKING, groups.all_ranks()):  # which may make a group
-            self.device, world = device, groups.control_world()
+            self.device, world = device, groups.control_world(gloo_meets_hosts)
         try:
             self.config = _agreed(world, config, heads, job, device, error or no_device)
         except SeqParError:
@@ -108,7 +109,7 @@ class SequenceParallel(Sharding):
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.cp_axes)
         with explaining_failure("making process groups", world):
-            created = groups.create(self.topology, rank, world, self.config.max_ctas)
+            created = groups.create(self.topology, rank, world, self.config.max_ctas, gloo_meets_hosts)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         bind_thread()
         self.comm = TorchComm(created, explaining_failure)

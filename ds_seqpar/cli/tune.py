@@ -27,6 +27,7 @@ from ..core.runtime.kernels import KERNELS, BlockSpec, candidates, select
 from ..deepspeed.config import SECTION, without_auto
 from ..engine import initialize
 from ..guards.agreement import all_gather_objects, assert_ranks_agree
+from ..guards.interfaces import gloo_meets_hosts
 from ..models import random_model
 from ..planner.plan import Planned, name_of, plan
 from ..planner.request import Request
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Request, list[Measured]]:
-    world, error, plans = groups.control_world(), None, list[Planned]()
+    world, error, plans = groups.control_world(gloo_meets_hosts), None, list[Planned]()
     hosts, device = hosts_of_all(world), this_device() or torch.device("cpu")
     try:
         top, steps = count("--top", args.top), count("--steps", args.steps)
@@ -121,7 +122,7 @@ def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, ste
     """Train for one step to warm up and some that count. Collective."""
     import deepspeed  # takes seconds
 
-    job, world = request.job, groups.control_world()
+    job, world = request.job, groups.control_world(gloo_meets_hosts)
     section = {**planned.config.section(), "prove": "never"}
     content = {"optimizer": DEFAULTS["optimizer"], **without_auto(inputs.counted), SECTION: section}
     content |= {"train_micro_batch_size_per_gpu": job.batch or 1, "gradient_accumulation_steps": 1}

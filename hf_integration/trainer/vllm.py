@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_seqpar.base.errors import InputError, SeqParError, as_seqpar_error
 from ds_seqpar.core.runtime import groups
 from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.interfaces import gloo_meets_hosts
 
 from ..accelerators import GroupAccelerator
 from ..rebinding import rebound
@@ -33,7 +34,7 @@ class ServerOfGroups(Behind):
     accelerator: GroupAccelerator
 
     def _init_vllm(self) -> None:
-        self._world = groups.control_world()
+        self._world = groups.control_world(gloo_meets_hosts)
         connect = super()._init_vllm.__func__
         connect = rebound(connect, {CLIENT: functools.partial(_client, connect.__globals__[CLIENT])}, SERVER)
         self._together("connecting to", lambda: connect(self), self.accelerator.wait_for_everyone)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ds_seqpar.base.errors import CommunicationError, ConfigError
-from ds_seqpar.core.runtime import devices, interfaces, transport
+from ds_seqpar.core.runtime import devices, transport
+from ds_seqpar.guards import interfaces
 from tests.dist.ranks import WRONG, attention_error, lacking, make, refusal
 from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks

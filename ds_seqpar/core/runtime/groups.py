@@ -28,18 +28,20 @@ from ...base import compat
 from ...base.errors import ConfigError
 from ..compiler.sharding.layout import Topology
 from .devices import backends, bind_device, communicator_device
-from .interfaces import gloo_meets_hosts
 
 Group = dist.ProcessGroup
 NCCL = "nccl"  # the backend that takes NCCL's options
 
 
-def control_world() -> Group:
+Meeting = Callable[[], contextlib.AbstractContextManager]  # around the making of a group of gloo's
+
+
+def control_world(meeting: Meeting = contextlib.nullcontext) -> Group:
     """Return a group of all ranks that carries CPU tensors. Call it before anything communicates."""
     world = all_ranks()
     if "cpu" in backends(world):
         return world
-    with gloo_meets_hosts():
+    with meeting():
         return dist.new_group(backend="gloo", timeout=timeout())
 
 
@@ -140,7 +142,9 @@ def free(groups: list[Group]) -> None:
     thread.join(FREE_TIMEOUT)
 
 
-def create(topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto") -> Groups:
+def create(
+    topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto", meeting: Meeting = contextlib.nullcontext
+) -> Groups:
     """Return this rank's groups. Collective over all ranks. world: from `control_world`."""
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
@@ -154,7 +158,7 @@ def create(topology: Topology, rank: int, world: Group, max_ctas: int | str = "a
             order = tuple(topology.index(r, *topology.cp_axes) for r in sorted(ranks))
             collectives[tuple(topology.index(r, *topology.cp_axes) for r in ranks)] = CollectiveGroup(group, order)
     sp = maker.own_or_all("sp", sp_ranks)
-    control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
+    control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks, meeting)
     group_ranks = {r: group_rank for group_rank, r in enumerate(sorted(cp_ranks))}
     _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
     return Groups(
@@ -202,12 +206,12 @@ class _Maker:
         ranks = tuple(ranks)
         return all_ranks() if 1 < len(ranks) == dist.get_world_size() else self.own(purpose, ranks)
 
-    def for_cpu(self, ranks: Iterable[int]) -> Group:
+    def for_cpu(self, ranks: Iterable[int], meeting: Meeting) -> Group:
         """Return a group of more than one rank that carries CPU tensors."""
         ranks = tuple(sorted(ranks))
         if len(ranks) == dist.get_world_size():
             return self.world
-        with gloo_meets_hosts():
+        with meeting():
             return self._make("control", ranks, "gloo", None)
 
     def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:

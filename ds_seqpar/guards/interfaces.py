@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from ...base import compat
-from ...base.errors import CommunicationError
-from .devices import host_name
+from ..base import compat
+from ..base.errors import CommunicationError
+from ..core.runtime.devices import host_name
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # environment variables
 PORT = 9  # no packet is sent to it
