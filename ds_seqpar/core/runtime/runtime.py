@@ -40,7 +40,7 @@ class Runtime:
     """The settings of one rank, its ranks in the groups, and its communication.
 
     Args:
-        of: The runtime whose calls and observers this one shares, for forward only; None: this one has its own.
+        of: The runtime whose guards and observers this one shares, for forward only; None: this one has its own.
 
     Attributes:
         rank: The CP rank.
@@ -123,7 +123,7 @@ class Runtime:
             shapes: The shapes of all tensors of the operator, once they are prepared.
             settings: Those of the call.
         """
-        key = shapes, q.dtype, q.device, settings, is_deterministic()
+        key = shapes, q.dtype, q.device, settings._replace(layer=None), is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
             mask, shards, scores, head_chunks, saves, lse, operator, *_ = settings
