@@ -10,7 +10,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS
 
 RANKS, CHUNKS = 4, 8
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")

@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compiler.sharding.masks import Mask
-    from .compiler.sharding.shards import UnevenShards
-    from .config.deepspeed_json import read_config
-    from .config.settings import SequenceParallelConfig
+    from .base.errors import SeqParError
+    from .core.compiler.sharding.masks import Mask
+    from .core.compiler.sharding.shards import UnevenShards
+    from .core.settings import SequenceParallelConfig
+    from .deepspeed.config import read_config
     from .engine import initialize
-    from .errors import SeqParError
     from .parallel import SequenceParallel
 
 __all__ = [
@@ -22,13 +22,13 @@ __all__ = [
     "read_config",
 ]
 HOMES = {
-    "Mask": "compiler.sharding.masks",
-    "SeqParError": "errors",
+    "Mask": "core.compiler.sharding.masks",
+    "SeqParError": "base.errors",
     "SequenceParallel": "parallel",
-    "SequenceParallelConfig": "config.settings",
-    "UnevenShards": "compiler.sharding.shards",
+    "SequenceParallelConfig": "core.settings",
+    "UnevenShards": "core.compiler.sharding.shards",
     "initialize": "engine",
-    "read_config": "config.deepspeed_json",
+    "read_config": "deepspeed.config",
 }
 
 

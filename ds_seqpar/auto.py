@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
-from .errors import as_seqpar_error
-from .runtime import devices, out_of_memory
-from .runtime.agreement import all_gather_objects, assert_ranks_agree
-from .runtime.log import log_once
+from .base.errors import as_seqpar_error
+from .base.log import log_once
+from .core.runtime import devices
+from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .guards import out_of_memory
+from .guards.agreement import all_gather_objects, assert_ranks_agree
 
 if TYPE_CHECKING:
-    from .config.deepspeed_json import DeepSpeedJson
+    from .deepspeed.config import DeepSpeedJson
     from .planner.machine import Machine
     from .planner.request import Job as Job
     from .planner.request import Model as Model

@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import compat
 from .auto import advise_on_memory, job_of
-from .config.deepspeed_json import DeepSpeedJson
-from .config.settings import SequenceParallelConfig
-from .cpu_launch import op_lock, shared_memory
+from .base import compat
+from .base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
+from .base.files import DEEPEST
+from .core.runtime import groups
+from .core.runtime.devices import local_rank, set_device
+from .core.runtime.transport import explaining_failure
+from .core.settings import SequenceParallelConfig
 from .data.loader import Loader
-from .errors import SECTION, ConfigError, SeqParError, as_seqpar_error, did_you_mean
-from .files import DEEPEST
+from .deepspeed.config import DeepSpeedJson
+from .deepspeed.cpu_launch import op_lock, shared_memory
+from .deepspeed.saving import EngineCheckpoints
+from .guards.agreement import assert_ranks_agree
+from .guards.process_exit import wait_at_exit
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
-from .runtime import groups
-from .runtime.agreement import assert_ranks_agree
-from .runtime.comm import explaining_failure
-from .runtime.devices import local_rank, set_device
-from .runtime.process_exit import wait_at_exit
-from .saving import EngineCheckpoints
 
 if TYPE_CHECKING:
     import argparse

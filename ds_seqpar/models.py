@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from .compat import compiled_module
-from .errors import ConfigError
+from .base.compat import compiled_module
+from .base.errors import ConfigError
 
 if TYPE_CHECKING:
     from .auto import Job, Model

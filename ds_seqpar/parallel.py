@@ -14,26 +14,30 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import auto
-from .compiler.sharding.masks import FULL, Mask
-from .compiler.sharding.shards import UnevenShards
-from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .base.errors import ConfigError, SeqParError, as_seqpar_error
+from .compiled import custom_ops
+from .core.compiler.sharding.masks import FULL, Mask
+from .core.compiler.sharding.shards import UnevenShards
+from .core.runtime import admit as input_checks
+from .core.runtime import attention, devices, groups, kernels, runtime
+from .core.runtime.admit import AdmittedCall, AttentionOptions, admit
+from .core.runtime.transport import TorchComm, explaining_failure
+from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.sharding import Sharding, WithValue, mean_of
-from .errors import ConfigError, SeqParError, as_seqpar_error
+from .guards.agreement import assert_ranks_agree
+from .guards.labels import Labels
+from .guards.mismatch_hints import of_kernels
+from .guards.process_exit import wait_at_exit
+from .guards.watchdog import watch
+from .memory import checkpoints
 from .models import patcher_of_class
-from .runtime import attention, cached, checkpoints, custom_ops, devices, groups, input_checks, kernels, runtime
-from .runtime.agreement import assert_ranks_agree
-from .runtime.comm import TorchComm, explaining_failure
-from .runtime.input_checks import AdmittedCall, AttentionOptions, admit
-from .runtime.labels import Labels
-from .runtime.latent import expanded
-from .runtime.mismatch_hints import of_kernels
-from .runtime.process_exit import wait_at_exit
-from .runtime.watchdog import watch
+from .operators import decode
+from .operators.latent import expanded
 
 if TYPE_CHECKING:
     from .auto import Job
     from .data.loader import Loader
-    from .runtime.offload import Store
+    from .memory.offload import Store
 
 
 MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
@@ -285,7 +289,7 @@ class SequenceParallel(Sharding):
         """
         q, k, v = _autocast(q, k, v)
         options = AttentionOptions(mask, shards, scale, _is_differentiated(q, k, v), True, softcap)
-        return cached.attend(self.runtime, q, k, v, options, agreed)
+        return decode.attend(self.runtime, q, k, v, options, agreed)
 
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, counts: Sequence[tuple[int, int]] | None = None,
@@ -315,7 +319,7 @@ class SequenceParallel(Sharding):
         """
         q, k, v = _autocast(q, k, v)
         options = AttentionOptions(FULL, None, scale, _is_differentiated(q, k, v, sinks), False, softcap, sinks)
-        return cached.decode(self.runtime, q, k, v, counts, options, agreed)
+        return decode.decode(self.runtime, q, k, v, counts, options, agreed)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.
@@ -329,7 +333,7 @@ class SequenceParallel(Sharding):
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
         """Return `checkpoint` made of another checkpoint function than torch's."""
         if self.config.offload_checkpoints and self.store is None:
-            from .runtime.offload import store_of
+            from .memory.offload import store_of
 
             self.store = store_of(self.device)
         return checkpoints.Checkpoint(checkpoint, not self.config.recompute_attention, self.store)

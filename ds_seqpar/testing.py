@@ -13,23 +13,23 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from .compiler.compile import Compiler
-from .compiler.program.instructions import Wait
-from .compiler.program.ulysses import SavedForBackward
-from .compiler.sharding.heads import check_heads
-from .compiler.sharding.masks import Mask
-from .compiler.sharding.shards import EvenShards, Shards, tokens_of
-from .config.settings import SequenceParallelConfig, check_length
+from .base.errors import ConfigError, InputError
+from .core.compiler.compile import Compiler
+from .core.compiler.program.instructions import Wait
+from .core.compiler.program.ulysses import SavedForBackward
+from .core.compiler.sharding.heads import check_heads
+from .core.compiler.sharding.masks import Mask
+from .core.compiler.sharding.shards import EvenShards, Shards, tokens_of
+from .core.runtime import admit
+from .core.runtime.buffers import Tensors
+from .core.runtime.call import Saved
+from .core.runtime.dense import common_part, moments
+from .core.runtime.kernels import Scores
+from .core.runtime.runtime import CallSettings, Runtime
+from .core.runtime.transport import EXCHANGE_TAG, Message, Sizes
+from .core.runtime.walk import Walk
+from .core.settings import SequenceParallelConfig, check_length
 from .data.batch_layout import positions_held
-from .errors import ConfigError, InputError
-from .runtime import input_checks
-from .runtime.buffers import Tensors
-from .runtime.call_io import Saved
-from .runtime.comm import EXCHANGE_TAG, Message, Sizes
-from .runtime.kernels import Scores
-from .runtime.runtime import CallSettings, Runtime
-from .runtime.walk import Walk
-from .runtime.work import common_part, moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,38 +159,38 @@ def attention(
     Raises:
         SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
     """
-    visible = input_checks.mask_of(causal, mask)
+    visible = admit.mask_of(causal, mask)
     lengths_differ = shards is not None
     if latent:
-        one_dim, k = input_checks.as_heads(q, k, v, lengths_differ)
+        one_dim, k = admit.as_heads(q, k, v, lengths_differ)
         dims, q = (q.shape[3], v.shape[2] - q.shape[3]), one_dim
     else:
-        input_checks.check_arguments(q, k, v, visible, scale, lengths_differ)
+        admit.check_arguments(q, k, v, visible, scale, lengths_differ)
         dims = q.shape[3], v.shape[3]
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
     like = f"{(*q.shape[:3], dims[1])} {q.dtype}"
-    if do is not None and input_checks.describe(do) != like:
-        raise InputError(f"the output's gradient must be like the output, {like}; got {input_checks.describe(do)}")
+    if do is not None and admit.describe(do) != like:
+        raise InputError(f"the output's gradient must be like the output, {like}; got {admit.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
     if shards is None:
         check_length(config, q.shape[1])
-        input_checks.check_documents(visible, q.shape[1])
+        admit.check_documents(visible, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
     else:
-        input_checks.check_shards(shards, config.size // config.ulysses, config.layout)
+        admit.check_shards(shards, config.size // config.ulysses, config.layout)
         _check_whole(shards, q, k)
-    input_checks.check_softcap(softcap)
-    input_checks.check_sinks(sinks, q)
+    admit.check_softcap(softcap)
+    admit.check_sinks(sinks, q)
     scores = Scores(dims[0] ** -0.5 if scale is None else float(scale), softcap or 0.0)
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, head_chunks=config.head_chunks)
     head_chunks = 1 if config.head_chunks == "auto" else config.head_chunks
     ranks = _Ranks(config, shards, visible, scores, sinks, {} if compilers is None else compilers)
     gradient = () if do is None else (do,)
     if latent:
-        q, *rest = input_checks.of_one_head_dim(q, *gradient)
+        q, *rest = admit.of_one_head_dim(q, *gradient)
     else:
-        q, k, v, *rest = input_checks.of_one_head_dim(q, k, v, *gradient)
+        q, k, v, *rest = admit.of_one_head_dim(q, k, v, *gradient)
     result = ranks.attention(q, k, v, rest[0] if rest else None, head_chunks, dims[1] if latent else 0)
     return result.of_head_dims(*dims, latent)
 
@@ -235,7 +235,7 @@ class _Ranks:
         settings = CallSettings(self.mask, self.shards, self.scores, head_chunks, saves, latent=latent)
         options = self.mask, self.shards, self.scores.softcap, bool(latent)
         for runtime, (local_q, local_k, _) in zip(self.runtimes, local, strict=True):
-            input_checks.check_programs(runtime, local_q, local_k, *options)
+            admit.check_programs(runtime, local_q, local_k, *options)
         if self.runtimes[0].takes_common_off(q.dtype, settings):
             self.common = common_part(torch.stack([moments(local_qkv[1]) for local_qkv in local]), k.shape[2])
         walks = [

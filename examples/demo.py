@@ -74,7 +74,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 def _needs(config: Path) -> tuple[int, bool]:
     """Return the ranks of one sequence in a DeepSpeed JSON, 1 for "auto", and whether it trains in bf16 or fp16."""
     from ds_seqpar import SeqParError, SequenceParallelConfig
-    from ds_seqpar.config.deepspeed_json import DeepSpeedJson
+    from ds_seqpar.deepspeed.config import DeepSpeedJson
 
     try:
         json = DeepSpeedJson.read(config)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Lla
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_seqpar
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
+from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.engine import start
 
 matplotlib.use("Agg")

@@ -6,10 +6,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from ds_seqpar.cpu_launch import op_lock as op_lock
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.deepspeed.cpu_launch import op_lock as op_lock
+from ds_seqpar.guards.process_exit import LIBRARIES
 from ds_seqpar.models import HOW, imported
-from ds_seqpar.runtime.process_exit import LIBRARIES
 
 try:
     import transformers

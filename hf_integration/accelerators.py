@@ -27,12 +27,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
+from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.core.runtime.admit import describe
+from ds_seqpar.deepspeed.config import DeepSpeedJson
+from ds_seqpar.deepspeed.saving import EngineCheckpoints
 from ds_seqpar.engine import assert_same_training, count_by_rank, count_sequences
-from ds_seqpar.errors import ConfigError, InputError
-from ds_seqpar.runtime.agreement import assert_ranks_agree
-from ds_seqpar.runtime.input_checks import describe
-from ds_seqpar.saving import EngineCheckpoints
+from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.whole import plain
 
 from . import compat

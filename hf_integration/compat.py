@@ -1,5 +1,5 @@
 """Every name of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses though they do not
-document it; as `ds_seqpar.compat`, which has torch's others."""
+document it; as `ds_seqpar.base.compat`, which has torch's others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ds_seqpar.compat import SEEN, attribute, mark, missing, private
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.compat import SEEN, attribute, mark, missing, private
+from ds_seqpar.base.errors import ConfigError
 
 from .rebinding import globals_read
 
@@ -210,7 +210,7 @@ LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of a parameter, as `ds_seqpar.compat.whole_shape`."""
+    """Return the number of elements of a parameter, as `ds_seqpar.base.compat.whole_shape`."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 

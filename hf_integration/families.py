@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
 from .compat import ATTENTION, EAGER, attention_name

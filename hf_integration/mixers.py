@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding.shards import Shards
+from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.core.compiler.sharding.shards import Shards
+from ds_seqpar.core.runtime.buffers import sum_dtype
+from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.data.batch_layout import BatchLayout
-from ds_seqpar.errors import ConfigError, InputError
-from ds_seqpar.runtime import recurrence
-from ds_seqpar.runtime.buffers import sum_dtype
-from ds_seqpar.runtime.recurrence import Cell, Function, Rows
-from ds_seqpar.runtime.runtime import Runtime
+from ds_seqpar.operators import recurrence
+from ds_seqpar.operators.recurrence import Cell, Function, Rows
 
 from .context import KEYWORD, ForwardContext, current
 from .graph_breaks import between_graphs
@@ -42,10 +42,10 @@ class Engine(Protocol):
     """What runs the layers of a mixer over sequences."""
 
     def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
-        """Run a layer with a state, as `ds_seqpar.runtime.recurrence.recurrence` does."""
+        """Run a layer with a state, as `ds_seqpar.operators.recurrence.recurrence` does."""
 
     def conv(self, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int) -> Any:
-        """Run a causal convolution, as `ds_seqpar.runtime.recurrence.causal_conv` does."""
+        """Run a causal convolution, as `ds_seqpar.operators.recurrence.causal_conv` does."""
 
 
 # from the keywords of a call; None: the call is to be as it was

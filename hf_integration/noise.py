@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.data.batch_layout import BatchLayout
-from ds_seqpar.runtime.mismatch_hints import RANDOM
-from ds_seqpar.runtime.random_states import OwnStream, seed_of, torch_states
+from ds_seqpar.data.random_states import OwnStream, seed_of, torch_states
+from ds_seqpar.guards.mismatch_hints import RANDOM
 
 from .compat import NEFTUNE
 

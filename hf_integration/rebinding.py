@@ -8,7 +8,7 @@ import inspect
 import types
 from typing import Any
 
-from ds_seqpar.compat import missing
+from ds_seqpar.base.compat import missing
 
 
 def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:

@@ -20,7 +20,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
-from ds_seqpar.cpu_launch import op_lock
+from ds_seqpar.deepspeed.cpu_launch import op_lock
 from tests import grids
 
 # a rank compiles by itself: inductor's own workers would each import torch first

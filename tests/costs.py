@@ -99,7 +99,7 @@ def pytest_configure(config):
 
 
 def _kernels():
-    from ds_seqpar.runtime import kernels
+    from ds_seqpar.core.runtime import kernels
 
     return [type(kernel) for kernel in kernels.KERNELS.values()]
 

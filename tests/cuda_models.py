@@ -1,8 +1,8 @@
 """Models of CUDA's attention operators, computed densely, on CPUs and in any dtype.
 
 Each has the signature, the layout and padding of the log-sum-exp, and the demands on its operands of the operator that
-it stands for, so that the wrappers of `ds_seqpar.runtime.kernels` run as they are. What a row sees is computed as in
-the operator's C++, forward and backward apart (`tests/cuda_masks.py`); cuDNN's source is not public. On fake tensors
+it stands for, so that the wrappers of `ds_seqpar.kernels` run as they are. What a row sees is computed as in the
+operator's C++, forward and backward apart (`tests/cuda_masks.py`); cuDNN's source is not public. On fake tensors
 they check what can be seen there, and give results without values.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ds_seqpar.core.runtime.kernels import register, remove, select
 from ds_seqpar.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn, FlashAttn3, import_reason
-from ds_seqpar.runtime.kernels import register, remove, select
 from tests.cuda_masks import (
     BOTTOM_RIGHT,
     TOP_LEFT,

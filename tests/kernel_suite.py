@@ -7,10 +7,10 @@ tested without one.
 import pytest
 import torch
 
-from ds_seqpar.compiler.tiles.tiles import Segments
-from ds_seqpar.runtime.kernels import BlockSpec, KernelSupport
-from ds_seqpar.runtime.kernels.accumulate import merge_
-from ds_seqpar.runtime.kernels.reference import Reference
+from ds_seqpar.core.compiler.tiles.tiles import Segments
+from ds_seqpar.core.runtime.kernels import BlockSpec, KernelSupport
+from ds_seqpar.core.runtime.kernels.accumulate import merge_
+from ds_seqpar.core.runtime.kernels.reference import Reference
 from tests.oracle import attention, dense, error
 
 SCALE = 0.3  # not head_dim ** -0.5: a kernel must take the one it is given

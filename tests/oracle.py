@@ -5,9 +5,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from ds_seqpar.compiler.sharding.layout import owned
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.sharding.layout import owned
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 
 
 def positions(layout, seq, size, ulysses, index):
@@ -60,10 +60,14 @@ def seen(mask: Mask, queries, keys) -> Tensor:
     found = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
     if mask.causal:
         found &= (kv <= q) | (kv < mask.prefix)
+    together = torch.zeros_like(found)
+    for first, end in mask.blocks:
+        together |= (q >= first) & (q < end) & (kv >= first) & (kv < end)
+    found |= together
     if mask.window_right is not None:
         found &= kv <= q + mask.window_right
     if mask.window:
-        found &= kv > q - mask.window
+        found &= (kv > q - mask.window) | (together & mask.whole_blocks)
     if mask.documents:  # of each document which ones it sees: itself, its parent and what that one sees
         sees = torch.eye(len(mask.documents), dtype=torch.bool)
         for document, parent in enumerate(mask.parents):

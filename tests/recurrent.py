@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch.nn import functional as F
 
-from ds_seqpar.runtime import recurrence
-from ds_seqpar.runtime.recurrence import Cell, Rows
+from ds_seqpar.operators import recurrence
+from ds_seqpar.operators.recurrence import Cell, Rows
 
 KINDS = ("delta", "decayed", "conv")
 

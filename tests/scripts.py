@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from tests.launch import free_port, on_ranks
 
 # a folder on the path of launched processes: it hides GPUs from them

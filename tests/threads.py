@@ -5,8 +5,8 @@ import queue
 import threading
 from collections import Counter
 
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.runtime.runtime import Runtime
+from ds_seqpar.core.runtime.runtime import Runtime
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.testing import _VirtualComm
 
 PATIENCE = 30  # seconds that a rank waits for a message

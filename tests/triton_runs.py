@@ -11,12 +11,12 @@ from collections import defaultdict
 
 import torch
 
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.tiles.tiles import Rows
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.tiles.tiles import Rows
+from ds_seqpar.core.runtime import dense as work
+from ds_seqpar.core.runtime.kernels import accumulate
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.kernels import triton_ops
-from ds_seqpar.runtime import work
-from ds_seqpar.runtime.kernels import accumulate
 from ds_seqpar.testing import attention
 from tests.oracle import dense, errors, tensors
 

@@ -15,15 +15,15 @@ from operator import itemgetter
 
 from benchmarks import tables
 from ds_seqpar.analysis.memory import Figures, figures
-from ds_seqpar.compiler.compile import BoundProgram, Compiler
-from ds_seqpar.compiler.program import instructions as op
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.program.ulysses import SavedForBackward, UlyssesGroup
-from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import BoundProgram, Compiler
+from ds_seqpar.core.compiler.program import instructions as op
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward, UlyssesGroup
+from ds_seqpar.core.compiler.sharding.layout import divisors
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.settings import SequenceParallelConfig
 
 # heads, head_dim of q and k, of v, and the width of a latent
 MODELS = {

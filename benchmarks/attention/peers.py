@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contenders import Spec
 from ds_seqpar import SequenceParallel, SequenceParallelConfig, UnevenShards
-from ds_seqpar.compiler.compile import Compiler
-from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.compile import Compiler
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

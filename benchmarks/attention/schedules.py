@@ -21,16 +21,16 @@ import math
 
 from benchmarks import tables
 from benchmarks.contenders import parse
-from ds_seqpar.compiler.compile import block_mask_of, side_of
-from ds_seqpar.compiler.program.shape import Shape, shape_of
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.actions import ACCUMULATORS
-from ds_seqpar.compiler.schedules.base import ScheduleOptions
-from ds_seqpar.compiler.sharding.layout import multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
-from ds_seqpar.compiler.sharding.shards import EvenShards, Shards, tokens_of
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.compile import block_mask_of, side_of
+from ds_seqpar.core.compiler.program.shape import Shape, shape_of
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules.actions import ACCUMULATORS
+from ds_seqpar.core.compiler.schedules.base import ScheduleOptions
+from ds_seqpar.core.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, Shards, tokens_of
+from ds_seqpar.core.settings import SequenceParallelConfig
 
 HEADS = {"MHA": (32, 32), "GQA 4:1": (32, 8), "GQA 8:1": (64, 8)}
 WAYS = [(way, travel) for way in ("forward", "backward") for travel in ("fp32", "bf16")]

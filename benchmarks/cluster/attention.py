@@ -39,7 +39,7 @@ from benchmarks.cluster import ranks as on_ranks
 from benchmarks.cluster.plan import DTYPES, bytes_between
 from benchmarks.contenders import Spec
 from benchmarks.turns import in_turns
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from tests.launch import Ranks
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

@@ -36,7 +36,7 @@ from benchmarks.cluster import attention, net
 from benchmarks.cluster import ranks as on_ranks
 from benchmarks.contenders import Spec
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from hf_integration import mixers
 from tests.launch import Ranks
 

@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from benchmarks.contenders import Spec
-from ds_seqpar.compiler.compile import BoundProgram, Compiler
-from ds_seqpar.compiler.program.instructions import ExchangeStart, GatherStart, Post, ScatterStart
-from ds_seqpar.compiler.program.shape import ITEMSIZE, shape_of
-from ds_seqpar.compiler.program.ulysses import UlyssesGroup
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import BoundProgram, Compiler
+from ds_seqpar.core.compiler.program.instructions import ExchangeStart, GatherStart, Post, ScatterStart
+from ds_seqpar.core.compiler.program.shape import ITEMSIZE, shape_of
+from ds_seqpar.core.compiler.program.ulysses import UlyssesGroup
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.settings import SequenceParallelConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Place = tuple[int, int]  # Ulysses rank, CP rank

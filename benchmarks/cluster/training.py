@@ -34,7 +34,7 @@ from benchmarks.memory import ranks as made
 from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench, model_options
 from benchmarks.turns import order
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from tests.launch import PRELOAD, RankFailure
 
 DEFAULT = ["u2/ring", "ring", "u8", "deepspeed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -12,17 +13,20 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import ds_seqpar
-from ds_seqpar.runtime.process_exit import is_lost
+from ds_seqpar.deepspeed.cpu_launch import op_lock
+from ds_seqpar.guards.process_exit import is_lost, wait_at_exit
 from hf_integration import SequenceParallelTrainer
 from tests.hf.llama import settings, small
 from tests.hf.trainers import documents, make
@@ -67,7 +71,7 @@ class Kill:
 def run(driver: str, stage: int, folder: Path, victim: int, planned: tuple | None) -> tuple[Losses, dict[str, Any]]:
     """Train from the last checkpoint of a folder, or anew, to the last step.
 
-    An error ends the process as Python would end it, and leaves a file with what it was.
+    An error ends the process as Python would end it, and leaves a file with what it was (see `ends`).
 
     Returns:
         (losses by step, seconds of each phase)
@@ -75,16 +79,27 @@ def run(driver: str, stage: int, folder: Path, victim: int, planned: tuple | Non
     kill = Kill(folder, planned if dist.get_rank() == victim else None)
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    op_lock.prepare_start()
+    deepspeed.init_distributed()  # as a launched Trainer does at first: a rank killed in it keeps the lock of an op
+    wait_at_exit()  # which sets the hook of errors
+    hook: Any = functools.partial(ends, folder, sys.excepthook)
+    hook.before = sys.excepthook  # so nobody sets that one again
+    sys.excepthook = hook
     logging.disable(logging.WARNING)  # DeepSpeed's, of folders that have no checkpoint yet
     try:
         return (loop if driver == "loop" else trainer)(stage, folder / "checkpoints", kill), kill.seconds
     except BaseException as error:
-        with open(folder / PRINTED, "a") as printed:
-            os.dup2(printed.fileno(), 2)
-            sys.excepthook(type(error), error, error.__traceback__)
-        ended = {"error": f"{type(error).__name__}: {error}", "lost": is_lost(error), "at": time.monotonic()}
-        (folder / f"ended-{dist.get_rank()}.json").write_text(json.dumps(ended))
+        sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1)
+
+
+def ends(folder: Path, before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    """An excepthook that notes the error: the watchdog, which ends a rank that hangs, calls it too."""
+    with open(folder / PRINTED, "a") as printed:
+        os.dup2(printed.fileno(), 2)
+        before(kind, error, trace)
+    ended = {"error": f"{kind.__name__}: {error}", "lost": is_lost(error), "at": time.monotonic()}
+    (folder / f"ended-{dist.get_rank()}.json").write_text(json.dumps(ended))
 
 
 def loop(stage: int, folder: Path, kill: Kill) -> Losses:

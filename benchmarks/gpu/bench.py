@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.tables import say
 from benchmarks.turns import settle
-from ds_seqpar.runtime.devices import host_memory
+from ds_seqpar.core.runtime.devices import host_memory
 
 Result = TypeVar("Result")
 PACKAGES = ("torch", "deepspeed", "transformers", "flash-attn", "flash-attn-3",

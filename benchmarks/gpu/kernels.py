@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.bench import Bench, different
 from benchmarks.gpu.shares import Bare, Share
 from benchmarks.turns import in_turns, of_device, settle
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.runtime.kernels import KERNELS, BlockSpec
 
 BACKENDS = {
     "torch flash": SDPBackend.FLASH_ATTENTION,

@@ -25,15 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import tables
-from ds_seqpar.compiler.program.ulysses import SavedForBackward
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.runtime import cached
-from ds_seqpar.runtime.call_io import Saved
-from ds_seqpar.runtime.input_checks import AttentionOptions
-from ds_seqpar.runtime.kernels import Scores, accumulate
-from ds_seqpar.runtime.runtime import CallSettings, Runtime
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.runtime.admit import AttentionOptions
+from ds_seqpar.core.runtime.call import Saved
+from ds_seqpar.core.runtime.kernels import Scores, accumulate
+from ds_seqpar.core.runtime.runtime import CallSettings, Runtime
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.operators import decode as cached
 from tests.fake_cuda import Driverless
 
 TABLE = Path(__file__).with_suffix(".json")

@@ -35,10 +35,10 @@ from benchmarks.gpu.shares import Alone
 from benchmarks.memory.peers import unlike
 from benchmarks.turns import in_turns, order, slowest, together
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.runtime.admit import AttentionOptions, agree_on_inputs
+from ds_seqpar.core.runtime.transport import ALL_GATHER
 from ds_seqpar.engine import start
-from ds_seqpar.runtime.comm import ALL_GATHER
-from ds_seqpar.runtime.input_checks import AttentionOptions, agree_on_inputs
 from tests.launch import PRELOAD, Ranks
 
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_chunks=2+overlap", "u{n}+head_chunks=4+overlap", "ring", "u2/ring",

@@ -19,13 +19,13 @@ from benchmarks.contenders import parse
 from benchmarks.gpu.bench import Bench
 from benchmarks.turns import in_turns, of_device
 from ds_seqpar import SequenceParallelConfig, testing
-from ds_seqpar.compiler.program.ulysses import SavedForBackward
-from ds_seqpar.compiler.sharding.layout import multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.runtime.comm import Message
-from ds_seqpar.runtime.kernels import Scores
-from ds_seqpar.runtime.runtime import CallSettings
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
+from ds_seqpar.core.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.runtime.kernels import Scores
+from ds_seqpar.core.runtime.runtime import CallSettings
+from ds_seqpar.core.runtime.transport import Message
 
 # of which a rank's part is measured -> ranks; no triangle has 8
 CONTENDERS = {"ring": 8, "u2/ring": 8, "attention2d=2": 8, "triangle": 6}

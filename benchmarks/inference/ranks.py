@@ -19,7 +19,7 @@ import hf_integration
 from benchmarks.cluster.ranks import STEPS
 from benchmarks.contenders import parse
 from benchmarks.memory.ranks import Model
-from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.layout import Run
 from hf_integration.generation.cache import BLOCK, Row, kept_of
 
 Make = Callable[..., Callable[[], Any]]  # of arguments, a model, the contender, a length: its step

@@ -32,13 +32,13 @@ from benchmarks import tables
 from benchmarks.attention.peers import dense, step
 from benchmarks.turns import Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.program.instructions import Product
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.runtime import agreement as agreements
-from ds_seqpar.runtime import watchdog
-from ds_seqpar.runtime.input_checks import AttentionOptions, agree_on_inputs
-from ds_seqpar.runtime.kernels import KERNELS, Kernel
-from ds_seqpar.runtime.runtime import Runtime
+from ds_seqpar.core.compiler.program.instructions import Product
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.runtime.admit import AttentionOptions, agree_on_inputs
+from ds_seqpar.core.runtime.kernels import KERNELS, Kernel
+from ds_seqpar.core.runtime.runtime import Runtime
+from ds_seqpar.guards import agreement as agreements
+from ds_seqpar.guards import watchdog
 from hf_integration import patch_attention
 from tests.hf.llama import llama
 from tests.launch import on_ranks

@@ -18,12 +18,12 @@ from typing import Any
 from benchmarks import contenders, tables
 from benchmarks.memory import peers
 from ds_seqpar.auto import detected_machine
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.runtime.devices import this_host
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.planner.auto import resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import Job, TrainingStep
-from ds_seqpar.runtime.devices import this_host
 
 MIB = 2**20
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from benchmarks import tables
-from ds_seqpar.config.deepspeed_json import Zero
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Job, Model, Request

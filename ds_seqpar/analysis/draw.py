@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compiler.program.ulysses import UNSPLIT, HeadSplit
-from ..compiler.schedules.plan import Plan
-from ..errors import ConfigError, ranks_in_words
+from ..base.errors import ConfigError, ranks_in_words
+from ..core.compiler.program.ulysses import UNSPLIT, HeadSplit
+from ..core.compiler.schedules.plan import Plan
 from ..schedules.simulate import Costs
 from ..schedules.timeline import TRACKS, Event, Timeline, lanes
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..compiler.compile import BoundProgram
-from ..compiler.program import instructions as op
-from ..compiler.program.instructions import LOCAL, SLOTS, Instruction, is_local, label_of
-from ..compiler.schedules.actions import unit_name
-from ..compiler.schedules.plan import columns
+from ..core.compiler.compile import BoundProgram
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import LOCAL, SLOTS, Instruction, is_local, label_of
+from ..core.compiler.schedules.actions import unit_name
+from ..core.compiler.schedules.plan import columns
 from . import memory
 
 

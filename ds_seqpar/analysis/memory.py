@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ..compiler.compile import BoundProgram, Compiler, Recipe
-from ..compiler.program import instructions as op
-from ..compiler.program.instructions import is_local, methods_of
-from ..compiler.program.shape import ITEMSIZE, Shape, token_bytes
-from ..compiler.program.ulysses import PER_ROW, SIDE, SavedForBackward, of_head
-from ..compiler.schedules.actions import ACCUMULATORS, Unit
-from ..compiler.sharding.heads import free_head_chunk_counts, largest_share
-from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
-from ..compiler.tiles.launches import PLAIN_KERNEL
-from ..compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
-from ..compiler.tiles.workspace import WORKSPACES, LaunchSize
+from ..core.compiler.compile import BoundProgram, Compiler, Recipe
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import is_local, methods_of
+from ..core.compiler.program.shape import ITEMSIZE, Shape, token_bytes
+from ..core.compiler.program.ulysses import PER_ROW, SIDE, SavedForBackward, of_head
+from ..core.compiler.schedules.actions import ACCUMULATORS, Unit
+from ..core.compiler.sharding.heads import free_head_chunk_counts, largest_share
+from ..core.compiler.sharding.masks import Mask
+from ..core.compiler.sharding.shards import Shards, tokens_by_ulysses_rank, tokens_of
+from ..core.compiler.tiles.launches import PLAIN_KERNEL
+from ..core.compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
+from ..core.compiler.tiles.workspace import WORKSPACES, LaunchSize
 
 INF = float("inf")
 

@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..compiler.program import instructions as op
-from ..compiler.program.instructions import Program, Transfer, label_of
-from ..errors import MOST_SHOWN, PlanError, ranks_in_words
+from ..base.errors import MOST_SHOWN, PlanError, ranks_in_words
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import Program, Transfer, label_of
 
 MESSAGES = "cp_rank"  # the communicators of messages between two ranks
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"

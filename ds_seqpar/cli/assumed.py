@@ -7,9 +7,9 @@ import copy
 import json
 from typing import Any, NamedTuple
 
-from ..config.deepspeed_json import OPTIMIZER_STATES, SECTION
-from ..config.settings import SequenceParallelConfig
-from ..files import shown
+from ..base.files import shown
+from ..core.settings import SequenceParallelConfig
+from ..deepspeed.config import OPTIMIZER_STATES, SECTION
 from .options import GIB, Inputs
 
 OPTIMIZER = "AdamW"  # whose states are counted where those of the JSON's optimizer are not known

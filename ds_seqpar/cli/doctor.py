@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ..auto import job_of
-from ..compiler import schedules
-from ..config.deepspeed_json import DeepSpeedJson, without_auto
-from ..config.settings import SequenceParallelConfig
+from ..base.errors import SECTION, as_seqpar_error
+from ..core.compiler import schedules
+from ..core.settings import SequenceParallelConfig
+from ..deepspeed.config import DeepSpeedJson, without_auto
 from ..doctor import Job, examined, table
-from ..errors import SECTION, as_seqpar_error
 from ..models import doctor_of_models, required_patcher
 from ..parallel import SequenceParallel
 from . import options

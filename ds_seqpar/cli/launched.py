@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import ConfigError, SeqParError, as_seqpar_error
-from ..runtime import process_exit
-from ..runtime.devices import set_device
+from ..base.errors import ConfigError, SeqParError, as_seqpar_error
+from ..core.runtime.devices import set_device
+from ..guards import process_exit
 from .options import Told
 
 

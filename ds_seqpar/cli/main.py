@@ -17,9 +17,9 @@ import io
 import os
 import sys
 
-from ..cpu_launch import op_lock
-from ..errors import ConfigError, SeqParError
-from ..files import LARGEST, shown
+from ..base.errors import ConfigError, SeqParError
+from ..base.files import LARGEST, shown
+from ..deepspeed.cpu_launch import op_lock
 from . import memory, options, plan, schema, show, trace
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.draw import new_figure, save
-from ..config.settings import SequenceParallelConfig
-from ..errors import SECTION, ConfigError
+from ..base.errors import SECTION, ConfigError
+from ..core.settings import SequenceParallelConfig
 from ..planner import limits
 from ..planner.attention_memory import on_fewer_ranks
 from ..planner.auto import line_of, resolve_with_plan, what_would_fit

@@ -7,10 +7,10 @@ import copy
 import dataclasses
 from typing import Any
 
-from ..config.deepspeed_json import DECISIVE, DeepSpeedJson, autos
-from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
-from ..errors import SECTION, ConfigError, did_you_mean
-from ..files import parse_json, shown
+from ..base.errors import SECTION, ConfigError, did_you_mean
+from ..base.files import parse_json, shown
+from ..core.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
+from ..deepspeed.config import DECISIVE, DeepSpeedJson, autos
 from ..planner import limits
 from ..planner.machine import Machine
 from ..planner.request import Job, Model, Request

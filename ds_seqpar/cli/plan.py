@@ -7,9 +7,9 @@ import dataclasses
 import json
 from typing import Any
 
-from ..compiler.schedules.plan import columns
-from ..errors import ConfigError
-from ..files import read_text
+from ..base.errors import ConfigError
+from ..base.files import read_text
+from ..core.compiler.schedules.plan import columns
 from ..planner.machine import DEFAULT, Machine, presets
 from ..planner.plan import Planned, PlanResult, name_of, plan, settings_in_words
 from ..planner.request import Request

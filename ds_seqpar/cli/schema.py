@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ..compiler.schedules import settings
-from ..config.settings import SequenceParallelConfig, setting_names
-from ..errors import SECTION
+from ..base.errors import SECTION
+from ..core.compiler.schedules import settings
+from ..core.settings import SequenceParallelConfig, setting_names
 
 COUNT = {"type": "integer", "minimum": 1}
 

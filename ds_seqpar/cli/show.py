@@ -10,19 +10,19 @@ from typing import Any
 from ..analysis import nccl
 from ..analysis.draw import draw
 from ..analysis.listing import listing
-from ..compiler.compile import Compiler, block_mask_of
-from ..compiler.program.instructions import HeadExchange
-from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
-from ..compiler.schedules import SCHEDULES, settings
-from ..compiler.sharding.heads import busiest_ulysses_rank, largest_share
-from ..compiler.sharding.layout import LAYOUTS, multiple
-from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.sharding.shards import EvenShards, Shards
-from ..compiler.tiles.launches import PLAIN_KERNEL
-from ..compiler.tiles.tiles import tiles
-from ..config.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..core.compiler.compile import Compiler, block_mask_of
+from ..core.compiler.program.instructions import HeadExchange
+from ..core.compiler.program.shape import ITEMSIZE, Shape, shape_of
+from ..core.compiler.program.ulysses import PER_ROW, SIDE, Heads, HeadSplit, SavedForBackward, UlyssesGroup
+from ..core.compiler.schedules import SCHEDULES, settings
+from ..core.compiler.sharding.heads import busiest_ulysses_rank, largest_share
+from ..core.compiler.sharding.layout import LAYOUTS, multiple
+from ..core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..core.compiler.sharding.shards import EvenShards, Shards
+from ..core.compiler.tiles.launches import PLAIN_KERNEL
+from ..core.compiler.tiles.tiles import tiles
+from ..core.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..planner import limits
 from ..schedules.simulate import Costs, communication, computation, programs_of, simulate
 from ..schedules.validate import validate

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError, ranks_in_words
-from ..files import write_text
+from ..base.errors import ConfigError, ranks_in_words
+from ..base.files import write_text
 
 Trace = Mapping[str, Any]  # in Chrome's trace event format, as torch.profiler writes it
 # each rank's processes get other names and numbers

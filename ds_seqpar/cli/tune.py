@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 
 from ..auto import detected_machine, hosts_of_all
-from ..compiler.schedules.plan import columns
-from ..compiler.sharding.heads import largest_share
-from ..config.deepspeed_json import SECTION, without_auto
+from ..base.errors import CommunicationError, SeqParError, as_seqpar_error
+from ..core.compiler.schedules.plan import columns
+from ..core.compiler.sharding.heads import largest_share
+from ..core.runtime import groups
+from ..core.runtime.devices import ranks_per_host, this_device
+from ..core.runtime.kernels import KERNELS, BlockSpec, candidates, select
+from ..deepspeed.config import SECTION, without_auto
 from ..engine import initialize
-from ..errors import CommunicationError, SeqParError, as_seqpar_error
+from ..guards.agreement import all_gather_objects, assert_ranks_agree
 from ..models import random_model
 from ..planner.plan import Planned, name_of, plan
 from ..planner.request import Request
-from ..runtime import groups
-from ..runtime.agreement import all_gather_objects, assert_ranks_agree
-from ..runtime.devices import ranks_per_host, this_device
-from ..runtime.kernels import KERNELS, BlockSpec, candidates, select
 from .assumed import Answer
 from .launched import launched
 from .options import DEFAULTS, GIB, Inputs, count

@@ -8,9 +8,9 @@ import functools
 import torch
 from torch import Tensor
 
-from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import Shards, UnevenShards, runs_of_sp_rank, tokens_of
-from ..fingerprint import Fingerprint
+from ..base.fingerprint import Fingerprint
+from ..core.compiler.sharding.masks import Mask
+from ..core.compiler.sharding.shards import Shards, UnevenShards, runs_of_sp_rank, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compiler.sharding.masks import Mask
-from ..errors import InputError, as_seqpar_error
-from ..fingerprint import Fingerprint
-from ..on_devices import to_device
-from ..runtime import mismatch_hints
-from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
-from ..runtime.log import log_once
+from ..base.errors import InputError, as_seqpar_error
+from ..base.fingerprint import Fingerprint
+from ..base.log import log_once
+from ..base.on_devices import to_device
+from ..core.compiler.sharding.masks import Mask
+from ..guards import mismatch_hints
+from ..guards.agreement import all_reduce_sum, assert_ranks_agree
 from .batch_layout import BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import READ, Lengths, documents_of, without_documents

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..base.errors import InputError
 from .sharding import Vocabulary
 from .value_checks import ValueChecks, describe
 

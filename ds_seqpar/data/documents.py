@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..base.errors import InputError
 
 Lengths = tuple[int, ...]  # tokens of each document of a batch, in order; no document goes on in the next row
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import compat
-from ..errors import ConfigError
-from ..runtime.backward import Calls
+from ..base import compat
+from ..base.errors import ConfigError
+from ..guards.backward_order import Calls
 
 # operators after which the positions have still to be read
 COPIES = {f"aten::{name}" for name in ("_to_copy", "alias", "clone", "detach", "expand", "slice.Tensor", "view")}

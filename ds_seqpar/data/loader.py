@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..compat import SPLIT
-from ..errors import ConfigError, InputError, SeqParError, as_seqpar_error
-from ..fingerprint import Fingerprint
-from ..runtime.agreement import Fields, assert_ranks_agree, differing
-from ..runtime.comm import explaining_failure
-from ..runtime.random_states import random_state, set_random_state
+from ..base.compat import SPLIT
+from ..base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ..base.fingerprint import Fingerprint
+from ..core.runtime.transport import explaining_failure
+from ..guards.agreement import Fields, assert_ranks_agree, differing
+from .random_states import random_state, set_random_state
 from .sharding import Sharding
 
 CALL = "a loader of sp.loader"

@@ -6,8 +6,8 @@ import functools
 
 from torch import Tensor
 
-from ..compiler.sharding import shards
-from ..errors import InputError
+from ..base.errors import InputError
+from ..core.compiler.sharding import shards
 from .batch_layout import BatchLayout
 from .sharding import Sharding
 from .value_checks import ValueChecks

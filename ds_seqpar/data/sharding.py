@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..compiler.sharding.layout import multiple
-from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import EvenShards
-from ..config.settings import SequenceParallelConfig
-from ..errors import InputError, SeqParError, as_seqpar_error, whole_number
-from ..on_devices import DeviceCache
-from ..runtime import input_checks
-from ..runtime.agreement import all_reduce_sum, assert_ranks_agree
-from ..runtime.backward import Calls
-from ..runtime.comm import ALL_GATHER, TorchComm, explaining_failure
-from ..runtime.consistency import ConsistencyChecker
-from ..runtime.groups import Groups, check_thread
+from ..base.errors import InputError, SeqParError, as_seqpar_error, whole_number
+from ..base.on_devices import DeviceCache
+from ..core.compiler.sharding.layout import multiple
+from ..core.compiler.sharding.masks import Mask
+from ..core.compiler.sharding.shards import EvenShards
+from ..core.runtime import admit
+from ..core.runtime.groups import Groups, check_thread
+from ..core.runtime.transport import ALL_GATHER, TorchComm, explaining_failure
+from ..core.settings import SequenceParallelConfig
+from ..guards.agreement import all_reduce_sum, assert_ranks_agree
+from ..guards.backward_order import Calls
+from ..guards.consistency import ConsistencyChecker
 from .batch_layout import BatchLayout, positions_held
 from .first_use import FirstUse
 
@@ -113,7 +113,7 @@ class Sharding:
         mask = Mask(causal=causal, documents=starts, parents=parents)
         if sum(lengths) != count:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
-        from ..compiler.sharding.balance import shards_of  # of lengths that ranks cannot share equally
+        from .balance import shards_of  # of lengths that ranks cannot share equally
 
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
         return BatchLayout(mask, shards, restarts=starts)
@@ -169,9 +169,7 @@ class Sharding:
         """
         dim = _as_int(dim)
         if not _has_dim(x, dim):
-            raise InputError(
-                f"shard needs a tensor and one of its dims; got {input_checks.shape_of(x)} and dim {dim!r}"
-            )
+            raise InputError(f"shard needs a tensor and one of its dims; got {admit.shape_of(x)} and dim {dim!r}")
         if placement is not None:
             _check_tokens(x, dim, placement)
         if placement is not None and placement.rows is not None:
@@ -280,7 +278,7 @@ class Sharding:
         if not _has_dim(x, dim) or not isinstance(placement, BatchLayout | None):
             got = "" if placement is None else f" and placement {type(placement).__name__}"
             return InputError(
-                f"gather needs a tensor and one of its dims; got {input_checks.shape_of(x)} and dim {dim!r}{got}, "
+                f"gather needs a tensor and one of its dims; got {admit.shape_of(x)} and dim {dim!r}{got}, "
                 "give it this rank's tokens, the dim that they are on, and their batch's placement where it has one"
             )
         if x.requires_grad and torch.is_grad_enabled():
@@ -299,7 +297,7 @@ class Sharding:
         if placement is not None and placement.rows is not None and (dim % x.dim() == 0 or x.shape[dim - 1] != 1):
             return InputError(
                 "gather of rows that lie end to end needs a tensor with 1 before the tokens; got "
-                f"{input_checks.shape_of(x)} and dim {dim}, give it (1, tokens, ...) as sharded tensors are"
+                f"{admit.shape_of(x)} and dim {dim}, give it (1, tokens, ...) as sharded tensors are"
             )
         return None
 
@@ -369,7 +367,7 @@ def _dtype_and_device(x: Tensor) -> dict[str, object]:
 
 def _tensor_error(call: str, x: object) -> InputError | None:
     """Return the error for what has no elements that could be sent; None for a tensor that has them."""
-    got = input_checks.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
+    got = admit.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
     if isinstance(x, Tensor) and not got:
         got = "a quantized one" if x.is_quantized else "one on the meta device" if x.is_meta else ""
     return InputError(f"{call} needs a dense tensor of this rank's own; got {got}") if got else None
@@ -405,7 +403,7 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
     axes = [dim - len(expected) + 1 + offset for offset in range(len(expected))]
     if dim % x.dim() < len(expected) - 1 or tuple(x.shape[axis] for axis in axes) != expected:
         raise InputError(
-            f"shard needs the {' x '.join(map(str, expected))} tokens of the placement; got {input_checks.shape_of(x)} "
+            f"shard needs the {' x '.join(map(str, expected))} tokens of the placement; got {admit.shape_of(x)} "
             f"and dim {dim}, give it a tensor of the batch that the placement was returned for"
         )
 

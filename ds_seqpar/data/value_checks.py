@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, SeqParError
-from ..fingerprint import Fingerprint
-from ..runtime.consistency import ConsistencyChecker
+from ..base.errors import InputError, SeqParError
+from ..base.fingerprint import Fingerprint
+from ..guards.consistency import ConsistencyChecker
 
 Judge = Callable[[list[int]], SeqParError | None]  # values -> the error that they are; None where all is right
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..config.deepspeed_json import DeepSpeedJson, without_auto
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..deepspeed.config import DeepSpeedJson, without_auto
 from ..models import doctor_of_models, patcher_of_class, unwrapped
 from . import attention, data, ranks
 from .findings import Check, Finding, Job, Status, examine

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.sharding.layout import Run
-from ..compiler.sharding.masks import CAUSAL, FULL, Mask
-from ..compiler.tiles.launches import launches
-from ..compiler.tiles.tiles import Rows, Tile, tiles
+from ..base.errors import MOST_SHOWN, ConfigError
+from ..core.compiler.sharding.layout import Run
+from ..core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..core.compiler.tiles.launches import launches
+from ..core.compiler.tiles.tiles import Rows, Tile, tiles
+from ..core.runtime.buffers import sum_dtype
+from ..core.runtime.kernels import Kernel
+from ..core.runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from ..data.batch_layout import BatchLayout
 from ..data.batches import IGNORE, check_batch
-from ..errors import MOST_SHOWN, ConfigError
-from ..runtime.buffers import sum_dtype
-from ..runtime.kernels import Kernel
-from ..runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from .findings import Finding, Job
 from .ranks import ADVICE, Gathering
 
@@ -87,7 +87,7 @@ def sums(job: Job) -> list[Finding]:
             total.add(((block + added).to(job.dtype), block[..., 0].clone()), Rows(0, 8), 8)
         if not ((x := total.settled()[0]).double() - expected).abs().max() <= step / 2:
             wrong = f"sums are not kept in fp32: {BLOCKS} blocks give {name} {float(x.max()):.5f}, not {expected:.5f}"
-    advice = "see what has changed ds_seqpar.runtime.kernels.accumulate"
+    advice = "see what has changed ds_seqpar.core.runtime.kernels.accumulate"
     return [Finding.of("sums", wrong, advice, f"results of {BLOCKS} blocks are added in fp32")]
 
 

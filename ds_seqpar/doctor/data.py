@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..base.errors import ranks_in_words
 from ..data.checks import IGNORE
-from ..errors import ranks_in_words
 from .findings import Finding, Job
 
 ROWS, BATCHES = 2, 2

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from ..base.errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
 from ..data.first_use import FirstUse
-from ..errors import MOST_SHOWN, as_seqpar_error, ranks_in_words
-from ..runtime.agreement import all_gather_objects
-from ..runtime.random_states import random_state, set_random_state
+from ..data.random_states import random_state, set_random_state
+from ..guards.agreement import all_gather_objects
 
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel

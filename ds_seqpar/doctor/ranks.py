@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..compiler.program import instructions as op
-from ..compiler.sharding.masks import CAUSAL
-from ..compiler.sharding.shards import runs_of_sp_rank
-from ..config.deepspeed_json import DeepSpeedJson
-from ..fingerprint import Fingerprint
-from ..runtime.agreement import differences, fields_of
-from ..runtime.comm import Message
-from ..runtime.devices import device_name, this_host
+from ..base.fingerprint import Fingerprint
+from ..core.compiler.program import instructions as op
+from ..core.compiler.sharding.masks import CAUSAL
+from ..core.compiler.sharding.shards import runs_of_sp_rank
+from ..core.runtime.devices import device_name, this_host
+from ..core.runtime.transport import Message
+from ..deepspeed.config import DeepSpeedJson
+from ..guards.agreement import differences, fields_of
 from .findings import Finding, Job
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "flash-attn", "liger-kernel", "triton")

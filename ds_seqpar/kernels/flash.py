@@ -22,13 +22,13 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from .. import compat
-from ..compiler.tiles.launches import KernelSupport
-from ..compiler.tiles.tiles import Segments
-from ..errors import KernelError
-from ..on_devices import DeviceCache
-from ..runtime import kernels
-from ..runtime.kernels.reference import BlockSpec, Kernel, Reference, is_deterministic
+from ..base import compat
+from ..base.errors import KernelError
+from ..base.on_devices import DeviceCache
+from ..core.compiler.tiles.launches import KernelSupport
+from ..core.compiler.tiles.tiles import Segments
+from ..core.runtime import kernels
+from ..core.runtime.kernels.reference import BlockSpec, Kernel, Reference, is_deterministic
 
 
 class CpuFlash:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.kernels import accumulate
-from ..runtime.log import log_once
+from ..base.log import log_once
+from ..core.runtime.kernels import accumulate
 
 
 def ops(x: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Triton kernels for GPUs: the merge of the online softmax, delta, and the output that stands for delta, each in one
 launch.
 
-Each computes in fp32 what the function of its name does (`accumulate.merge_`, `work.rowsum`, `work.out_with_rowsum`),
+Each computes in fp32 what the function of its name does (`accumulate.merge_`, `dense.rowsum`, `dense.out_with_rowsum`),
 and needs no memory of its own. They are ops, so that fake tensors, which no kernel can read, have their results too.
 Tensors may have any strides: (B, n, H, D), or (B, groups, n, H, D) for the groups of a launch.
 """

@@ -8,17 +8,17 @@ import functools
 import math
 
 from ..analysis.memory import Figures, fewest_head_chunks, figures
-from ..compiler.compile import BoundProgram, Compiler
-from ..compiler.program.shape import ITEMSIZE, shape_of
-from ..compiler.program.ulysses import SavedForBackward, UlyssesGroup
-from ..compiler.schedules import schedule
-from ..compiler.sharding.heads import busiest_ulysses_rank
-from ..compiler.sharding.layout import Topology, multiple
-from ..compiler.sharding.masks import Mask
-from ..compiler.sharding.shards import EvenShards
-from ..compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
-from ..compiler.tiles.workspace import planned_kernel
-from ..config.settings import SequenceParallelConfig
+from ..core.compiler.compile import BoundProgram, Compiler
+from ..core.compiler.program.shape import ITEMSIZE, shape_of
+from ..core.compiler.program.ulysses import SavedForBackward, UlyssesGroup
+from ..core.compiler.schedules import schedule
+from ..core.compiler.sharding.heads import busiest_ulysses_rank
+from ..core.compiler.sharding.layout import Topology, multiple
+from ..core.compiler.sharding.masks import Mask
+from ..core.compiler.sharding.shards import EvenShards
+from ..core.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
+from ..core.compiler.tiles.workspace import planned_kernel
+from ..core.settings import SequenceParallelConfig
 from .request import TrainingStep
 
 # cached, since memory settings, head chunks included, do not change the programs of CP ranks

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..config.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
-from ..errors import SECTION, ConfigError
+from ..base.errors import SECTION, ConfigError
+from ..core.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from . import limits
 from .footprint import Footprint, fits, footprint, rank_bytes
 from .machine import Machine

@@ -10,16 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..compiler.compile import BoundProgram, side_of
-from ..compiler.program import instructions as op
-from ..compiler.program.shape import Shape, shape_of
-from ..compiler.program.ulysses import UlyssesGroup
-from ..compiler.schedules.actions import Unit
-from ..compiler.sharding.balance import shards_of
-from ..compiler.sharding.heads import busiest_ulysses_rank
-from ..compiler.sharding.layout import Topology
-from ..compiler.sharding.shards import EvenShards, Shards
-from ..compiler.tiles.launches import PLAIN_KERNEL
+from ..core.compiler.compile import BoundProgram, side_of
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.shape import Shape, shape_of
+from ..core.compiler.program.ulysses import UlyssesGroup
+from ..core.compiler.schedules.actions import Unit
+from ..core.compiler.sharding.heads import busiest_ulysses_rank
+from ..core.compiler.sharding.layout import Topology
+from ..core.compiler.sharding.shards import EvenShards, Shards
+from ..core.compiler.tiles.launches import PLAIN_KERNEL
+from ..data.balance import shards_of
 from .attention_memory import compiler_of
 from .machine import Machine, Wire
 from .request import TrainingStep

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..analysis.memory import Figures
-from ..compiler.program.shape import ITEMSIZE
-from ..compiler.sharding.layout import multiple
-from ..config.deepspeed_json import Zero
-from ..config.settings import HOST_PIECE, most_logits
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..core.compiler.program.shape import ITEMSIZE
+from ..core.compiler.sharding.layout import multiple
+from ..core.settings import HOST_PIECE, most_logits
+from ..deepspeed.config import Zero
 from . import limits
 from .attention_memory import attention_figures, is_offloaded, projecting_head_chunks, tokens_on_rank
 from .request import MemoryBudget, Model, TrainingStep

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 MAX_RANKS = 2**20  # of a job: a plan visits their divisors
 MAX_SHARING_RANKS = 2**16  # ranks that share a sequence: a schedule's shape may depend on all of them

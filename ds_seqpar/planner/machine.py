@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..errors import ConfigError, did_you_mean
-from ..files import SHOWN, STRICT, read_as, read_json
+from ..base.errors import ConfigError, did_you_mean
+from ..base.files import SHOWN, STRICT, read_as, read_json
 
 DEFAULT = "modest"  # the preset where no machine is named
 CORE = "cpu"  # the preset whose rates are those of one CPU core

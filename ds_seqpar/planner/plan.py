@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..compiler import schedules
-from ..compiler.sharding.heads import even_ulysses, free_head_chunk_counts
-from ..compiler.sharding.layout import divisors, multiple
-from ..compiler.sharding.masks import CAUSAL
-from ..config.deepspeed_json import Offload
-from ..config.settings import MEMORY_SETTINGS, SequenceParallelConfig
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..core.compiler import schedules
+from ..core.compiler.sharding.heads import even_ulysses, free_head_chunk_counts
+from ..core.compiler.sharding.layout import divisors, multiple
+from ..core.compiler.sharding.masks import CAUSAL
+from ..core.settings import MEMORY_SETTINGS, SequenceParallelConfig
+from ..deepspeed.config import Offload
 from . import limits
 from .estimate import Estimate, estimate
 from .footprint import Footprint, fits, footprint, rank_bytes

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ..compiler.sharding.layout import divisors
-from ..compiler.sharding.masks import CAUSAL, Mask
-from ..config.deepspeed_json import DeepSpeedJson, Zero
-from ..config.settings import SequenceParallelConfig
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..core.compiler.sharding.layout import divisors
+from ..core.compiler.sharding.masks import CAUSAL, Mask
+from ..core.settings import SequenceParallelConfig
+from ..deepspeed.config import DeepSpeedJson, Zero
 from . import limits
 from .machine import Machine
 

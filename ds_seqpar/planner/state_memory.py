@@ -6,11 +6,11 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from ..compiler.program.shape import ITEMSIZE
-from ..compiler.sharding.balance import shards_of
-from ..compiler.sharding.layout import multiple
-from ..compiler.sharding.segments import received_bytes, segments_of
-from ..compiler.sharding.shards import EvenShards, Shards
+from ..core.compiler.program.shape import ITEMSIZE
+from ..core.compiler.sharding.layout import multiple
+from ..core.compiler.sharding.shards import EvenShards, Shards
+from ..data.balance import shards_of
+from ..operators.segments import received_bytes, segments_of
 from .attention_memory import tokens_on_rank
 from .request import TrainingStep
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..compiler.schedules import READERS, register, schedules_in
-from ..compiler.schedules.plan import PASSES, BlockMask, Plan
+from ..core.compiler.schedules import READERS, register, schedules_in
+from ..core.compiler.schedules.plan import PASSES, BlockMask, Plan
 from . import distflash, text, triangle
 
 

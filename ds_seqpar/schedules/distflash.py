@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step, moves_of
-from ..compiler.schedules.base import Schedule
-from ..compiler.schedules.plan import BlockMask, StepsOf
-from ..compiler.sharding.layout import Axes, Topology
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..core.compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step, moves_of
+from ..core.compiler.schedules.base import Schedule
+from ..core.compiler.schedules.plan import BlockMask, StepsOf
+from ..core.compiler.sharding.layout import Axes, Topology
 
 
 def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> StepsOf:

@@ -12,9 +12,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from ..compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step
-from ..compiler.schedules.plan import BlockMask, Plan
-from ..compiler.sharding.layout import owned, owner
+from ..core.compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step
+from ..core.compiler.schedules.plan import BlockMask, Plan
+from ..core.compiler.sharding.layout import owned, owner
 from .simulate import Costs, communication, programs_of, simulate
 
 # (rank, kind, block): an operand or a result, and the rank that has it or needs it

@@ -15,13 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..compiler.program import instructions as op
-from ..compiler.program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
-from ..compiler.program.lower import lower
-from ..compiler.program.ulysses import UNSPLIT, HeadSplit, call_program, exchanges
-from ..compiler.schedules.actions import Unit, unit_name
-from ..compiler.schedules.plan import Plan
-from ..compiler.sharding.layout import Key
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import KINDS, HeadExchange, Instruction, Program, Transfer, label_of
+from ..core.compiler.program.lower import lower
+from ..core.compiler.program.ulysses import UNSPLIT, HeadSplit, call_program, exchanges
+from ..core.compiler.schedules.actions import Unit, unit_name
+from ..core.compiler.schedules.plan import Plan
+from ..core.compiler.sharding.layout import Key
 from .timeline import Event, Timeline
 
 Link = Hashable

@@ -15,15 +15,24 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 
-from ..compiler.schedules.actions import ACCUMULATORS, OPERANDS, Action, Compute, Gather, Move, ReduceScatter, Step
-from ..compiler.schedules.base import HeadCounts, Schedule, ScheduleOptions
-from ..compiler.schedules.plan import BlockMask, Plan, StepsOf, marked
-from ..compiler.sharding.layout import Axes, Key, Topology, multiple, owner
-from ..compiler.sharding.masks import CAUSAL, visibility
-from ..compiler.sharding.shards import EvenShards
-from ..errors import SECTION, ConfigError, PlanError
-from ..files import read_text
-from ..fingerprint import Fingerprint
+from ..base.errors import SECTION, ConfigError, PlanError
+from ..base.files import read_text
+from ..base.fingerprint import Fingerprint
+from ..core.compiler.schedules.actions import (
+    ACCUMULATORS,
+    OPERANDS,
+    Action,
+    Compute,
+    Gather,
+    Move,
+    ReduceScatter,
+    Step,
+)
+from ..core.compiler.schedules.base import HeadCounts, Schedule, ScheduleOptions
+from ..core.compiler.schedules.plan import BlockMask, Plan, StepsOf, marked
+from ..core.compiler.sharding.layout import Axes, Key, Topology, multiple, owner
+from ..core.compiler.sharding.masks import CAUSAL, visibility
+from ..core.compiler.sharding.shards import EvenShards
 from .validate import validate
 
 FILE = "file:"  # what the setting begins with

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..files import write_text
+from ..base.files import write_text
 
 # kind of event -> the track of a rank that shows it
 TRACKS = {

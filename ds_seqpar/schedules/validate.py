@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
-from ..compiler.schedules.actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
-from ..compiler.schedules.plan import Plan
-from ..compiler.sharding.layout import Key, owned
-from ..errors import PlanError
+from ..base.errors import PlanError
+from ..core.compiler.schedules.actions import ACCUMULATORS, OPERANDS, Action, Move, Step, Unit, name_of, unit_name
+from ..core.compiler.schedules.plan import Plan
+from ..core.compiler.sharding.layout import Key, owned
 
 Products = set[tuple[int, int]]  # (q block, kv block)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import tree_leaves, tree_map
+from ..base.compat import tree_leaves, tree_map
 from .tensor import RULES, WholeTensor, shard_of, wholes
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding, assembled, order_of
-from ..runtime.agreement import ALL
+from ..guards.agreement import ALL
 
 Chosen = range | tuple[int, ...]  # ascending numbers
 LARGE = 2**30  # bytes; a larger gather warns

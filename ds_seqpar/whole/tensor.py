@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .. import compat
-from ..compat import tree_leaves, tree_map
+from ..base import compat
+from ..base.compat import tree_leaves, tree_map
+from ..base.errors import InputError
+from ..core.runtime.transport import explaining_failure
 from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding
-from ..errors import InputError
-from ..runtime.comm import explaining_failure
 from .shard_spec import ShardSpec
 
 Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, arguments by name) -> result, or None if it needs the whole

@@ -15,8 +15,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from ds_seqpar.compat import whole_shape
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson, without_auto
+from ds_seqpar.base.compat import whole_shape
+from ds_seqpar.deepspeed.config import DeepSpeedJson, without_auto
 from ds_seqpar.doctor import Finding, Job
 from ds_seqpar.doctor.ranks import alike
 from ds_seqpar.engine import initialize, start

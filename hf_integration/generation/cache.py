@@ -21,10 +21,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding.layout import Run, Runs
-from ds_seqpar.compiler.sharding.masks import between
-from ds_seqpar.compiler.sharding.shards import length
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.core.compiler.sharding.layout import Run, Runs
+from ds_seqpar.core.compiler.sharding.masks import between
+from ds_seqpar.core.compiler.sharding.shards import length
 
 from ..look.facts import text_config
 

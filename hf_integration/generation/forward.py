@@ -18,15 +18,15 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding.layout import Run, Runs
-from ds_seqpar.compiler.sharding.masks import FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, runs_of_sp_rank
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.base.on_devices import to_device
+from ds_seqpar.core.compiler.sharding.layout import Run, Runs
+from ds_seqpar.core.compiler.sharding.masks import FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards, runs_of_sp_rank
+from ds_seqpar.core.runtime.admit import AttentionOptions, describe
+from ds_seqpar.core.runtime.kernels.accumulate import merge_
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.errors import InputError
-from ds_seqpar.on_devices import to_device
-from ds_seqpar.runtime.input_checks import AttentionOptions, describe
-from ds_seqpar.runtime.kernels.accumulate import merge_
 
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts, text_config

@@ -21,11 +21,11 @@ from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria, Stoppi
 from transformers.integrations import is_fsdp_managed_module
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.core.runtime.groups import check_thread
+from ds_seqpar.data.random_states import generators, torch_states
 from ds_seqpar.data.value_checks import ValueChecks, fingerprint_of
-from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime.agreement import ALL, Fields, all_gather_objects, assert_ranks_agree, differing
-from ds_seqpar.runtime.groups import check_thread
-from ds_seqpar.runtime.random_states import generators, torch_states
+from ds_seqpar.guards.agreement import ALL, Fields, all_gather_objects, assert_ranks_agree, differing
 
 from ..compat import generation_config_of
 from ..families import base_of

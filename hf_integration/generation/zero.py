@@ -9,8 +9,8 @@ import psutil
 import torch
 from torch import nn
 
-from ds_seqpar.runtime.devices import ranks_per_node
-from ds_seqpar.runtime.log import log_once
+from ds_seqpar.base.log import log_once
+from ds_seqpar.core.runtime.devices import ranks_per_node
 
 from ..compat import ZERO_ID, has_zero_hooks, is_fetching, is_missing, whole_numel, without_zero_hooks
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
 from ..compat import attention_name, forward_hooks, forward_pre_hooks

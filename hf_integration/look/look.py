@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.random_states import random_state, unchanged
+from ds_seqpar.data.random_states import random_state, unchanged
 
 from .. import mixers
 from ..families import balance_weight, is_causal_lm, switch_attention

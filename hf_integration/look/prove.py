@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.agreement import assert_ranks_agree
-from ds_seqpar.runtime.log import log_once
-from ds_seqpar.runtime.precision import all_digits
+from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.operators.precision import all_digits
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 

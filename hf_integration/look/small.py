@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 
 from .. import mixers
 from ..compat import copy_hooks, new_model, outside_zero_init

@@ -23,12 +23,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ds_seqpar.compiler.sharding.heads import HeadChunk, head_chunks
+from ds_seqpar.base.errors import SECTION
+from ds_seqpar.base.log import log_once
+from ds_seqpar.core.compiler.sharding.heads import HeadChunk, head_chunks
+from ds_seqpar.core.runtime.dense import rowsum
 from ds_seqpar.data.batch_layout import BatchLayout
-from ds_seqpar.errors import SECTION
-from ds_seqpar.runtime.checkpoints import HeadChunkReplay, HeadChunkResults, current
-from ds_seqpar.runtime.log import log_once
-from ds_seqpar.runtime.work import rowsum
+from ds_seqpar.memory.checkpoints import HeadChunkReplay, HeadChunkResults, current
 
 from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
 from ..context import KEYWORD, ForwardContext

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ds_seqpar.config.settings import most_logits
+from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.core.settings import most_logits
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError, InputError
 
 from ..compat import LEAF, ZERO_ID, drop_children
 from ..context import current

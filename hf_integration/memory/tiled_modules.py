@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime.log import log_once
+from ds_seqpar.base.errors import SECTION, ConfigError
+from ds_seqpar.base.log import log_once
 
 from ..compat import LEAF, ZERO_ID
 from ..context import current

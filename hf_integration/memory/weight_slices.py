@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_seqpar.compiler.sharding.heads import HeadChunk
+from ds_seqpar.core.compiler.sharding.heads import HeadChunk
 
 from .tiled_function import GradientSums
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.sharding.handles import handle_of, object_of
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
+from ds_seqpar.core.compiler.sharding.handles import handle_of, object_of
+from ds_seqpar.core.runtime.admit import describe, shape_of
 from ds_seqpar.data.batches import whole_error
 from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.errors import ConfigError, InputError, SeqParError
-from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import Advice, Fields
-from ds_seqpar.runtime.input_checks import describe, shape_of
+from ds_seqpar.guards import mismatch_hints
+from ds_seqpar.guards.agreement import Advice, Fields
 
 from ..families import SP, base_of
 from ..generation.forward import has_cache

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.checkpoints).
+"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.memory.checkpoints).
 
 `gradient_checkpointing_enable` sets a checkpoint function on each layer, which is wrapped before a sharded forward. So
 that function needs no context_fn, may be reentrant, and may be set at any time.
@@ -15,8 +15,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.checkpoints import Checkpoint
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.memory.checkpoints import Checkpoint
 
 from ..compat import CHECKPOINT, checkpoint_of
 from ..context import current, entered

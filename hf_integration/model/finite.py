@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compat import tree_leaves
-from ds_seqpar.runtime.finite import Finite, not_finite
+from ds_seqpar.base.compat import tree_leaves
+from ds_seqpar.guards.finite import Finite, not_finite
 
 
 def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.errors import InputError
-from ds_seqpar.runtime.groups import check_thread
-from ds_seqpar.runtime.log import log_once
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.base.log import log_once
+from ds_seqpar.core.runtime.groups import check_thread
 
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
 from ..families import base_of, is_causal_lm, keep_name, unwrapped

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_seqpar.errors import SECTION, ConfigError
+from ds_seqpar.base.errors import SECTION, ConfigError
 
 from ..compat import is_plain_lora
 from ..context import current

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.core.runtime.admit import describe
 from ds_seqpar.data.batches import counted_labels
 from ds_seqpar.data.checks import IGNORE
-from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime.input_checks import describe
 from ds_seqpar.whole import plain
 
 from ..families import base_of, is_causal_lm, unwrapped, vocabulary

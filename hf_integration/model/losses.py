@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
+from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.whole import WholeTensor
 
 from ..families import balance_weight, is_causal_lm, unwrapped

@@ -15,14 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.sharding.heads import check_heads
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.segments import segments_of
+from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.core.compiler.sharding.heads import check_heads
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.runtime.admit import AttentionOptions
+from ds_seqpar.core.runtime.buffers import sum_dtype
 from ds_seqpar.data.batch_layout import BatchLayout
-from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.runtime.agreement import assert_ranks_agree
-from ds_seqpar.runtime.buffers import sum_dtype
-from ds_seqpar.runtime.input_checks import AttentionOptions
+from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.operators.segments import segments_of
 
 from .. import accelerators, mixers
 from ..compat import ATTENTION

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.base.errors import SECTION, ConfigError
+from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import checked_mask
 from ds_seqpar.data.checks import labels_of
 from ds_seqpar.data.shared_prompts import SharedPrompts, shared_prompts
-from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime.log import log_once
 
 from ..look.facts import Facts, masks
 from ..noise import noise_numbers

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ds_seqpar.compat import whole_shape
+from ds_seqpar.base.compat import whole_shape
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.base.fingerprint import Fingerprint
 from ds_seqpar.data.value_checks import device_digest
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.fingerprint import Fingerprint
 
 from ..compat import FLATTENED, ZERO_ID
 

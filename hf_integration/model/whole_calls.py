@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compat import tensor_version
+from ds_seqpar.base.compat import tensor_version
+from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.base.on_devices import to_device
+from ds_seqpar.core.runtime.admit import describe
 from ds_seqpar.data.batches import shard_call, shard_shared_prompts
+from ds_seqpar.data.random_states import OwnStream
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
-from ds_seqpar.on_devices import to_device
-from ds_seqpar.runtime.input_checks import describe
-from ds_seqpar.runtime.random_states import OwnStream
 from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import ParallelismConfig
 from transformers import TrainingArguments
 
-from ds_seqpar.errors import SECTION, ConfigError
+from ds_seqpar.base.errors import SECTION, ConfigError
 
 LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # set by accelerate's launcher, beside the fields
 # an sp_attn_implementation -> our kernel; any other is refused

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compat import whole_shape
+from ds_seqpar.base.compat import whole_shape
+from ds_seqpar.base.errors import InputError
 from ds_seqpar.data.batches import lengths_of
-from ds_seqpar.errors import InputError
-from ds_seqpar.runtime.agreement import all_gather_objects
+from ds_seqpar.guards.agreement import all_gather_objects
 
 from ..compat import INPUT_GRADS, whole_numel
 from ..families import unwrapped

@@ -22,9 +22,9 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel, engine
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
+from ds_seqpar.base.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.data.loader import Loader
-from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.deepspeed.config import DeepSpeedJson
 
 from ..compat import TRL_BASE
 from ..model.patch import sees_whole_outputs

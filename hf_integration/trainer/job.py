@@ -22,12 +22,12 @@ from transformers import (
     Trainer,
 )
 
-from ds_seqpar.compiler.schedules.base import is_count
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
-from ds_seqpar.errors import ConfigError, did_you_mean
-from ds_seqpar.files import call_library, read_json, shown
+from ds_seqpar.base.errors import ConfigError, did_you_mean
+from ds_seqpar.base.files import call_library, read_json, shown
+from ds_seqpar.base.log import log_once
+from ds_seqpar.core.compiler.schedules.base import is_count
+from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.planner.limits import check_model
-from ds_seqpar.runtime.log import log_once
 
 from ..compat import whole_numel
 from ..look.facts import TESTED

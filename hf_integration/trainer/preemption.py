@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.runtime.agreement import all_reduce_sum
+from ds_seqpar.guards.agreement import all_reduce_sum
 
 from ..compat import sigterm_handler_before
 

@@ -15,10 +15,10 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
-from ds_seqpar.errors import ConfigError, as_seqpar_error
-from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
-from ds_seqpar.saving import LoadingRun, fault_of, inspect_engine, is_whole, recover
+from ds_seqpar.base.errors import ConfigError, as_seqpar_error
+from ds_seqpar.deepspeed.config import DeepSpeedJson
+from ds_seqpar.deepspeed.saving import LoadingRun, fault_of, inspect_engine, is_whole, recover
+from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}

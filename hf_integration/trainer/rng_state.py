@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.runtime.comm import explaining_failure
-from ds_seqpar.runtime.random_states import random_state, set_random_state
+from ds_seqpar.core.runtime.transport import explaining_failure
+from ds_seqpar.data.random_states import random_state, set_random_state
 
 
 def share(group: dist.ProcessGroup | None) -> None:

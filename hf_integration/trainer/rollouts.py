@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error, whole_number
-from ds_seqpar.fingerprint import Fingerprint
-from ds_seqpar.runtime.agreement import all_gather_objects, assert_ranks_agree
-from ds_seqpar.runtime.log import log_once
-from ds_seqpar.runtime.random_states import unchanged
+from ds_seqpar.base.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error, whole_number
+from ds_seqpar.base.fingerprint import Fingerprint
+from ds_seqpar.base.log import log_once
+from ds_seqpar.data.random_states import unchanged
+from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree
 
 from .. import compat
 from ..families import base_of, unwrapped

@@ -27,20 +27,20 @@ from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length, rotate_checkpoints, set_seed
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.compat import tree_map
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
-from ds_seqpar.cpu_launch import op_lock
+from ds_seqpar.base.compat import tree_map
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
 from ds_seqpar.data.loader import loading_error
+from ds_seqpar.deepspeed.config import DeepSpeedJson
+from ds_seqpar.deepspeed.cpu_launch import op_lock
+from ds_seqpar.deepspeed.saving import Aside, is_whole, written_aside
 from ds_seqpar.doctor import require_sound
 from ds_seqpar.engine import prepare_model
-from ds_seqpar.errors import ConfigError, InputError, SeqParError, as_seqpar_error
-from ds_seqpar.runtime import mismatch_hints
-from ds_seqpar.runtime.agreement import all_reduce_sum, assert_ranks_agree
-from ds_seqpar.runtime.log import log_once
-from ds_seqpar.runtime.process_exit import wait_at_exit
-from ds_seqpar.saving import Aside, is_whole, written_aside
+from ds_seqpar.guards import mismatch_hints
+from ds_seqpar.guards.agreement import all_reduce_sum, assert_ranks_agree
+from ds_seqpar.guards.process_exit import wait_at_exit
 from ds_seqpar.whole import plain
 
 from .. import compat

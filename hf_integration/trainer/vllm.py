@@ -14,9 +14,9 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
-from ds_seqpar.runtime import groups
-from ds_seqpar.runtime.agreement import assert_ranks_agree
+from ds_seqpar.base.errors import InputError, SeqParError, as_seqpar_error
+from ds_seqpar.core.runtime import groups
+from ds_seqpar.guards.agreement import assert_ranks_agree
 
 from ..accelerators import GroupAccelerator
 from ..rebinding import rebound

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.runtime.comm import TorchComm
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.runtime.transport import TorchComm
 from tests import oracle
 from tests.words import missing
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.compile import Compiler
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.runtime import cached
+from ds_seqpar.core.compiler.compile import Compiler
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.operators import decode as cached
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, lacking, make, only_one, refusal
 from tests.launch import on_each_of, on_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from tests import oracle
 from tests.dist.ranks import is_one_sentence, leaves, make
 from tests.grids import few_then_rest

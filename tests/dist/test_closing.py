@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.runtime import waits
-from ds_seqpar.runtime.input_checks import AttentionOptions
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.runtime.admit import AttentionOptions
+from ds_seqpar.guards import waits
 from tests import oracle
 from tests.dist.ranks import assert_exact, attention_error, lacking, leaves, make, refusal
 from tests.launch import on_each_of

@@ -8,13 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compat import tree_map
+from ds_seqpar.base.compat import tree_map
+from ds_seqpar.base.errors import DisagreementError, InputError
+from ds_seqpar.base.on_devices import DeviceCache
 from ds_seqpar.data import batches
 from ds_seqpar.data.batches import shard_call
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.errors import DisagreementError, InputError
-from ds_seqpar.on_devices import DeviceCache
-from ds_seqpar.runtime.consistency import ConsistencyChecker
+from ds_seqpar.guards.consistency import ConsistencyChecker
 from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 from tests.dist.ranks import is_one_sentence, make

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.errors import InputError
-from ds_seqpar.runtime import consistency
-from ds_seqpar.runtime.agreement import assert_ranks_agree
-from ds_seqpar.runtime.consistency import ConsistencyChecker
-from ds_seqpar.runtime.input_checks import COMPARED
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.runtime.admit import COMPARED
+from ds_seqpar.core.runtime.kernels import KERNELS
+from ds_seqpar.guards import consistency
+from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.consistency import ConsistencyChecker
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, on_devices, refusal
 from tests.launch import on_each_of

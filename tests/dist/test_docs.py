@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from ds_seqpar import Mask, SeqParError, SequenceParallelConfig, UnevenShards
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS
 from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make, refusal

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ds_seqpar.compiler import compile as compiling
-from ds_seqpar.compiler.program import instructions as op
-from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.compiler import compile as compiling
+from ds_seqpar.core.compiler.program import instructions as op
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.runtime import attention, walk
+from ds_seqpar.core.runtime.kernels import KERNELS
+from ds_seqpar.core.runtime.kernels.accumulate import Softmax, Sum
+from ds_seqpar.core.runtime.transport import TorchComm
 from ds_seqpar.data import batches
 from ds_seqpar.doctor import CHECKS, Job, data, examine, ranks
 from ds_seqpar.doctor import attention as attention_check
-from ds_seqpar.runtime import attention, walk
-from ds_seqpar.runtime.comm import TorchComm
-from ds_seqpar.runtime.kernels import KERNELS
-from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum
 from tests.dist.ranks import make
 from tests.launch import on_each_of
 from tests.words import missing

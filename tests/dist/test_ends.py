@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_seqpar import SequenceParallelConfig, compat
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime import process_exit
+from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.base import compat
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.guards import process_exit
 from tests import scripts
 from tests.dist.ranks import make
 from tests.launch import free_port, on_each_of, on_ranks
@@ -42,8 +43,8 @@ SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
 import os, threading, time
-from ds_seqpar.runtime import process_exit
-from ds_seqpar.runtime.process_exit import wait_until_idle
+from ds_seqpar.core.runtime import process_exit
+from ds_seqpar.guards.process_exit import wait_until_idle
 
 done = []
 def work(seconds):

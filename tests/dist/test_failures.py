@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.core.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import SECONDS, attend, is_one_sentence, make
 from tests.launch import on_ranks

@@ -6,8 +6,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import SECONDS, attend, is_one_sentence, leaves, make, refusal
 from tests.launch import on_ranks

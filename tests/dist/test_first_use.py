@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from tests.dist.ranks import lacking, make, refusal
 from tests.launch import on_each_of
 

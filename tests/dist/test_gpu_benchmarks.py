@@ -15,7 +15,7 @@ from benchmarks.gpu.__main__ import SECTIONS, arguments, measure
 from benchmarks.gpu.bench import STAND_IN, about
 from benchmarks.gpu.layers import features
 from benchmarks.memory.peers import unlike
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
+from ds_seqpar.core.runtime.kernels import KERNELS, BlockSpec
 from tests.launch import on_engine_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ds_seqpar.errors import CommunicationError, ConfigError
-from ds_seqpar.runtime import comm, devices, interfaces
+from ds_seqpar.base.errors import CommunicationError, ConfigError
+from ds_seqpar.core.runtime import devices, interfaces, transport
 from tests.dist.ranks import WRONG, attention_error, lacking, make, refusal
 from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
@@ -153,11 +153,11 @@ def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, vi
 
 def test_members_that_are_connected_agree_on_it():
     """Else one would wait for a byte that the other does not send."""
-    for size in range(2, 3 * comm.PAIRS):
-        peers = [comm.connected_to(rank, size) for rank in range(size)]
+    for size in range(2, 3 * transport.PAIRS):
+        peers = [transport.connected_to(rank, size) for rank in range(size)]
         assert all(rank in peers[peer] for rank in range(size) for peer in peers[rank])
         assert all((rank + size // 2) % size in peers[rank] != [rank] for rank in range(size))
-        assert len(peers[0]) == (size - 1 if size <= comm.PAIRS else 3 + size % 2)
+        assert len(peers[0]) == (size - 1 if size <= transport.PAIRS else 3 + size % 2)
 
 
 # launcher -> what it sets, this rank's number on its machine, and how many ranks that has

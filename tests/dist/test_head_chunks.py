@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.sharding.heads import max_head_chunks
-from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.heads import max_head_chunks
+from ds_seqpar.core.compiler.sharding.masks import Mask
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make, refusal
 from tests.launch import on_warm_ranks as on_ranks

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.analysis.memory import figures
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.program.ulysses import SavedForBackward
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
 from tests import live, oracle
 from tests.dist.ranks import SECONDS, WRONG, lacking, make, refusal
 from tests.launch import on_each_of

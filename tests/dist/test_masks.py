@@ -7,9 +7,9 @@ import numpy
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,
@@ -242,7 +242,13 @@ def test_masks_are_compiled():
     def made(q, k, v, mask):
         return sp.attention(q, k, v, mask=Mask(window=6)) * 2.0
 
-    fields_of_given = ({"window": 5}, {"window": 5}, {"documents": (0, 7, 30)}, {})
+    fields_of_given = (
+        {"window": 5},
+        {"window": 5},
+        {"documents": (0, 7, 30)},
+        {"window": 5, "blocks": ((2, 11), (12, 20))},
+        {},
+    )
     for function, fields in (*((given, fields) for fields in fields_of_given), (made, {"window": 6})):
 
         def way(*tensors, function=function, fields=fields):

@@ -5,10 +5,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.runtime.kernels import BlockSpec, select
+from ds_seqpar.memory.checkpoints import replaying
 from ds_seqpar.planner.attention_memory import call_figures
-from ds_seqpar.runtime.checkpoints import replaying
-from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import live
 from tests.launch import on_warm_ranks as on_ranks
 

@@ -12,8 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.runtime.input_checks import CONFIGURED
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.runtime.admit import CONFIGURED
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, refusal
 from tests.launch import on_each_of

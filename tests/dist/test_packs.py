@@ -8,7 +8,7 @@ import itertools
 import torch
 from transformers import DataCollatorWithFlattening
 
-from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.masks import Mask
 from tests import oracle
 from tests.dist.ranks import (
     SECONDS,

@@ -5,7 +5,7 @@ import contextlib
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.config.deepspeed_json import read_config
+from ds_seqpar.deepspeed.config import read_config
 from tests import oracle
 from tests.dist.ranks import SECONDS, assert_all_refused, assert_exact, differ, make, planned
 from tests.launch import on_each_of

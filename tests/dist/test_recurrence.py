@@ -5,11 +5,10 @@ import itertools
 import pytest
 import torch
 
-from ds_seqpar.compiler.sharding import segments
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
-from ds_seqpar.runtime import recurrence
-from ds_seqpar.runtime.recurrence import Cell, Rows
+from ds_seqpar.operators import recurrence, segments
+from ds_seqpar.operators.recurrence import Cell, Rows
 from tests import oracle
 from tests.dist.ranks import make
 from tests.launch import on_each_of

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.runtime.kernels import KERNELS, select
+from ds_seqpar.core.runtime.kernels import KERNELS, select
 from hf_integration import share_sequences
 from tests import oracle
 from tests.dist.ranks import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.program.instructions import Post
+from ds_seqpar.core.compiler.program.instructions import Post
 from tests import oracle
 from tests.dist.ranks import attend, gather_all, make
 from tests.launch import on_each_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_seqpar.saving.aside import ASIDE, FORMER, recover, written_aside
+from ds_seqpar.deepspeed.saving.atomic import ASIDE, FORMER, recover, written_aside
 from tests.dist.ranks import refusal
 from tests.launch import on_warm_ranks as on_ranks
 

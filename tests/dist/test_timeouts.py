@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar import compat
-from ds_seqpar.errors import CommunicationError
-from ds_seqpar.runtime import groups
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.base import compat
+from ds_seqpar.base.errors import CommunicationError
+from ds_seqpar.core.runtime import groups
+from ds_seqpar.core.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import attend, is_one_sentence, make
 from tests.launch import on_ranks

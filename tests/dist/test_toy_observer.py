@@ -2,9 +2,9 @@
 
 import torch
 
-from ds_seqpar.compiler.program import instructions as op
-from ds_seqpar.errors import InputError
-from ds_seqpar.runtime.walk import Observer
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.program import instructions as op
+from ds_seqpar.core.runtime.walk import Observer
 from tests.dist.ranks import lacking, make, refusal
 from tests.launch import on_each_of
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler import schedules
-from ds_seqpar.compiler.sharding.balance import shards_of
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler import schedules
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.data.balance import shards_of
 from tests import oracle
 from tests.dist.ranks import assert_exact, leaves, make
 from tests.launch import on_each_of

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from ds_seqpar.base.errors import KernelError
 from ds_seqpar.cli.main import main
-from ds_seqpar.config.deepspeed_json import read_config
-from ds_seqpar.errors import KernelError
+from ds_seqpar.core.runtime import kernels
+from ds_seqpar.deepspeed.config import read_config
 from ds_seqpar.kernels.flash import CpuFlash
-from ds_seqpar.runtime import kernels
 from tests.launch import on_ranks
 from tests.unit.commands import LLAMA
 from tests.words import missing

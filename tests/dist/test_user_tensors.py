@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.masks import Mask
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,

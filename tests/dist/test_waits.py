@@ -8,8 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.errors import CommunicationError
-from ds_seqpar.runtime import waits
+from ds_seqpar.base.errors import CommunicationError
+from ds_seqpar.guards import waits
 from tests.dist.ranks import SECONDS, is_one_sentence, make, refusal
 from tests.launch import on_each_of, on_ranks
 from tests.words import missing

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.runtime import call_io, waits, watchdog
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.core.runtime import call as call_io
+from ds_seqpar.core.runtime.kernels import KERNELS
+from ds_seqpar.guards import waits, watchdog
 from hf_integration import patch_attention
 from tests.dist.ranks import make
 from tests.hf.llama import SEQ, llama
@@ -318,6 +319,26 @@ def test_a_report_ends_the_job_where_nothing_else_would(case, tmp_path):
     *_, last = text.splitlines()
     assert text.count("Error: after 1 s of waiting") == 1
     assert missing(last, "CommunicationError: after 1 s of waiting", *words) == [], text
+
+
+def killed_before_a_group_is_made(file):
+    sp = make(size=WORLD)  # noqa: F841, whose watchdog is as patient as it is by default
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.stderr = os.fdopen(2, "w")
+    if dist.get_rank() == LATE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.new_group()
+
+
+def test_a_rank_that_is_killed_while_others_make_a_group_is_told_at_once(tmp_path):
+    """They waited for the group's timeout, or without a launcher for the watchdog's half of it."""
+    ended = on_ranks(WORLD, killed_before_a_group_is_made, tmp_path / "said", check=False, timeout=30)
+    codes = ["exit code -9" if rank == LATE else "exit code 1" for rank in range(WORLD)]
+    assert [outcome[:2] for outcome in ended] == [("Died", code) for code in codes]
+    text = (tmp_path / "said").read_text()
+    *_, last = text.splitlines()
+    assert text.count("Error: ") == 1, text
+    assert missing(last, "waiting rank 2 has ended (process ", "ranks 0-1, 3 wait in new_group (test_watch") == [], text
 
 
 def ended_without_its_store():

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
 from ds_seqpar.whole import WholeTensor, shard_spec, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 from tests.launch import on_each_of

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.config.settings import LAYOUTS
+from ds_seqpar.core.compiler.sharding.layout import divisors
+from ds_seqpar.core.settings import LAYOUTS
 from tests.fuzz import ranks
 
 IGNORE = -100

@@ -10,9 +10,9 @@ import math
 
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import divisors, multiple
-from ds_seqpar.config.settings import COMM_DTYPES
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import divisors, multiple
+from ds_seqpar.core.settings import COMM_DTYPES
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
 
 FLOATING = ("fp64", "fp32", "bf16", "fp16")

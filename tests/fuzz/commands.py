@@ -11,8 +11,8 @@ import json
 import random
 import re
 
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS
 from ds_seqpar.planner.machine import presets
 
 # sizes that are right and larger than a command can work on

@@ -9,8 +9,8 @@ import sys
 import time
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import divisors
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import divisors
 from ds_seqpar.doctor import Job, examined
 from hf_integration import check_patch
 from hf_integration.doctor.checks import shape_of

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ds_seqpar.runtime.kernels import BlockSpec, select
+from ds_seqpar.core.runtime.kernels import BlockSpec, select
 from tests import oracle
 from tests.fuzz.tables import DTYPES, STRIDES
 

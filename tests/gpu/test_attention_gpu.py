@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.engine import start
 from ds_seqpar.testing import attention
 from tests.dist.ranks import attend, make

@@ -6,7 +6,7 @@ import torch
 from ds_seqpar.data.shard_checks import check_shard
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.engine import start
-from ds_seqpar.runtime.offload import store_of
+from ds_seqpar.memory.offload import store_of
 from hf_integration import patch_attention
 from tests.dist.ranks import make, refusal
 from tests.gpu import NEEDS_TWO, both

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import FULL
-from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import FULL
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
 from ds_seqpar.engine import start
 from hf_integration import patch_attention
 from tests.dist.ranks import make

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ds_seqpar.core.runtime.kernels import KERNELS
 from ds_seqpar.kernels import fused
-from ds_seqpar.runtime.kernels import KERNELS
 from tests.gpu import NEEDS_GPU
 from tests.kernel_suite import KernelSuite, cases
 

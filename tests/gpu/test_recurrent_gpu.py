@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ds_seqpar.compiler.sharding import segments
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
 from ds_seqpar.engine import start
+from ds_seqpar.operators import segments
 from hf_integration import patch_attention
 from tests.dist.ranks import make
 from tests.gpu import NEEDS_TWO, both

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.base.errors import ConfigError, InputError
 from hf_integration import patch_attention
 from tests.dist.ranks import make
 from tests.hf.every_type import tiny

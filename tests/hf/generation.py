@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
 
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.layout import multiple
 from tests.oracle import positions
 
 IGNORE = -100

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ds_seqpar
-from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules import SCHEDULES
 from tests.hf.llama import adam, llama, settings, update, weights
 from tests.launch import on_engine_ranks as on_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.layout import Run
 from hf_integration import patch_attention
 from hf_integration.generation.cache import BLOCK, Held, KeptTokens
 from tests.dist.ranks import make

@@ -11,7 +11,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch.utils.data import DataLoader
 
 import ds_seqpar
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from hf_integration.trainer.accelerate_config import joined
 from tests import scripts
 from tests.hf.llama import MODES, norm, one_process, ragged, settings, small

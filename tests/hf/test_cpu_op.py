@@ -14,7 +14,7 @@ import pytest
 
 import ds_seqpar
 import hf_integration
-from ds_seqpar.cpu_launch import op_lock
+from ds_seqpar.deepspeed.cpu_launch import op_lock
 from tests.hf.llama import llama, settings
 from tests.launch import on_ranks
 from tests.words import missing
@@ -151,7 +151,8 @@ def test_prepare_compiles_aloud(lock):
 def test_what_deepspeed_compiles_stays_with_the_environment(tmp_path, monkeypatch):
     """Launchers pass on no variable that `make` sets: each rank finds the folder when it imports the package."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}
-    words = [sys.executable, "-c", "import os, ds_seqpar.cpu_launch.op_lock; print(os.environ['TORCH_EXTENSIONS_DIR'])"]
+    asked = "import os, ds_seqpar.deepspeed.cpu_launch.op_lock; print(os.environ['TORCH_EXTENSIONS_DIR'])"
+    words = [sys.executable, "-c", asked]
     own = Path(sys.prefix, "torch_extensions")
     assert subprocess.run(words, env=environment, capture_output=True, text=True).stdout.strip() == str(own)
     ours = subprocess.run(words, env={**environment, "TORCH_EXTENSIONS_DIR": "/own"}, capture_output=True, text=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_seqpar.config.deepspeed_json import read_config
+from ds_seqpar.deepspeed.config import read_config
 from tests import scripts
 from tests.words import missing
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.whole import WholeTensor
 from hf_integration import check_patch, whole_sequences
 from hf_integration.look.facts import TESTED

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compat import tree_leaves
+from ds_seqpar.base.compat import tree_leaves
 from hf_integration import SequenceParallelTrainer, share_sequences
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.dist.test_contract import ScheduleOptions

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import ds_seqpar
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson, Zero
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import DeepSpeedJson, Zero
 from ds_seqpar.planner import footprint as planner
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TRAINERS, Objective, TrainingStep

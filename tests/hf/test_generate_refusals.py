@@ -20,9 +20,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from ds_seqpar.base.errors import InputError
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.errors import InputError
-from ds_seqpar.runtime import waits
+from ds_seqpar.guards import waits
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from hf_integration.generation import generate
 from tests.dist.ranks import WRONG, differ, everywhere, lacking, make, only_one, refusal

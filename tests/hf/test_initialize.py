@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import ChainDataset
 
 import ds_seqpar
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
+from ds_seqpar.deepspeed.config import DeepSpeedJson
 from hf_integration import patch_attention, patched_with, unpatch_attention
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.dist.test_first_use import BATCH, Model

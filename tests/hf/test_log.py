@@ -5,8 +5,8 @@ from types import MethodType
 
 import torch
 
+from ds_seqpar.base.log import log_once
 from ds_seqpar.planner.request import Job
-from ds_seqpar.runtime.log import log_once
 from hf_integration.trainer.job import job_of
 from tests.dist.ranks import make
 from tests.hf.llama import ragged, small

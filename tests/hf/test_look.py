@@ -22,7 +22,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from ds_seqpar.runtime import log
+from ds_seqpar.base import log
 from hf_integration import heads, patch_attention, unpatch_attention
 from hf_integration.look.facts import TESTED, Facts
 from hf_integration.look.known import facts_of

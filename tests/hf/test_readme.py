@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_seqpar.config.deepspeed_json import read_config
-from ds_seqpar.config.settings import setting_names
+from ds_seqpar.core.settings import setting_names
+from ds_seqpar.deepspeed.config import read_config
 from hf_integration.look.facts import TESTED
 from tests import scripts
 

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_seqpar
-from ds_seqpar.config.deepspeed_json import Zero
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
 from hf_integration import share_sequences

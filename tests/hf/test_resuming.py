@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from hf_integration import SequenceParallelTrainer
 from hf_integration.trainer.resume import LAST, ResumingRun, inspect_checkpoint, parse_resume_argument
 from tests.dist.ranks import is_one_sentence, refusal

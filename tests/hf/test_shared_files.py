@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 
 import ds_seqpar
-from ds_seqpar.cpu_launch import op_lock, shared_memory
+from ds_seqpar.deepspeed.cpu_launch import op_lock, shared_memory
 from tests.hf.llama import settings, small
 from tests.launch import Ranks, free_port, on_ranks
 

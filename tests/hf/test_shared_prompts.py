@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
 from hf_integration.mixers import _Shared
 from tests import oracle
 from tests.dist.ranks import lacking, make, refusal

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
 from hf_integration import mixers

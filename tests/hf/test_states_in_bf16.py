@@ -6,11 +6,10 @@ from torch.nn import functional as F
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from ds_seqpar.compiler.sharding import segments
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.data.batch_layout import positions_held
-from ds_seqpar.runtime import recurrence
-from ds_seqpar.runtime.recurrence import Cell
+from ds_seqpar.operators import recurrence, segments
+from ds_seqpar.operators.recurrence import Cell
 from hf_integration import mixers
 from tests.hf.every_type import tiny
 from tests.recurrent import decayed, delta

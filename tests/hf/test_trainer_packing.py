@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
 from hf_integration import PackingCollator, Packs
 from tests import scripts
 from tests.dist.ranks import is_one_sentence

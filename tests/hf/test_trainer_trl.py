@@ -7,7 +7,7 @@ from datasets import Dataset
 from torch.nn import functional as F
 from transformers import ByT5Tokenizer, Trainer
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from hf_integration import SequenceParallelMixin
 from hf_integration.trainer.checks import check_kind
 from tests.hf.llama import IGNORE, small

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from hf_integration import NEWEST, OLDEST, check_transformers
 from tests.dist.ranks import is_one_sentence
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.errors import CommunicationError
-from ds_seqpar.runtime import waits
+from ds_seqpar.base.errors import CommunicationError
+from ds_seqpar.guards import waits
 from hf_integration import share_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest

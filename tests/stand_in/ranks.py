@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from ds_seqpar.runtime import agreement, comm, custom_ops, devices, groups
+from ds_seqpar.compiled import custom_ops
+from ds_seqpar.core.runtime import devices, groups, transport
+from ds_seqpar.guards import agreement
 
 IMPORTED = ("torch._inductor", "transformers.models.llama.modeling_llama", "hf_integration")
 
@@ -51,7 +53,7 @@ def use_groups():
     dist.ProcessGroupNCCL, groups.NCCL = types.SimpleNamespace(Options=Options), "fake"
     devices.HOST_BACKENDS = tuple(name for name in devices.HOST_BACKENDS if name != "fake")
     agreement.all_reduce_max = really(agreement.all_reduce_max)
-    groups._warm_up, comm.connect = with_fakes(groups._warm_up), with_fakes(comm.connect)
+    groups._warm_up, transport.connect = with_fakes(groups._warm_up), with_fakes(transport.connect)
     custom_ops.runs_as_op = lambda: False  # a fake mode watches, which a real device has not
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_seqpar.runtime import comm
+from ds_seqpar.core.runtime import transport
 
 
 class TooEarly(AssertionError):
@@ -126,7 +126,7 @@ class Streams(TorchDispatchMode):
     @contextlib.contextmanager
     def in_place_of_torch(self):
         """A context in which this follows, and stands where the code under test finds torch's own."""
-        of_torch = comm.Works.wait
+        of_torch = transport.Works.wait
 
         def wait(works):
             if works.works:
@@ -138,7 +138,7 @@ class Streams(TorchDispatchMode):
             patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
             patch.setattr(torch.cuda, "stream", self.stream)
             patch.setattr(torch.Tensor, "record_stream", lambda x, by: self.of(x, by).kept_for.add(by))
-            patch.setattr(comm.Works, "wait", wait)
+            patch.setattr(transport.Works, "wait", wait)
             yield self
 
 

@@ -44,7 +44,7 @@ KNOWN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 POLLS = 100  # tests of works in one step; with so many the host waits in a loop
 HERE, CODE = Path(__file__).parent, [ROOT / name for name in ("ds_seqpar", "hf_integration", "tests")]
 # where every agreement waits; the caller is what is of interest
-SHARED = ("runtime/comm.py", "runtime/agreement.py", "runtime/consistency.py", "runtime/waits.py")
+SHARED = ("core/runtime/transport.py", "guards/agreement.py", "guards/consistency.py", "guards/waits.py")
 
 
 class Wait(NamedTuple):
@@ -248,7 +248,7 @@ class Host(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self):
-        from ds_seqpar.runtime import input_checks
+        from ds_seqpar.core.runtime import admit
         from hf_integration.model import weights
 
         cuda = {
@@ -262,7 +262,7 @@ class Host(TorchDispatchMode):
                 patch.setattr(torch.accelerator, name, cuda[name])
             patch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
             patch.setattr(time, "sleep", self.sleep)
-            patch.setattr(input_checks, "Parameter", FakeTensor)  # so that one on the device is known as a plain tensor
+            patch.setattr(admit, "Parameter", FakeTensor)  # so that one on the device is known as a plain tensor
             patch.setattr(weights, "Tensor", FakeTensor)
             torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device) moves what it has made
             patch.setattr(dist.Work, "is_completed", lambda work: self.is_completed(work))

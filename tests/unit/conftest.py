@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ds_seqpar.compiler import schedules
+from ds_seqpar.core.compiler import schedules
 from tests.unit.commands import LLAMA
 
 

@@ -11,12 +11,12 @@ import random
 from bisect import bisect_right
 from typing import NamedTuple
 
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.sharding.balance import balanced
-from ds_seqpar.compiler.sharding.layout import LAYOUTS
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.compiler.sharding.shards import length as tokens_of
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.compiler.sharding.shards import length as tokens_of
+from ds_seqpar.data.balance import balanced
 
 
 class Dealt(NamedTuple):

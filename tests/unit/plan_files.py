@@ -1,11 +1,11 @@
 """Plans as text: a schedule by hand, and those of schedules as files have them."""
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.sharding.layout import multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from tests.unit.plans import DIRECTIONS
 
 SHAPE = shape_of("fp32", "bfloat16", 1, (8, 8, 128))

@@ -6,10 +6,10 @@ import random
 
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.actions import Step
-from ds_seqpar.compiler.schedules.plan import BlockMask, Plan
-from ds_seqpar.compiler.sharding.layout import Topology
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules.actions import Step
+from ds_seqpar.core.compiler.schedules.plan import BlockMask, Plan
+from ds_seqpar.core.compiler.sharding.layout import Topology
 
 DIRECTIONS = ("forward", "backward")
 # those whose ranks own a block each, as many tests take for granted; test_triangle.py has what they say of the other

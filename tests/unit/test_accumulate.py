@@ -4,14 +4,14 @@ they must be."""
 import pytest
 import torch
 
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.tiles.launches import launches
-from ds_seqpar.compiler.tiles.tiles import Tile, tiles
-from ds_seqpar.config.settings import LAYOUTS as COMMON
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, Run
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.tiles.launches import launches
+from ds_seqpar.core.compiler.tiles.tiles import Tile, tiles
+from ds_seqpar.core.runtime.kernels.accumulate import Softmax, Sum, backward, forward
+from ds_seqpar.core.runtime.kernels.reference import Reference
+from ds_seqpar.core.settings import LAYOUTS as COMMON
 from ds_seqpar.kernels.flash import CpuFlash
-from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum, backward, forward
-from ds_seqpar.runtime.kernels.reference import Reference
 from tests.grids import grouped
 from tests.kernel_suite import SCALE, LowerRight
 from tests.oracle import tensors

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.runtime.kernels.accumulate import Rows, Softmax, Sum
+from ds_seqpar.core.runtime.kernels.accumulate import Rows, Softmax, Sum
 
 INF = float("inf")
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.runtime.agreement import differences, fields_of
+from ds_seqpar.guards.agreement import differences, fields_of
 from tests.words import missing
 
 

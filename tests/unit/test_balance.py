@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from ds_seqpar.compiler.compile import Recipe, block_mask_of
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, Topology, join
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.tiles import tiles
-from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import Recipe, block_mask_of
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, Topology, join
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.tiles import tiles
+from ds_seqpar.core.settings import RANK_ORDERS, SequenceParallelConfig
 from tests.grids import few_then_rest
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.sharding.balance import balanced
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.compiler.tiles.tiles import tiles
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, Run
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.compiler.tiles.tiles import tiles
+from ds_seqpar.data.balance import balanced
 from tests.grids import examples
 from tests.unit.packs import by_balance, by_layout, causal_pairs, lognormal, packs, travelling
 from tests.unit.plans import built, ring

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.attention import schedules
 from benchmarks.attention.schedules import block_bytes, unit
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
 from tests.unit.plans import DIRECTIONS
 
 SHAPE = shape_of("bf16", "bfloat16", 1, (2, 2, 64))

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import Recipe, block_mask_of
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.plan import Counted
-from ds_seqpar.compiler.sharding.balance import balanced
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.compiler.compile import Recipe, block_mask_of
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules.plan import Counted
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.data.balance import balanced
 from tests.grids import each_then_rest, examples
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, FORMS, block_mask, built, joint, problems, ranks, ring, topologies, topology
@@ -115,7 +115,7 @@ def test_where_all_meet_nothing_is_counted(monkeypatch):
             meet = block_mask_of(mask, EvenShards(layout, 1024, 8))
             assert meet.plain
             with monkeypatch.context() as patch:
-                patch.setattr("ds_seqpar.compiler.compile._cheapest_side", refused)
+                patch.setattr("ds_seqpar.core.compiler.compile._cheapest_side", refused)
                 assert recipe.moving_side(direction, meet, sizes) in ("kv", "q")
     assert not block_mask_of(Mask(window=64), EvenShards("contiguous", 1024, 8)).plain
 

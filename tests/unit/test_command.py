@@ -11,13 +11,13 @@ import pytest
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.analysis.draw import COLORS
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
 from tests.unit.commands import assert_refused, run
 from tests.words import missing
 

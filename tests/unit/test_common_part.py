@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig, testing
-from ds_seqpar.runtime.work import common_part, moments
+from ds_seqpar.core.runtime.dense import common_part, moments
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.cuda_models import models

@@ -13,8 +13,8 @@ import pytest
 from accelerate import utils
 from torch import nn
 
-from ds_seqpar.compat import SEEN, attribute, private
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.compat import SEEN, attribute, private
+from ds_seqpar.base.errors import ConfigError
 from hf_integration.compat import (
     EXTENDED,
     EXTENDED_OF_ROLLOUTS,
@@ -27,7 +27,7 @@ from hf_integration.compat import (
 from hf_integration.rebinding import rebound
 from tests.unit.test_imports import MODULES, ROOT, imported, tree_of
 
-COMPAT = ("ds_seqpar.compat", "hf_integration.compat")
+COMPAT = ("ds_seqpar.base.compat", "hf_integration.compat")
 # internals without an underscore
 INTERNAL = {
     *("distributed_c10d", "pg_map", "wrapped_pg", "TensorBase", "DisableTorchFunctionSubclass", "build_shm_op"),

@@ -7,13 +7,13 @@ import weakref
 import pytest
 
 from ds_seqpar.analysis.memory import peak
-from ds_seqpar.compiler.compile import CACHE_SIZE, BoundProgram, Compiler, Recipe
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.program.ulysses import Heads
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.compiler.compile import CACHE_SIZE, BoundProgram, Compiler, Recipe
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.program.ulysses import Heads
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
 from tests.unit.plans import DIRECTIONS, SINGLE, topologies
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", comm_dtype="float32")

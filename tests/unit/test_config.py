@@ -8,12 +8,12 @@ import pickle
 
 import pytest
 
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.heads import even_ulysses, legal_ulysses
-from ds_seqpar.config.deepspeed_json import read_config
-from ds_seqpar.config.settings import KERNELS, SequenceParallelConfig
-from ds_seqpar.errors import ConfigError, SeqParError
-from ds_seqpar.runtime.kernels import KERNELS as KERNEL_OBJECTS
+from ds_seqpar.base.errors import ConfigError, SeqParError
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.heads import even_ulysses, legal_ulysses
+from ds_seqpar.core.runtime.kernels import KERNELS as KERNEL_OBJECTS
+from ds_seqpar.core.settings import KERNELS, SequenceParallelConfig
+from ds_seqpar.deepspeed.config import read_config
 from tests.words import missing
 
 Config = SequenceParallelConfig

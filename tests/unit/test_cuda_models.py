@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
-from ds_seqpar.compiler.tiles.tiles import Segments
-from ds_seqpar.errors import KernelError
+from ds_seqpar.base.errors import KernelError
+from ds_seqpar.core.compiler.tiles.tiles import Segments
+from ds_seqpar.core.runtime.kernels import KERNELS, BlockSpec
 from ds_seqpar.kernels import flash
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
 from ds_seqpar.testing import attention
 from tests import cuda_models, oracle
 from tests.cuda_masks import (

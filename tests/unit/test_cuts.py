@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport, launches
-from ds_seqpar.compiler.tiles.tiles import Segments, Tile, tiles
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport, launches
+from ds_seqpar.core.compiler.tiles.tiles import Segments, Tile, tiles
 from tests.grids import examples
 from tests.kernel_suite import seen
 from tests.unit.packs import parents_of

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.runtime import work
-from ds_seqpar.runtime.work import out_with_rowsum
+from ds_seqpar.core.runtime import dense as work
+from ds_seqpar.core.runtime.dense import out_with_rowsum
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.testing import attention
 from tests.oracle import dense, errors, tensors
 

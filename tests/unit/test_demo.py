@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_seqpar.config.deepspeed_json import read_config
+from ds_seqpar.deepspeed.config import read_config
 from examples import demo
 
 ROOT = Path(__file__).parents[2]

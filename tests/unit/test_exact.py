@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.balance import shards_of
-from ds_seqpar.compiler.sharding.heads import max_head_chunks
-from ds_seqpar.compiler.sharding.layout import Run, multiple
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.kernels import KERNELS, accumulate
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.heads import max_head_chunks
+from ds_seqpar.core.compiler.sharding.layout import Run, multiple
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.runtime.kernels import KERNELS, accumulate
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.data.balance import shards_of
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import pairwise
@@ -31,7 +31,7 @@ LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 HEADS = ((4, 4), (4, 1), (6, 3), (14, 2), (7, 1))  # most of which Ulysses ranks do not divide
 DIMS = ((8, 8), (8, 4), (5, 12))  # of q and k, and of v
 WIDTH = 7  # of a latent
-CAUSAL_MASKS = ("causal", "window", "documents", "windowed documents", "tree")
+CAUSAL_MASKS = ("causal", "window", "documents", "windowed documents", "tree", "blocks")
 MASKS = (*CAUSAL_MASKS, "full", "both sides", "full documents", "full tree", "prefix")
 # tokens: in the configured layout as few as ranks can share, and more; any number of them, dealt by any layout; in
 # runs that are cut anywhere, none too; and k and v of another length, so that some queries see no key
@@ -128,13 +128,18 @@ def mask_of(kind, seq, lengths, dice):
     if "tree" in kind:
         parents = parents_of(len(lengths), lambda path: dice.randint(0, min(path, 4)))
         return Mask(causal=kind == "tree", documents=Mask.documents_of(lengths), parents=parents)
+    if kind == "blocks":
+        kind += dice.choice(("", " in documents", " and a window", " in windowed documents"))
     documents = Mask.documents_of(lengths) if "documents" in kind else (0,)
     window = dice.randint(1, seq) if "window" in kind or kind == "both sides" else None
     if kind == "prefix":
         return Mask(prefix=dice.randint(1, seq))
     right = dice.randint(0, seq) if kind == "both sides" else None
-    causal = kind in CAUSAL_MASKS
-    return Mask(causal=causal, window=window, window_right=right, documents=documents)
+    causal = kind in CAUSAL_MASKS or "blocks" in kind
+    spans = itertools.pairwise(sorted({*documents, *(dice.randint(0, seq) for _ in range(2 * seq // 3)), seq}))
+    blocks = tuple(span for span in spans if "blocks" in kind and dice.random() < 0.6)
+    fields = {"window_right": right, "blocks": blocks, "whole_blocks": dice.random() < 0.5}
+    return Mask(causal=causal, window=window, documents=documents, **fields)
 
 
 def expected(q, k, v, do, sinks=None, latent=False, **asked):
@@ -165,11 +170,12 @@ def inputs_of(case, queries, keys):
     return [x.to(case["dtype"]) for x in made]
 
 
-def sees_a_later_block(shards, seen):
-    """Whether any query sees a key of a later rank: what distflash cannot do."""
-    blocks = range(shards.size)
+def cannot_be_computed(schedule, shards, seen):
+    """Whether any query sees a key of a block that the schedule never takes to its own: a later one in distflash."""
+    blocks = range(shards.size * shards.blocks_per_rank)
     q, kv = ([[p for run in shards.runs(side, (b,)) for p in run.positions] for b in blocks] for side in ("q", "kv"))
-    return any(seen[q[i]][:, kv[j]].any() for i in blocks for j in blocks[i + 1 :])
+    pairs = itertools.product(blocks, blocks)
+    return any(seen[q[i]][:, kv[j]].any() for i, j in pairs if not schedule.can_compute(i, j))
 
 
 def check(case, monkeypatch):
@@ -184,9 +190,11 @@ def check(case, monkeypatch):
     seen = oracle.seen(mask, range(queries), range(keys))
     early = property(lambda comm: case["early"], lambda *_: None)
     monkeypatch.setattr(virtual._VirtualComm, "early", early, raising=False)
-    if case["schedule"] == "distflash" and shards is not None and sees_a_later_block(shards, seen):
-        with pytest.raises(ConfigError, match=r"distflash.*causal"):
-            attention(config_of(case), *inputs, shards=shards, **asked)
+    its, config = SCHEDULES[case["schedule"]].at(case["cp_size"], dict(case["own"])), config_of(case)
+    held = shards or EvenShards(config.resolve(config.size).layout, queries, case["cp_size"])
+    if (shards is not None or mask.blocks) and cannot_be_computed(its, held, seen):
+        with pytest.raises(ConfigError, match=rf"{case['schedule']}.*causal"):
+            attention(config, *inputs, shards=shards, **asked)
         return
     found = results(attention(config_of(case), *inputs, shards=shards, **asked))
     assert {x.dtype for x in found[:4]} == {case["dtype"]}

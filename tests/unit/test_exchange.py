@@ -7,19 +7,23 @@ from collections import Counter
 import pytest
 
 from ds_seqpar.cli.show import exchange_bytes_per_token
-from ds_seqpar.compiler.compile import Compiler, block_mask_of
-from ds_seqpar.compiler.program import ulysses as exchanging
-from ds_seqpar.compiler.program.instructions import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.program.ulysses import (
-    HeadSplit,
-    SavedForBackward,
-    UlyssesGroup,
+from ds_seqpar.core.compiler.compile import Compiler, block_mask_of
+from ds_seqpar.core.compiler.program import ulysses as exchanging
+from ds_seqpar.core.compiler.program.instructions import (
+    Enter,
+    ExchangeStart,
+    Leave,
+    PackHeads,
+    Product,
+    UnpackHeads,
+    Wait,
 )
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.program.ulysses import HeadSplit, SavedForBackward, UlyssesGroup
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.schedules.simulate import Costs, programs_of, simulate
 from tests.unit.plans import DIRECTIONS
 

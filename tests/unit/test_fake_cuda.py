@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.runtime.kernels import BlockSpec, select
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.runtime.kernels import BlockSpec, select
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.testing import attention
 from tests.cuda_models import flash_attn, launches
 from tests.fake_cuda import no_device

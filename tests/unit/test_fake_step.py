@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.errors import SeqParError
+from ds_seqpar.base.errors import SeqParError
 from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
 from tests.gpu import STEPS, TILES
 from tests.stand_in import on_stand_in
@@ -73,7 +73,7 @@ def alone():
 
 def chosen():
     """What a rank takes: its device, kernel and groups' devices, what `make demo` runs here; or why it cannot."""
-    from ds_seqpar.runtime.kernels import BlockSpec, select
+    from ds_seqpar.core.runtime.kernels import BlockSpec, select
     from examples import demo
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -98,7 +98,7 @@ def options(ulysses, **settings):
     """What a SequenceParallel's groups are made with, that of layers with a state too: (high priority, most thread
     blocks) of each; whether the last is the job's own; which torch still knows after the end; and batches
     of messages."""
-    from ds_seqpar import compat
+    from ds_seqpar.base import compat
     from tests.stand_in.ranks import Options
 
     Options.made.clear()
@@ -121,8 +121,9 @@ def hang():
     """What is said of a device that does not end what its host has launched: while another rank's host stays away; and
     once it has come, but its device ends nothing either. What is said of a device that has all messages; and of one
     in a layer with a state."""
-    from ds_seqpar import compat
-    from ds_seqpar.runtime import recurrence, watchdog
+    from ds_seqpar.base import compat
+    from ds_seqpar.guards import watchdog
+    from ds_seqpar.operators import recurrence
     from tests.stand_in.streams import Streams
 
     settings = {"size": 2, "ulysses": 1, "schedule": "ring", "watchdog": "report", "watchdog_s": 1.0}
@@ -187,8 +188,8 @@ KERNEL = aten._flash_attention_forward, aten._flash_attention_backward
 def engine_steps(section, keeps):
     """Kernel calls of a step of whole sequences, and of a packed one."""
     import ds_seqpar
+    from ds_seqpar.core.runtime.devices import set_device
     from ds_seqpar.data.batches import _on_device
-    from ds_seqpar.runtime.devices import set_device
     from tests.hf.families import model_of
 
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_seqpar.compiler.program.ulysses import SavedForBackward
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.runtime import attention, comm, groups
-from ds_seqpar.runtime.kernels import Scores
-from ds_seqpar.runtime.offload import store_of
-from ds_seqpar.runtime.runtime import CallSettings, Runtime
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.runtime import attention, groups, transport
+from ds_seqpar.core.runtime.kernels import Scores
+from ds_seqpar.core.runtime.runtime import CallSettings, Runtime
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.memory.offload import store_of
 from tests.fake_cuda import no_device
 from tests.stand_in.streams import Stream, Streams, TooEarly
 from tests.unit.plans import SHAPES
@@ -23,7 +23,7 @@ from tests.unit.plans import SHAPES
 
 @pytest.fixture
 def streams(monkeypatch):
-    monkeypatch.setattr(comm, "communicator_device", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
+    monkeypatch.setattr(transport, "communicator_device", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
     with no_device(), Streams().in_place_of_torch() as streams:
         yield streams
     if dist.is_initialized():
@@ -46,7 +46,7 @@ def walk(rank, size=4, ulysses=1, **settings):
     )
     made = made_for(config, rank)
     ulysses_rank = config.topology(size).index(rank, "ulysses")
-    runtime = Runtime(config, config.topology(size), made.cp_rank, comm.TorchComm(made), ulysses_rank)
+    runtime = Runtime(config, config.topology(size), made.cp_rank, transport.TorchComm(made), ulysses_rank)
     tokens = 2 * multiple(config.layout, size, ulysses) // size
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
     for saves in SavedForBackward if ulysses > 1 else [SavedForBackward.NOTHING]:
@@ -67,8 +67,8 @@ def test_what_attention_sends(name, streams):
 def posted():
     made = made_for(SequenceParallelConfig(size=2, ulysses=1), 0)
     buffers = [torch.empty(8, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    sent, received = (comm.Message(1, "kv", 4, buffer, 0) for buffer in buffers)
-    return *buffers, comm.TorchComm(made).post([sent], [received])
+    sent, received = (transport.Message(1, "kv", 4, buffer, 0) for buffer in buffers)
+    return *buffers, transport.TorchComm(made).post([sent], [received])
 
 
 EARLY = {

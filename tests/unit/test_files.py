@@ -6,9 +6,9 @@ import json
 import pytest
 
 from ds_seqpar.__main__ import main
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.files import LARGEST, LARGEST_FILE, parse_json, read_json
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.base.files import LARGEST, LARGEST_FILE, parse_json, read_json
+from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.planner.machine import presets
 from tests.unit.commands import LLAMA
 

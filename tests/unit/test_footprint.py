@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson, Offload, Zero
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import DeepSpeedJson, Offload, Zero
 from ds_seqpar.planner.estimate import estimate
 from ds_seqpar.planner.footprint import bytes_a_token, cache_bytes, fits, footprint, longest
 from ds_seqpar.planner.machine import Machine

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_seqpar.runtime.watchdog import State, report
+from ds_seqpar.guards.watchdog import State, report
 from tests.words import missing
 
 LOADS = State("is in its data loader (train.py:31, in get)")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding.heads import (
+from ds_seqpar.core.compiler.sharding.heads import (
     has_equal_shares,
     heads_by_ulysses_rank,
     heads_of_ulysses_rank,

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import pytest
 
 from ds_seqpar import auto
-from ds_seqpar.config.deepspeed_json import DeepSpeedJson, Zero
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.runtime.devices import Host, ranks_per_host, this_host
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import DeepSpeedJson, Zero
 from ds_seqpar.planner.auto import line_of, request_of, resolve_with_plan
 from ds_seqpar.planner.machine import DEFAULT, Machine
 from ds_seqpar.planner.plan import PlanResult, name_of, plan
 from ds_seqpar.planner.request import Job, Model
-from ds_seqpar.runtime.devices import Host, ranks_per_host, this_host
 from tests.words import missing
 
 Config = SequenceParallelConfig

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.errors import KernelError
-from ds_seqpar.runtime import log, runtime
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select, slowness
+from ds_seqpar.base import log
+from ds_seqpar.base.errors import KernelError
+from ds_seqpar.core.runtime import runtime
+from ds_seqpar.core.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select, slowness
 from ds_seqpar.testing import attention
 from tests.cuda_models import flash_attn, packages
 from tests.kernel_suite import KernelSuite, LowerRight, cases

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, join, multiple
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
-from ds_seqpar.config.settings import LAYOUTS as COMMON
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, join, multiple
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.settings import LAYOUTS as COMMON
 from ds_seqpar.data.batch_layout import positions_held
-from ds_seqpar.errors import InputError
 from tests.oracle import positions, positions_by_ulysses_rank
 
 RANKS = range(1, 17)

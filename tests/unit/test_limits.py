@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from ds_seqpar.compiler.sharding import heads
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.config.deepspeed_json import Zero
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.sharding import heads
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner import attention_memory, limits
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import find_plan

@@ -8,12 +8,12 @@ import pytest
 from ds_seqpar.__main__ import main
 from ds_seqpar.analysis import memory
 from ds_seqpar.analysis.listing import listing
-from ds_seqpar.compiler.compile import Compiler, Recipe
-from ds_seqpar.compiler.program.instructions import slots_of
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.compiler.compile import Compiler, Recipe
+from ds_seqpar.core.compiler.program.instructions import slots_of
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
 from tests.unit.plans import DIRECTIONS, shaped
 from tests.words import missing
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.planner.machine import DEFAULT, Machine, machine_of, presets
 from tests.words import missing
 

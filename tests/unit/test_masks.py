@@ -9,13 +9,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding.balance import balanced
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run, join
-from ds_seqpar.compiler.sharding.masks import END, Mask, visibility
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.compiler.tiles.tiles import Tile, tiles
-from ds_seqpar.config.settings import LAYOUTS as COMMON
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, Run, join
+from ds_seqpar.core.compiler.sharding.masks import END, Mask, visibility
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.compiler.tiles.tiles import Tile, tiles
+from ds_seqpar.core.settings import LAYOUTS as COMMON
+from ds_seqpar.data.balance import balanced
 from tests.grids import examples
 from tests.oracle import seen
 from tests.unit.packs import parents_of
@@ -81,6 +81,11 @@ def test_bounds_are_the_first_and_last_key_that_a_query_sees():
                 seen = _dense((Run(p, 1, 1),), (Run(0, 1, 20),), near)[0]
                 lo, hi = near.bounds(p)
                 assert list(range(lo, min(hi, 20))) == seen.nonzero().flatten().tolist(), (near, p)
+    for window, whole in ((None, False), (3, False), (3, True), (40, True)):
+        mask = Mask(window=window, documents=(0, 4, 11), blocks=((1, 3), (4, 11), (12, 18)), whole_blocks=whole)
+        wanted = _dense((Run(0, 1, 20),), (Run(0, 1, 20),), mask)
+        for p in range(20):
+            assert list(range(*mask.bounds(p))) == wanted[p].nonzero().flatten().tolist(), (mask, p)
     assert FULL.bounds(7) == (0, END)
     assert [Mask(prefix=5).bounds(p) for p in (0, 4, 5, 9)] == [(0, 5), (0, 5), (0, 6), (0, 10)]
 
@@ -89,7 +94,13 @@ def test_a_mask_is_a_value():
     packed = Mask(documents=(0, 3, 9))
     assert packed == Mask(documents=(0, 3, 9))
     others = Mask(prefix=3), Mask(causal=False, window_right=3), Mask(causal=False, window_right=0)
-    assert len({packed, Mask(documents=(0, 3, 9)), CAUSAL, FULL, Mask(window=3), *others}) == 7
+    others += (
+        Mask(blocks=((2, 5),)),
+        Mask(blocks=((2, 6),), window=3),
+        Mask(blocks=((2, 6),), window=3, whole_blocks=True),
+    )
+    assert len({packed, Mask(documents=(0, 3, 9)), CAUSAL, FULL, Mask(window=3), *others}) == 10
+    assert Mask(blocks=((2, 3),), whole_blocks=True) == CAUSAL  # a token sees itself
     assert [pickle.loads(pickle.dumps(mask)) for mask in others] == [*others]
     assert Mask(documents=(0,)) == CAUSAL  # one document is no documents
     assert Mask(documents=Mask.documents_of([3, 6, 2])) == packed
@@ -120,8 +131,9 @@ def test_masks_say_what_they_are():
     near = Mask(causal=False, window=4, window_right=3)
     assert str(near) == "window 4, window_right 3"
     assert not near.full
+    assert str(Mask(blocks=((0, 4), (4, 8)), window=4)) == "causal, window 4, 2 blocks"
     masks = CAUSAL, FULL, Mask(window=4), Mask(documents=(0, 4)), Mask(prefix=2), Mask(causal=False, window_right=0)
-    assert [mask.scale_free for mask in masks] == [1, 1, 0, 0, 0, 0]
+    assert [mask.scale_free for mask in (*masks, Mask(blocks=((2, 4),)))] == [1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("number", [numpy.int64, numpy.int32, torch.tensor], ids=lambda kind: kind.__name__)
@@ -171,6 +183,14 @@ def test_numbers_of_arrays_and_tensors_are_whole_numbers(number):
             ("without a window", "window_right 3"),
         ),
         ({"parents": (-1, 0), "documents": (0, 4), "prefix": 3}, ("prefix 3", "2 documents")),
+        ({"blocks": [(0, 4)]}, ("blocks", "tuple", "got [(0, 4)]")),
+        ({"blocks": ((0, 4), 5)}, ("blocks", "got ((0, 4), 5)")),
+        ({"blocks": ((0, 4.0),)}, ("blocks", "got ((0, 4.0),)")),
+        ({"blocks": ((4, 4),)}, ("blocks", "got (4, 4)")),
+        ({"blocks": ((0, 4), (3, 5))}, ("disjoint", "got (3, 5) after 4")),
+        ({"blocks": ((2, 5),), "documents": (0, 4)}, ("within a document", "got (2, 5)", "begins at 4")),
+        ({"blocks": ((2, 5),), "causal": False}, ("causal", "got full")),
+        ({"blocks": ((2, 5),), "prefix": 3}, ("prefix", "got causal, prefix 3")),
     ],
 )
 def test_a_wrong_mask_is_refused_in_one_sentence(fields, words):
@@ -208,8 +228,22 @@ def _trees(draw):
     return Mask(causal=draw(st.booleans()), documents=documents, parents=parents)
 
 
+@st.composite
+def _blocked(draw):
+    """Blocks of neighboring tokens within documents, of all tokens or few."""
+    documents, edges = draw(st.just((0,)) | _documents), draw(st.sets(st.integers(0, 80), max_size=24))
+    spans = itertools.pairwise(sorted({*documents, *edges}))
+    return Mask(
+        window=draw(_windows),
+        documents=documents,
+        blocks=tuple(span for span in spans if draw(st.booleans())),
+        whole_blocks=draw(st.booleans()),
+    )
+
+
 _masks = st.one_of(
     _trees(),
+    _blocked(),
     st.sampled_from([CAUSAL, FULL]),
     st.builds(Mask, causal=st.booleans(), window=_windows, documents=_documents),
     st.builds(Mask, causal=st.just(False), **_near),

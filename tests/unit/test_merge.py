@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.runtime.kernels.accumulate import merge_
+from ds_seqpar.core.runtime.kernels.accumulate import merge_
 
 INF = float("inf")
 

@@ -9,19 +9,19 @@ from collections import Counter, defaultdict, deque
 import pytest
 
 from ds_seqpar.analysis import nccl
-from ds_seqpar.compiler.compile import Compiler
-from ds_seqpar.compiler.program.instructions import GatherStart, Post, ScatterStart, Wait
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.program.ulysses import SavedForBackward, UlyssesGroup
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import PlanError
-from ds_seqpar.runtime.comm import Message
-from ds_seqpar.runtime.kernels import Scores
+from ds_seqpar.base.errors import PlanError
+from ds_seqpar.core.compiler.compile import Compiler
+from ds_seqpar.core.compiler.program.instructions import GatherStart, Post, ScatterStart, Wait
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.program.ulysses import SavedForBackward, UlyssesGroup
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.runtime.kernels import Scores
+from ds_seqpar.core.runtime.transport import Message
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.testing import _Ranks, _Receives, _VirtualComm
 from tests.grids import cover, each_then_rest
 from tests.oracle import dense, errors, tensors

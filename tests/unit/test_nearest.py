@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from ds_seqpar.config.deepspeed_json import Zero
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner import limits
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import find_plan, nearest_fits, nothing_fits, plan, with_length, with_optimizer_on_host

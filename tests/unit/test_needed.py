@@ -5,12 +5,12 @@ from collections import defaultdict
 
 import pytest
 
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
-from ds_seqpar.config.settings import LAYOUTS
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.settings import LAYOUTS
 from ds_seqpar.schedules.validate import validate
 from tests.oracle import seen
 from tests.unit.plans import DIRECTIONS, SINGLE, built, joint, topologies

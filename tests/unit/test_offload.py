@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from ds_seqpar.config.settings import HOST_PIECE
-from ds_seqpar.runtime.offload import Store
+from ds_seqpar.core.settings import HOST_PIECE
+from ds_seqpar.memory.offload import Store
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

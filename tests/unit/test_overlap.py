@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.schedules.actions import Move
-from ds_seqpar.errors import PlanError
+from ds_seqpar.base.errors import PlanError
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.schedules.actions import Move
 from ds_seqpar.schedules.overlap import overlapped
 from ds_seqpar.schedules.simulate import Costs, communication, computation, programs_of, simulate
 from ds_seqpar.schedules.validate import validate

@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from ds_seqpar import models
-from ds_seqpar.compat import SEEN
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.compat import SEEN
+from ds_seqpar.base.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # imported inside functions, which say what to install: module -> its extra (pyarrow comes with datasets)
@@ -74,7 +74,7 @@ def test_bounds_hold_the_releases_that_were_read_and_none_after_them():
 ABSENT = """
 import sys
 sys.modules["transformers"] = None
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.models import patcher_of_class
 import ds_seqpar.__main__ as command
 PreTrainedModel = type("PreTrainedModel", (), {{}})

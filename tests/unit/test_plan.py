@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import Compiler, Recipe, block_mask_of
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.compile import Compiler, Recipe, block_mask_of
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.schedules.validate import validate
 from tests import grids
 from tests.grids import examples

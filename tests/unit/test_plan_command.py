@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ds_seqpar.config.deepspeed_json import read_config
+from ds_seqpar.deepspeed.config import read_config
 from tests.unit.commands import assert_refused, run, with_options
 from tests.words import missing
 

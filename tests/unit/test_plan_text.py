@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.compiler import schedules
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.plan import Plan
-from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.errors import ConfigError, PlanError
+from ds_seqpar.base.errors import ConfigError, PlanError
+from ds_seqpar.core.compiler import schedules
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules.plan import Plan
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.schedules import text
 from ds_seqpar.testing import attention
 from tests.grids import few_then_rest

@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 
-from ds_seqpar.compiler.compile import Compiler
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.sharding.layout import Topology
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.config.deepspeed_json import Zero
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import Compiler
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.sharding.layout import Topology
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner.estimate import attention, estimate
 from ds_seqpar.planner.machine import Machine, Wire
 from ds_seqpar.planner.plan import find_plan, memory_options, plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import backends
 
-from ds_seqpar.runtime.precision import PRODUCTS, all_digits
+from ds_seqpar.operators.precision import PRODUCTS, all_digits
 
 
 def _of_backends(value):

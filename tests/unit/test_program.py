@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.program import instructions
-from ds_seqpar.compiler.program.instructions import (
+from ds_seqpar.core.compiler.program import instructions
+from ds_seqpar.core.compiler.program.instructions import (
     LOCAL,
     GatherStart,
     Merge,
@@ -17,9 +17,9 @@ from ds_seqpar.compiler.program.instructions import (
     Wait,
     slots_of,
 )
-from ds_seqpar.compiler.program.lower import lower
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.actions import ACCUMULATORS, OPERANDS
+from ds_seqpar.core.compiler.program.lower import lower
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules.actions import ACCUMULATORS, OPERANDS
 from ds_seqpar.schedules.overlap import overlapped
 from tests.grids import examples
 from tests.unit.plans import (

@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 
-from ds_seqpar.compiler.compile import block_mask_of
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.sharding.heads import heads_by_ulysses_rank
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.compile import block_mask_of
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.sharding.heads import heads_by_ulysses_rank
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.testing import attention
 from tests.oracle import tensors
 

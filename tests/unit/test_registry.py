@@ -12,14 +12,14 @@ from types import ModuleType
 import pytest
 
 import ds_seqpar
-from ds_seqpar.compiler import schedules
-from ds_seqpar.compiler.schedules import SCHEDULES, ring
-from ds_seqpar.compiler.schedules.actions import Collective
-from ds_seqpar.compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, count
-from ds_seqpar.compiler.schedules.plan import Plan
-from ds_seqpar.compiler.sharding.layout import LAYOUTS
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler import schedules
+from ds_seqpar.core.compiler.schedules import SCHEDULES, ring
+from ds_seqpar.core.compiler.schedules.actions import Collective
+from ds_seqpar.core.compiler.schedules.base import MOVING_SIDES, RANK_ORDERS, count
+from ds_seqpar.core.compiler.schedules.plan import Plan
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.schedules.validate import validate
 from tests.grids import few_then_rest
 from tests.unit import toy_schedule
@@ -133,7 +133,7 @@ def test_what_it_cannot_compute_is_refused(schedule, numbers):
 
 def test_schedules_are_found_by_themselves():
     files = {path.stem for path in Path(schedules.__file__).parent.iterdir()}  # of one or a family, or folders
-    homes = {its.build.__module__.rpartition("compiler.schedules.")[2] for its in SCHEDULES.values()}
+    homes = {its.build.__module__.rpartition("core.compiler.schedules.")[2] for its in SCHEDULES.values()}
     others = {"ds_seqpar.schedules.distflash", "ds_seqpar.schedules.triangle"}  # which register themselves
     assert homes == (files - {"__init__", "__pycache__", "actions", "base", "plan"}) | others
     assert len(SCHEDULES) == 7
@@ -207,7 +207,7 @@ def _spelled(path, names):
 
 def test_no_file_but_its_own_spells_a_schedules_name():
     root = Path(ds_seqpar.__file__).parent
-    own = {root / "compiler" / "schedules", root / "schedules"}
+    own = {root / "core" / "compiler" / "schedules", root / "schedules"}
     names = set(SCHEDULES)
     found = {
         path.relative_to(root): set(_spelled(path, names)) for path in root.rglob("*.py") if not own & {*path.parents}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 1024

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import Recipe
-from ds_seqpar.compiler.program.shape import Shape
-from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.compile import Recipe
+from ds_seqpar.core.compiler.program.shape import Shape
+from ds_seqpar.core.compiler.schedules import SCHEDULES
 from ds_seqpar.schedules.overlap import overlapped
 from tests.grids import examples, few_then_rest
 from tests.unit.plans import (

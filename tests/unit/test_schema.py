@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from docs.settings_tables import PAGE, with_tables
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.cli.schema import properties, schema
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.core.settings import SequenceParallelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

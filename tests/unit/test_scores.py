@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
-from ds_seqpar.errors import InputError, KernelError
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, reference, select
+from ds_seqpar.base.errors import InputError, KernelError
+from ds_seqpar.core.runtime.kernels import KERNELS, BlockSpec, reference, select
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.words import missing

@@ -4,7 +4,7 @@ import json
 import re
 
 from benchmarks.planner.settings import HEAD, LENGTHS, MARK, NODES, PAGE, rows
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.settings import SequenceParallelConfig
 
 ROWS = PAGE.read_text().partition(MARK)[2].splitlines()
 

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.heads import even_ulysses
-from ds_seqpar.compiler.sharding.layout import divisors
-from ds_seqpar.config.settings import RANK_ORDERS, SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.heads import even_ulysses
+from ds_seqpar.core.compiler.sharding.layout import divisors
+from ds_seqpar.core.settings import RANK_ORDERS, SequenceParallelConfig
 from tests.unit.plans import build, mesh
 
 SIZES = (*range(1, 37), 48, 64)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.data.shared_prompts import shared_prompts
 from tests import oracle
 from tests.grids import examples

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.schedules.actions import Compute, Gather, Move, ReduceScatter, Step
+from ds_seqpar.core.compiler.schedules.actions import Compute, Gather, Move, ReduceScatter, Step
 from ds_seqpar.schedules import simulate as simulator
 from ds_seqpar.schedules.overlap import overlapped
 from ds_seqpar.schedules.simulate import Costs, Event, communication, computation, programs_of

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding import segments as rules
-from ds_seqpar.compiler.sharding.balance import shards_of
-from ds_seqpar.compiler.sharding.layout import Run
-from ds_seqpar.compiler.sharding.segments import received_bytes, segments_of
-from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.data.balance import shards_of
 from ds_seqpar.data.batch_layout import positions_held
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.operators import segments as rules
+from ds_seqpar.operators.segments import received_bytes, segments_of
 from tests import oracle
 from tests.grids import each_then_rest, examples
 from tests.recurrent import KINDS, alone, inputs, layer

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ds_seqpar.analysis.draw import COLORS, NAMES
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.schedules.simulate import Costs, programs_of, simulate
 from ds_seqpar.schedules.timeline import TRACKS, Event, Timeline, lanes
 from tests.unit.plans import build, shaped

@@ -6,8 +6,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.sharding.layout import Topology
-from ds_seqpar.config.settings import SequenceParallelConfig
+from ds_seqpar.core.compiler.sharding.layout import Topology
+from ds_seqpar.core.settings import SequenceParallelConfig
 from tests import grids
 from tests.grids import examples
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.kernels import KernelSupport, register, remove
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.runtime.kernels import KernelSupport, register, remove
 from ds_seqpar.testing import attention
 from tests.oracle import dense, errors, seen, tensors
 

@@ -9,10 +9,10 @@ import json
 import pytest
 
 from ds_seqpar.__main__ import main
-from ds_seqpar.compiler import schedules
-from ds_seqpar.config.deepspeed_json import read_config
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler import schedules
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.deepspeed.config import read_config
 from ds_seqpar.testing import attention
 from tests.oracle import assert_exact, dense, tensors
 from tests.unit import toy_schedule

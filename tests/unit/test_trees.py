@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.compile import BoundProgram
-from ds_seqpar.compiler.sharding.balance import balanced, shards_of
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import InputError
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.core.compiler.compile import BoundProgram
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.data.balance import balanced, shards_of
 from ds_seqpar.testing import attention
 from tests.grids import examples
 from tests.oracle import tensors

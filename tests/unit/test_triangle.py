@@ -8,15 +8,15 @@ from collections import Counter
 
 import pytest
 
-from ds_seqpar.compiler.compile import Compiler, Recipe, block_mask_of
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.sharding.balance import shards_of
-from ds_seqpar.compiler.sharding.layout import LAYOUTS, multiple
-from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
-from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.core.compiler.compile import Compiler, Recipe, block_mask_of
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.sharding.layout import LAYOUTS, multiple
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.data.balance import shards_of
 from ds_seqpar.schedules.overlap import overlapped
 from ds_seqpar.schedules.triangle import STRIPS
 from ds_seqpar.schedules.triangle.tiling import tiling

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import launches
+from ds_seqpar.base import log
 from ds_seqpar.kernels import fused
-from ds_seqpar.runtime import log
 from tests.fake_cuda import no_device
 from tests.words import missing
 

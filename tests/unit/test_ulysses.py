@@ -6,8 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compiler.sharding.heads import heads_by_ulysses_rank, message_layout
-from ds_seqpar.runtime import buffers
+from ds_seqpar.core.compiler.sharding.heads import heads_by_ulysses_rank, message_layout
+from ds_seqpar.core.runtime import buffers
 
 DIM = 4
 DIMS = (4, 4, 3)  # of q, k and v

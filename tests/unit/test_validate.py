@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.schedules.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
-from ds_seqpar.errors import PlanError
+from ds_seqpar.base.errors import PlanError
+from ds_seqpar.core.compiler.schedules.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
 from ds_seqpar.schedules.validate import validate
 from tests.grids import each_then_rest, examples
 from tests.unit.plans import (

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from ds_seqpar.base.on_devices import DeviceCache
 from ds_seqpar.data.value_checks import device_digest
-from ds_seqpar.on_devices import DeviceCache
 from tests.fake_cuda import Driverless
 
 DTYPES = [

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ds_seqpar.compiler.sharding.layout import Run, multiple
-from ds_seqpar.compiler.sharding.masks import Mask
-from ds_seqpar.compiler.sharding.shards import UnevenShards
-from ds_seqpar.config.settings import LAYOUTS, SequenceParallelConfig
-from ds_seqpar.errors import ConfigError, InputError, KernelError
+from ds_seqpar.base.errors import ConfigError, InputError, KernelError
+from ds_seqpar.core.compiler.sharding.layout import Run, multiple
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
+from ds_seqpar.core.settings import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.testing import attention
 from tests.oracle import dense, error, tensors
 

@@ -8,14 +8,14 @@ from collections import deque
 import pytest
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.actions import Collective, Compute, Move, Step
-from ds_seqpar.compiler.schedules.plan import Plan
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.config.settings import SequenceParallelConfig
-from ds_seqpar.errors import PlanError
-from ds_seqpar.runtime import runtime
-from ds_seqpar.runtime.kernels import KernelSupport, Scores
+from ds_seqpar.base.errors import PlanError
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+from ds_seqpar.core.compiler.schedules.actions import Collective, Compute, Move, Step
+from ds_seqpar.core.compiler.schedules.plan import Plan
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.runtime import runtime
+from ds_seqpar.core.runtime.kernels import KernelSupport, Scores
+from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.schedules.overlap import overlapped
 from ds_seqpar.schedules.validate import validate
 from ds_seqpar.testing import attention

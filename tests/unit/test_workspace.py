@@ -4,13 +4,13 @@ import pytest
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.analysis.memory import fewest_head_chunks
-from ds_seqpar.compiler.program.shape import shape_of
-from ds_seqpar.compiler.sharding.masks import CAUSAL
-from ds_seqpar.compiler.sharding.shards import EvenShards
-from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
-from ds_seqpar.compiler.tiles.workspace import WORKSPACES, LaunchSize, planned_kernel
+from ds_seqpar.core.compiler.program.shape import shape_of
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
+from ds_seqpar.core.compiler.sharding.shards import EvenShards
+from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.compiler.tiles.workspace import WORKSPACES, LaunchSize, planned_kernel
+from ds_seqpar.core.runtime.kernels import KERNELS
 from ds_seqpar.planner.attention_memory import call_figures
-from ds_seqpar.runtime.kernels import KERNELS
 
 GIB = 2**30
 K = 1024

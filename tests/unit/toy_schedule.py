@@ -1,10 +1,10 @@
 """A schedule from a file of its own, as a user would write one: all there is to know of it, and nothing elsewhere."""
 
-from ds_seqpar.compiler.schedules.actions import Gather, ReduceScatter
-from ds_seqpar.compiler.schedules.base import Schedule, blocks_received, count
-from ds_seqpar.compiler.schedules.ring import Rotation, Round
-from ds_seqpar.compiler.sharding.layout import Layout, Run, divisors
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.core.compiler.schedules.actions import Gather, ReduceScatter
+from ds_seqpar.core.compiler.schedules.base import Schedule, blocks_received, count
+from ds_seqpar.core.compiler.schedules.ring import Rotation, Round
+from ds_seqpar.core.compiler.sharding.layout import Layout, Run, divisors
 
 
 def carousel(topology, block_mask, direction, moving_side="kv"):

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ...compiler.schedules.base import HeadCounts, Schedule, ScheduleOptions, count
-from ...compiler.schedules.plan import BlockMask, Counted, bits
-from ...compiler.sharding.layout import Axes, Layout, Run, Runs, Topology
-from ...errors import SECTION, ConfigError
+from ...base.errors import SECTION, ConfigError
+from ...core.compiler.schedules.actions import ACCUMULATORS, Compute, Move, Step, Steps
+from ...core.compiler.schedules.base import HeadCounts, Schedule, ScheduleOptions, count
+from ...core.compiler.schedules.plan import BlockMask, Counted, bits
+from ...core.compiler.sharding.layout import Axes, Layout, Run, Runs, Topology
 from .tiling import Stop, Tiling, pair_of, tiling
 
 

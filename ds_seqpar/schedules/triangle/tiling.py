@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 
 
 def pair_of(rank: int) -> tuple[int, int]:

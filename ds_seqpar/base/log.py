@@ -1,0 +1,25 @@
+"""What a run says of settings that were chosen, switched off or ignored, through logging.getLogger("ds_seqpar")."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+from . import compat
+
+_logger = logging.getLogger("ds_seqpar")
+_said: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    """Log a message once in a process, on rank 0 alone, as a WARNING: Python itself shows these on stderr."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0 and message not in _said:
+        _said.add(message)
+        _logger.warning(message)
+
+
+# in a compiled model it is called while a graph is traced
+setattr(log_once, compat.CONSTANT, True)

@@ -1,0 +1,146 @@
+"""Attention as torch.library ops, for compilers and dispatch modes, which must see it as one op, and so its backward.
+
+torch.compile takes these ops as they are. A selective checkpoint can save the result of `ds_seqpar::attention` and
+recompute the rest (DistFlashAttn, section 3.3). Ops take only tensors and numbers, so other objects are passed to them
+by handle.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..base import compat
+from ..core.compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
+from ..core.compiler.sharding.handles import object_of, objects_of
+from ..core.compiler.sharding.shards import Shards, tokens_of
+from ..core.runtime import attention as eager
+from ..core.runtime.admit import AdmittedCall, handle_of_shards, shards_of
+from ..core.runtime.attention import Attention, Context
+from ..core.runtime.buffers import sum_dtype
+from ..core.runtime.dense import has_common
+from ..core.runtime.kernels import Scores
+from ..core.runtime.runtime import CallSettings, Runtime
+
+
+def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
+    """Compute `attention.attention` as one op. In a checkpointed function, whose second run replays results, the op is
+    inside of the autograd function."""
+    if call.checkpointed:
+        forward = functools.partial(_forward, call.runtime)
+        results = Attention.apply(*call.tensors, call.sinks, call.runtime, call.settings, forward)
+    else:
+        results = _forward(call.runtime, *call.tensors, call.sinks, call.settings, call.agreement)
+    return eager.returned(call, results)
+
+
+def runs_as_op() -> bool:
+    """Return whether attention must run as one op: for a compiler, or for a dispatch mode such as that of a selective
+    checkpoint."""
+    return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
+
+
+def _forward(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: CallSettings,
+    agreement: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Compute `Runtime.forward` as an op, with the settings as numbers."""
+    mask, shards, scores, head_chunks, saves, lse, latent = settings
+    handles, sizes = (runtime.handle, mask.handle, handle_of_shards(shards)), _sizes(runtime, q, k, shards)
+    return attention_op(q, k, v, sinks, *handles, *scores, head_chunks, int(saves), latent, lse, sizes, agreement)
+
+
+def _settings(
+    mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int, lse: bool
+) -> CallSettings:
+    """Return the settings that `_forward` gave as numbers."""
+    scores = Scores(scale, softcap)
+    return CallSettings(object_of(mask), shards_of(shards), scores, head_chunks, SavedForBackward(saves), lse, latent)
+
+
+def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
+    """Return the numbers from which the op's fake computes the shapes of its results: [1 where all operands are sent
+    in one message else 0, ulysses_size, ulysses_rank, the CP rank's tokens of q, its tokens of k/v]."""
+    if shards is None:
+        return [1, *runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size]
+    tokens = [tokens_of(shards, side, runtime.rank) for side in ("q", "kv")]
+    return [int(tokens[0] == tokens[1]), *runtime.ulysses, *tokens]
+
+
+@torch.library.custom_op("ds_seqpar::attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    agreement: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Compute attention's forward.
+
+    Args:
+        sizes: The result of `_sizes`. It is an argument because a compiler's cache is shared by several ranks.
+        agreement: A tensor that must have been computed before anything is sent.
+
+    Returns:
+        The results of `Runtime.forward`.
+    """
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse)
+    results = object_of(handle).forward(q, k, v, sinks, settings)
+    # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
+    results[1].untyped_storage().settings = settings
+    return results
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int, scale: float,
+    softcap: float, head_chunks: int, saves: int, latent: int, lse: bool, sizes: Sequence[int],
+    agreement: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    in_one_message, ulysses_size, ulysses_rank, *tokens = sizes
+    heads = Heads.of(q.shape[2], k.shape[2], UlyssesGroup(ulysses_size, ulysses_rank), head_chunks)
+    batch, dim, results = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
+    widths = [[span.stop - span.start for span in heads.inner(head_chunk)] for head_chunk in range(head_chunks)]
+    results += [q.new_empty(batch, tokens[0], width, dtype=sum_dtype(q.dtype)) for width, _ in widths]
+    for q_width, kv_width in widths if saves else ():
+        messages = [tokens[0] * q_width * dim, tokens[1] * kv_width * (k.shape[3] if latent else 2 * dim)]
+        results += [q.new_empty(batch * n) for n in ([sum(messages)] if in_one_message else messages)]
+    if saves == SavedForBackward.QKV_AND_OUT:
+        results += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
+    results += [q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] * lse
+    return results + [k.new_empty(k.shape[2:])] * has_common(q.dtype)
+
+
+def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
+    q, k, v, sinks, *ctx.numbers, lse, _, _ = inputs
+    *_, saves, latent = ctx.numbers
+    ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [*k.shape, *v.shape]
+    eager.save(ctx, (q, k, v), sinks, output, SavedForBackward(saves), lse, latent)
+
+
+def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
+    gradients = eager.gradients(ctx, grads[0], lambda *args: attention_backward_op(*args, ctx.shapes, *ctx.numbers))
+    return *gradients, *[None] * 11
+
+
+attention_op.register_autograd(_gradients, setup_context=_save)
+
+
+@torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def attention_backward_op(
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
+    handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, latent: int,
+) -> list[Tensor]:  # fmt: skip
+    """Compute `attention.backward`. `shapes` are those of k (4 numbers) and v."""
+    settings = _settings(mask, shards, scale, softcap, head_chunks, saves, latent, lse=False)
+    return eager.backward(do, sinks, common, saved, shapes[2], object_of(handle), settings)
+
+
+@attention_backward_op.register_fake
+def _(
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], shapes: Sequence[int],
+    *settings: object,
+) -> list[Tensor]:  # fmt: skip
+    grads = [do.new_empty(do.shape), do.new_empty(shapes[:4]), do.new_empty(shapes[4:])]
+    return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]

@@ -1,1 +1,0 @@
-"""The section as a dataclass, and the DeepSpeed JSON around it."""

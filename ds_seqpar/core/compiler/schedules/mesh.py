@@ -1,0 +1,317 @@
+"""The mesh family: Attention2D, WallFacer and Ring Attention as shapes (a, b, R) of one schedule.
+
+Attention2D is a mesh without a ring; WallFacer is a mesh (C, C, A / C^2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ....base.errors import SECTION, ConfigError
+from ..sharding.layout import Axes, Key, Topology, divisors
+from .actions import ACCUMULATORS, OPERANDS, Collective, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
+from .base import HeadCounts, Schedule, ScheduleOptions, Setting, blocks_received, count, is_count
+from .plan import BlockMask, Counted, bits
+from .ring import Rotation, Round
+
+
+def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
+    """Return the steps of a mesh, in which rank p = x + a (y + b z).
+
+    q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the gradients are
+    reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1) meet once, on
+    rank (x1, y0, z0) where k/v rotates.
+
+    (1, 1, A) is Ring Attention. (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). (C, C, A / C^2) is WallFacer
+    with teams of C. Its initial transfer of k/v is not needed, because q and k/v are gathered along different axes.
+    Collectives need blocks of one length that all their members read; otherwise blocks are sent directly from their
+    owners.
+    """
+    a, b, turns = (topology.size(axis) for axis in "xyz")
+    plane, size = a * b, a * b * turns
+
+    def keys(rank: int) -> tuple[Key, Key]:
+        """Return the blocks that a rank gathers: q of its row, k/v of its column."""
+        row, column = rank - rank % a, rank - rank % plane + rank % a
+        return tuple(range(row, row + a)), tuple(range(column, column + plane, a))
+
+    route = Round(
+        size=size,
+        there=lambda rank, t: (rank + plane * t) % size,
+        here=lambda rank, t: (rank - plane * t) % size,
+        keys=keys,
+        gathers=lambda rank: _collectives(Gather, *zip(("q", "kv"), keys(rank), strict=True)),
+        reduces=lambda rank: _collectives(ReduceScatter, *zip(ACCUMULATORS[direction], keys(rank), strict=False)),
+    ).facing(moving_side)
+    if plane == 1:
+        return Rotation(route, turns, direction, moving_side, block_mask)
+    groups = [_group(route, rank, turns, moving_side) for rank in range(size)]
+    reads = [_read(q, kv, block_mask) for q, kv in groups]
+    # a gather brings all blocks of its group, so every one of them must be read
+    if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
+        return Rotation(route, turns, direction, moving_side, block_mask)
+    return Direct(size, direction, lambda rank: _pairs(route, rank, turns, moving_side, block_mask), reads.__getitem__)
+
+
+def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tuple:
+    return tuple(
+        cls(ranks=ranks, kind=kind, keys=tuple((rank,) for rank in ranks)) for kind, ranks in groups if len(ranks) > 1
+    )
+
+
+def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, int]:
+    """Return all q blocks that come to a rank, and all kv blocks as a bitmask."""
+    visitors = [route.keys(route.here(rank, t)) for t in range(turns)]
+    if moving_side == "kv":
+        return route.keys(rank)[0], _mask(block for _, kv in visitors for block in kv)
+    return tuple(block for q, _ in visitors for block in q), _mask(route.keys(rank)[1])
+
+
+def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
+    """Return bitmasks of those q blocks, and of those kv blocks, that meet any block of the other side."""
+    rows = block_mask.rows
+    return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
+
+
+def _mask(blocks: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, [1 << block for block in blocks], 0)
+
+
+def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
+    """Return the rank's products block by block.
+
+    Step 0 has that of its own blocks, while others arrive; then each turn has a step.
+    """
+    local_pairs = [(rank, rank)] if block_mask(rank, rank) else []
+    steps: list[Pairs] = [local_pairs]
+    for t in range(turns):
+        moving, staying = route.keys(route.here(rank, t)), route.keys(rank)
+        q, kv = (staying[0], moving[1]) if moving_side == "kv" else (moving[0], staying[1])
+        steps.append([(i, j) for i in q for j in kv if block_mask(i, j) and (i, j) != (rank, rank)])
+    return steps
+
+
+def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
+    """Return the (a, b R) that receive the fewest elements for these heads, forward and backward together.
+
+    They are (a - 1) 5 Hq and (b R - 1) 6 Hkv for every token and D.
+    """
+    q_heads, kv_heads = heads or (1, 1)
+    a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
+    return a, ranks // a
+
+
+def mesh_axes(a: int, b: int, turns: int) -> Axes:
+    return (("x", a), ("y", b), ("z", turns))
+
+
+def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
+    """Return the elements that each rank receives: those that it gathers, and along z the groups that move."""
+    (_, a), (_, b), (_, turns) = axes
+    queries, keys = (a, b * turns) if moving_side == "kv" else (a * turns, b)
+    return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
+
+
+def shapes(ranks: int) -> list[ScheduleOptions]:
+    return [{"mesh": (a, b, ranks // (a * b))} for a in divisors(ranks) for b in divisors(ranks // a)]
+
+
+def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the mesh that is set, or attention2d's with k/v in a ring: as many elements, with less memory."""
+    cols, rows = sides(ranks, heads)
+    shape = a, b, turns = fixed.get("mesh") or (cols, 1, rows)
+    if a * b * turns != ranks:
+        raise ConfigError(
+            f"{SECTION}.mesh [a, b, R] must multiply to the {ranks} CP ranks; "
+            f"got {list(shape)} = {a * b * turns}, use for example {[1, 1, ranks]}"
+        )
+    return {"mesh": shape}
+
+
+MESH = Schedule(
+    name="mesh",
+    summary="a ranks gather q, b ranks k/v, R go round: holds the rings, attention2d and wallfacer",
+    build=mesh,
+    axes=lambda ranks, options: mesh_axes(*options["mesh"]),
+    received=received,
+    settings=(
+        Setting(
+            name="mesh",
+            help="q is gathered over a ranks, k/v over b, R go round",
+            wanted="three whole numbers [a, b, R]",
+            accepts=lambda value: isinstance(value, list | tuple) and len(value) == 3 and all(map(is_count, value)),
+            option={"type": int, "nargs": 3, "metavar": ("A", "B", "R")},
+        ),
+    ),
+    shapes=shapes,
+    resolve=resolve,
+    collective_axes=("x", "y"),
+    ring_axes=("z",),
+)
+
+
+# ---- Attention2D
+
+
+def grids(ranks: int) -> list[ScheduleOptions]:
+    return [{"rows": ranks // cols, "cols": cols} for cols in divisors(ranks)]
+
+
+def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the grid.
+
+    A side that is not set follows from the other. If neither is set, the sides are those that receive the fewest
+    elements for these heads.
+    """
+    rows, cols = fixed.get("rows"), fixed.get("cols")
+    if not (rows or cols):
+        cols, rows = sides(ranks, heads)
+    rows = ranks // cols if cols and not rows else rows
+    cols = ranks // rows if rows and not cols else cols
+    if {"rows": rows, "cols": cols} not in grids(ranks):
+        fitting = [(shape["rows"], shape["cols"]) for shape in grids(ranks)]
+        raise ConfigError(
+            f"{SECTION}.rows x cols must be the {ranks} ranks of attention2d; got "
+            f"{', '.join(f'{side} {value}' for side, value in fixed.items())}, use one of (rows, cols) = {fitting}"
+        )
+    return {"rows": rows, "cols": cols}
+
+
+ATTENTION2D = Schedule(
+    name="attention2d",
+    summary="Attention2D: q is gathered along the rows of a grid, k/v along its columns",
+    build=mesh,
+    axes=lambda ranks, options: mesh_axes(options["cols"], options["rows"], 1),
+    received=received,
+    settings=(
+        count("rows", "ranks that k/v is gathered over"),
+        count("cols", "ranks that q is gathered over"),
+    ),
+    shapes=grids,
+    resolve=grid,
+    collective_axes=("x", "y"),
+    ring_axes=("z",),
+)
+
+
+# ---- WallFacer
+
+
+def teams(ranks: int) -> list[ScheduleOptions]:
+    return [{"team": team} for team in divisors(ranks) if ranks % (team * team) == 0]
+
+
+def team_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
+    """Return the team that is set, or the largest that fits."""
+    fitting = [shape["team"] for shape in teams(ranks)]
+    team = fixed.get("team") or fitting[-1]
+    if team not in fitting:
+        raise ConfigError(
+            f"{SECTION}.team must be a number whose square divides the {ranks} ranks of wallfacer; "
+            f"got {team}, use one of {fitting}"
+        )
+    return {"team": team}
+
+
+WALLFACER = Schedule(
+    name="wallfacer",
+    summary="WallFacer: q and k/v are gathered over teams of C, and A / C^2 teams go round",
+    build=mesh,
+    axes=lambda ranks, options: mesh_axes(options["team"], options["team"], ranks // options["team"] ** 2),
+    received=received,
+    settings=(count("team", "the size C of a team"),),
+    shapes=teams,
+    resolve=team_of,
+    collective_axes=("x", "y"),
+    ring_axes=("z",),
+)
+
+
+# ---- without collectives: each rank gets every block that it reads directly from the block's owner
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclasses.dataclass(eq=False)
+class Direct(Counted):
+    """The steps of any rank without collectives: a block is sent only to ranks that read it, and results directly home.
+
+    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. It sends at most as many
+    bytes as the collectives.
+
+    Attributes:
+        products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t, in step 0 only
+            of its own blocks.
+        reads: reads(rank) are bitmasks of the q and the kv blocks in these pairs.
+    """
+
+    size: int
+    direction: str
+    products: Callable[[int], Sequence[Pairs]]
+    reads: Callable[[int], tuple[int, int]]
+
+    @functools.cached_property
+    def all_products(self) -> list[Sequence[Pairs]]:
+        return [self.products(rank) for rank in range(self.size)]
+
+    @functools.cached_property
+    def moves(self) -> tuple[dict[tuple[int, int], list[Move]], dict[tuple[int, int], list[Move]]]:
+        """(rank, step) -> its moves of operands, and the same of results."""
+        operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        results: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
+        for rank, steps in enumerate(self.all_products):
+            # a foreign block is sent in the step before the first that reads it
+            for (kind, key), t in _first_steps(rank, enumerate(steps), (("q", 0), ("kv", 1))).items():
+                for end in (*key, rank):
+                    operands[end, t - 1].append(Move(src=key[0], dst=rank, kind=kind, key=key))
+            # its result is sent home after the last step that adds to it
+            for (kind, key), t in _first_steps(rank, reversed([*enumerate(steps)]), kinds).items():
+                for end in (rank, *key):
+                    results[end, t].append(Move(src=rank, dst=key[0], kind=kind, key=key))
+        return operands, results
+
+    def __call__(self, rank: int) -> Steps:
+        products, (operands, results) = self.all_products[rank], self.moves
+        return tuple(
+            Step(
+                moves=tuple(operands[rank, t]),
+                computes=tuple(Compute(rank=rank, q=(i,), kv=(j,)) for pairs in products[t : t + 1] for i, j in pairs),
+                results=tuple(results[rank, t]),
+            )
+            for t in range(max(map(len, self.all_products)))
+        )
+
+    def received(self, units: Mapping[str, float]) -> list[float]:
+        """Return the elements that each rank receives.
+
+        These are the blocks of others that it reads, and a result from each other rank that reads its own.
+        """
+        received: list[float] = [0] * self.size
+        results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])
+        for rank in range(self.size):
+            for kind, blocks, result in zip(OPERANDS, self.reads(rank), results, strict=True):
+                foreign = blocks & ~(1 << rank)
+                received[rank] += units[kind] * foreign.bit_count()
+                for owner in bits(foreign) if result else ():
+                    received[owner] += result
+        return received
+
+
+def _first_steps(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
+    """Return foreign block of a rank's products -> the first of these steps that has it.
+
+    Args:
+        kinds: (kind of unit, its index in a pair).
+    """
+    first: dict[Unit, int] = {}
+    for t, pairs in steps:
+        for pair in pairs:
+            for kind, side in kinds:
+                if pair[side] != rank:
+                    first.setdefault((kind, (pair[side],)), t)
+    return first

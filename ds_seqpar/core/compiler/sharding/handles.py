@@ -1,0 +1,42 @@
+"""Integer handles for Python objects: torch custom ops accept only tensors and scalars."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+from ....base.errors import ConfigError
+
+_OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(obj: Any) -> int:
+    """Return a handle of an object, valid as long as something else refers to the object."""
+    handle = next(_numbers)
+    _OBJECTS[handle] = obj
+    return handle
+
+
+def objects_of(*handles: int) -> list[Any]:
+    """Return the objects, so that a backward refers to them even if the caller drops them.
+
+    Skip a compiler's symbols, which are placeholders of numbers that change, and numbers below 0, which are handles of
+    nothing.
+    """
+    return [object_of(handle) for handle in handles if type(handle) is int and handle >= 0]
+
+
+def object_of(handle: int) -> Any:
+    """Return the object of a handle.
+
+    Raises:
+        ConfigError: Nothing refers to the object any more.
+    """
+    if (obj := _OBJECTS.get(handle)) is None:
+        raise ConfigError(
+            "attention needs the SequenceParallel, model, mask and shards that it was made with; got a call after one "
+            "of them was dropped, keep them as long as what was compiled with them"
+        )
+    return obj

@@ -1,0 +1,241 @@
+"""Which heads each Ulysses rank works on, by an integer rule that all ranks know. Torch-free.
+
+Where there are at least as many key/value heads as Ulysses ranks, a Ulysses rank takes neighboring key/value heads,
+and the query heads that read them. Otherwise neighboring Ulysses ranks share a key/value head, and divide the query
+heads that read it. Shares differ by one head at most, the larger ones first; they are equal where possible.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from ....base.errors import SECTION, ConfigError
+from .layout import divisors
+
+
+class HeadChunk(NamedTuple):
+    """Heads whose attention is computed together."""
+
+    q: slice
+    kv: slice
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(query heads, key/value heads)."""
+        return self.q.stop - self.q.start, self.kv.stop - self.kv.start
+
+
+def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...]:
+    """Return `count` head chunks, at most kv_heads.
+
+    Each has neighboring key/value heads and the query heads that read them.
+    """
+    group, kv_slices = q_heads // kv_heads, [_even_slice(kv_heads, count, index) for index in range(count)]
+    return tuple(HeadChunk(slice(kv.start * group, kv.stop * group), kv) for kv in kv_slices)
+
+
+def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
+    """Return the most head chunks with which every Ulysses rank has a query head in each."""
+    group = q_heads // kv_heads
+    return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has a whole number of key/value heads
+
+
+def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
+    """Return the numbers of equal head chunks that send no more bytes than one does, ascending."""
+    limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
+    return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
+
+
+def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysses_rank: int) -> tuple[slice, slice]:
+    """Return the query heads and the key/value heads of a Ulysses rank.
+
+    Args:
+        q_heads: A multiple of `kv_heads`.
+        ulysses_size: At most `q_heads`.
+    """
+    group = q_heads // kv_heads
+    if kv_heads >= ulysses_size:
+        kv = _even_slice(kv_heads, ulysses_size, ulysses_rank)
+        return slice(kv.start * group, kv.stop * group), kv
+    sharers, larger = ulysses_size // kv_heads, ulysses_size % kv_heads
+    if ulysses_rank < larger * (sharers + 1):  # the first key/value heads have one Ulysses rank more than the others
+        sharers, larger = sharers + 1, 0
+    head, index = (ulysses_rank - larger) // sharers, (ulysses_rank - larger) % sharers
+    q = _even_slice(group, sharers, index)
+    return slice(head * group + q.start, head * group + q.stop), slice(head, head + 1)
+
+
+def _even_slice(total: int, count: int, index: int) -> slice:
+    """Return slice `index` of `total` heads divided into `count` slices; the first have one more than the others."""
+    least, larger = total // count, total % count  # a compiler can trace these with symbols, but not divmod
+    start = index * least + min(index, larger)
+    return slice(start, start + least + (1 if index < larger else 0))
+
+
+def heads_by_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[tuple[slice, slice], ...]:
+    """Return `heads_of_ulysses_rank` for every Ulysses rank."""
+    return tuple(
+        heads_of_ulysses_rank(q_heads, kv_heads, ulysses_size, ulysses_rank) for ulysses_rank in range(ulysses_size)
+    )
+
+
+def busiest_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
+    """Return a Ulysses rank with the most query heads."""
+    # the largest shares come first; with fewer key/value heads than Ulysses ranks, the last head is shared by the
+    # fewest
+    return 0 if kv_heads >= ulysses_size else ulysses_size - ulysses_size // kv_heads
+
+
+def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, int]:
+    """Return the numbers of (query, key/value) heads of the busiest Ulysses rank."""
+    q, kv = heads_of_ulysses_rank(
+        q_heads, kv_heads, ulysses_size, busiest_ulysses_rank(q_heads, kv_heads, ulysses_size)
+    )
+    return q.stop - q.start, kv.stop - kv.start
+
+
+def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
+    """Return whether all Ulysses ranks have equally many heads, and shared k/v heads equally many Ulysses ranks."""
+    return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
+
+
+def legal_ulysses(size: int, q_heads: int) -> list[int]:
+    """Return the Ulysses sizes that divide `size` and leave no rank without a query head."""
+    return [u for u in divisors(size) if u <= q_heads]
+
+
+def even_ulysses(size: int, q_heads: int, kv_heads: int, head_chunks: int = 1) -> list[int]:
+    """Return the Ulysses sizes U that divide `size` and the heads equally, and leave each Ulysses rank a head in every
+    head chunk, ascending. Where U > kv_heads, U / kv_heads Ulysses ranks share a key/value head."""
+    even = [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
+    return [u for u in even if max_head_chunks(q_heads, kv_heads, u) >= head_chunks]
+
+
+def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: int | str = 1) -> None:
+    """Raise ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
+    if ulysses > q_heads:
+        raise ConfigError(
+            f"{SECTION}.ulysses must be at most the number of query heads, so that each Ulysses rank has one; got "
+            f"ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of "
+            f"{legal_ulysses(size, q_heads)}"
+        )
+    most = max_head_chunks(q_heads, kv_heads, ulysses)
+    if isinstance(head_chunks, int) and head_chunks > most:
+        raise ConfigError(
+            f"{SECTION}.head_chunks must leave every head chunk a key/value head, and a query head for each "
+            f"of {ulysses} Ulysses ranks; got {head_chunks} for {q_heads} query and {kv_heads} key/value heads, "
+            f"use at most {most}"
+        )
+
+
+# ---- an exchange of heads
+
+
+def tensor_share(heads: int, kv_heads: int | None, ulysses_size: int, ulysses_rank: int) -> slice:
+    """Return the heads that a Ulysses rank works on, of a tensor of `heads` in all.
+
+    The tensor is k or v if it has kv_heads heads, or if kv_heads is None, else q. (If q has as many heads as k, both
+    have the same shares.)
+    """
+    q, kv = heads_of_ulysses_rank(heads, kv_heads or heads, ulysses_size, ulysses_rank)
+    return kv if kv_heads in (None, heads) else q
+
+
+class EqualShares(NamedTuple):
+    """Neighboring Ulysses ranks with equal shares of heads."""
+
+    ranks: int  # number of these Ulysses ranks
+    heads: tuple[int, ...]  # of each tensor: number of heads of one Ulysses rank
+    spans: tuple[slice, ...]  # of each tensor: the heads of all these Ulysses ranks together
+    sharers: tuple[int, ...]  # of each tensor: how many of these Ulysses ranks work on the same head
+
+
+class HeadShares(NamedTuple):
+    """How Ulysses ranks share the heads of tensors that are sent together."""
+
+    totals: tuple[int, ...]  # number of heads of each tensor
+    groups: tuple[EqualShares, ...]  # all Ulysses ranks, in order
+    split: tuple[bool, ...]  # of each tensor: whether Ulysses ranks that share a head of it are in several groups
+
+
+@functools.lru_cache(maxsize=256)
+def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int) -> HeadShares:
+    """Return the `HeadShares` of tensors with `totals` heads. kv_heads: as for `tensor_share`."""
+    shares = [
+        tuple(tensor_share(total, kv_heads, ulysses_size, ulysses_rank) for total in totals)
+        for ulysses_rank in range(ulysses_size)
+    ]
+    heads = [tuple(x.stop - x.start for x in share) for share in shares]
+
+    def size(ulysses_rank: int) -> tuple:
+        sharers = [sum(share[i] == local for share in shares) for i, local in enumerate(shares[ulysses_rank])]
+        return heads[ulysses_rank], sharers
+
+    groups = [
+        _group([shares[ulysses_rank] for ulysses_rank in equal])
+        for _, equal in itertools.groupby(range(ulysses_size), size)
+    ]
+    split = (
+        any(after.start < before.stop for before, after in itertools.pairwise(spans))
+        for spans in zip(*(group.spans for group in groups), strict=True)
+    )
+    return HeadShares(totals, tuple(groups), tuple(split))
+
+
+def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
+    """Return the group of Ulysses ranks with these shares: for each of them, its heads of each tensor."""
+    heads = tuple(head_slice.stop - head_slice.start for head_slice in shares[0])
+    spans = tuple(slice(first.start, last.stop) for first, last in zip(shares[0], shares[-1], strict=True))
+    sharers = (len(shares) * h // (span.stop - span.start) for h, span in zip(heads, spans, strict=True))
+    return EqualShares(len(shares), heads, spans, tuple(sharers))
+
+
+class MessageLayout(NamedTuple):
+    """The messages of an exchange of heads for one Ulysses rank.
+
+    Each is (tokens, batch, elements), with the elements of the receiver's heads of every tensor inward, and of the
+    sender's outward.
+    """
+
+    shares: HeadShares
+    widths: tuple[int, ...]  # of each tensor: elements of a head
+    heads: tuple[int, ...]  # of each tensor: number of heads that this Ulysses rank works on
+    batch: int
+    tokens: tuple[int, ...]  # of each Ulysses rank
+    rank: int
+    # elements of this rank's tokens and each Ulysses rank's heads: those sent inward, and received outward
+    of_local: tuple[int, ...]
+    # elements of each Ulysses rank's tokens and this rank's heads: those received inward, and sent outward
+    of_inner: tuple[int, ...]
+
+    def sizes(self, inward: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the elements sent to each Ulysses rank, and those received from each."""
+        return (self.of_local, self.of_inner) if inward else (self.of_inner, self.of_local)
+
+
+@functools.lru_cache(maxsize=256)
+def message_layout(
+    totals: tuple[int, ...], widths: tuple[int, ...], kv_heads: int | None, batch: int, tokens: tuple[int, ...],
+    ulysses_rank: int,
+) -> MessageLayout:  # fmt: skip
+    """Return the `MessageLayout` of tensors that are sent together.
+
+    Args:
+        totals: Number of heads of each tensor.
+        widths: Elements of a head of each.
+        kv_heads: As for `tensor_share`.
+        batch: Number of sequences.
+        tokens: Of each Ulysses rank.
+        ulysses_rank: This rank's.
+    """
+    shares = head_shares(totals, kv_heads, len(tokens))
+    heads = [group.heads for group in shares.groups for _ in range(group.ranks)]
+    rows = [batch * sum(h * width for h, width in zip(of_rank, widths, strict=True)) for of_rank in heads]
+    of_local, of_inner = ([row * tokens[ulysses_rank] for row in rows], [rows[ulysses_rank] * n for n in tokens])
+    return MessageLayout(
+        shares, widths, heads[ulysses_rank], batch, tokens, ulysses_rank, tuple(of_local), tuple(of_inner)
+    )

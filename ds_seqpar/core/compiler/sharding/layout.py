@@ -1,0 +1,232 @@
+"""Named axes of ranks, and named layouts, which define the tokens that each rank holds. Integers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ....base.errors import SECTION, ConfigError
+
+Axes = tuple[tuple[str, int], ...]
+Key = tuple[int, ...]  # sorted numbers of blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """All ranks of a job, each with a coordinate on every axis.
+
+    The fastest axis comes first: neighbors along it are neighboring ranks.
+
+    Attributes:
+        axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is a CP axis.
+        inner: The CP axes in the order in which CP ranks are numbered, the fastest first, wherever they are placed.
+            Defaults to their order in `axes`.
+        collective_axes: The CP axes along which a schedule has collectives.
+    """
+
+    axes: Axes
+    inner: tuple[str, ...] = ()
+    collective_axes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, inner: Axes, *, ulysses: int, data: int, order: tuple[str, ...], collective_axes: tuple[str, ...] = ()
+    ) -> Topology:
+        """Return the topology of a schedule's axes.
+
+        Args:
+            inner: The schedule's axes, in the order in which its CP ranks are numbered.
+            order: The order of all axes, see `axis_order`.
+        """
+        sizes = {"ulysses": ulysses, **dict(inner), "data": data}
+        return cls(
+            axes=tuple((name, sizes[name]) for name in order), inner=tuple(dict(inner)), collective_axes=collective_axes
+        )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def cp_axes(self) -> tuple[str, ...]:
+        return self.inner or tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
+
+    def size(self, *names: str) -> int:
+        """Return the number of ranks that the named axes span."""
+        return math.prod([self._sizes.get(name, 1) for name in names])
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return axis -> the rank's coordinate on it."""
+        coordinates = {}
+        for name, size in self.axes:
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for name, size in reversed(self.axes):
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, *names: str) -> int:
+        """Return the rank's number within the named axes, the first name fastest."""
+        number, stride = 0, 1
+        coordinates = self.coordinates(rank)
+        for name in names:
+            number, stride = number + coordinates[name] * stride, stride * self.size(name)
+        return number
+
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` only on the named axes, ordered by `index(..., *names)`."""
+        coordinates = self.coordinates(rank)
+        points = itertools.product(*(range(self.size(name)) for name in reversed(names)))
+        return tuple(self.rank({**coordinates, **dict(zip(reversed(names), point, strict=True))}) for point in points)
+
+    def groups(self, *names: str) -> list[tuple[int, ...]]:
+        """Return the `group`s of all ranks, in an order that is the same on every rank."""
+        return sorted({self.group(rank, *names) for rank in range(self.world_size)})
+
+
+def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the order of "ulysses", the CP axes and "data" over ranks, the fastest axis first.
+
+    Args:
+        rank_order: A preset's name, or the order itself, in which "data" may be left out.
+        presets: Name -> the axes that the preset puts first.
+
+    Raises:
+        ConfigError: `rank_order` does not name every axis once.
+    """
+    axes = ("ulysses", *dict(inner), "data")
+    first = presets[rank_order] if isinstance(rank_order, str) else rank_order
+    if not isinstance(rank_order, str) and (sorted({*first, "data"}) != sorted(axes) or len(set(first)) != len(first)):
+        raise ConfigError(
+            f"{SECTION}.rank_order must order the axes {', '.join(axes[:-1])} (data is last unless named); "
+            f"got {list(rank_order)}"
+        )
+    return (*first, *(name for name in axes if name not in first))
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d < number]
+
+
+# ---- layouts of tokens
+
+
+class Run(NamedTuple):
+    """`length` tokens at positions start, start + step, ..."""
+
+    start: int
+    step: int
+    length: int
+
+    @property
+    def last(self) -> int:
+        return self.start + self.step * (self.length - 1)
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.step * self.length, self.step)
+
+
+Runs = tuple[Run, ...]
+RunsOf = Callable[[int, int, int], Runs]  # (tokens, ranks, rank) -> the rank's runs
+
+
+def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
+    """Give rank r the r-th of `ranks` slices."""
+    first, end = _share(tokens, ranks, rank)
+    return _nonempty(Run(first, 1, end - first))
+
+
+def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
+    """Give rank r chunks r and 2A-1-r of 2A: all ranks have the same causal work in every ring step.
+
+    Where the number of tokens is no multiple of 2A, they are taken from the outermost inwards, half of a rank's share
+    from the front.
+    """
+    first, end = _share(tokens, ranks, rank)
+    low, high = (first + 1) // 2, (end + 1) // 2
+    return _nonempty(Run(low, 1, high - low), Run(tokens - end // 2, 1, end // 2 - first // 2))
+
+
+def striped(tokens: int, ranks: int, rank: int) -> Runs:
+    """Give rank r every A-th token from r on (Striped Attention, section 3.1)."""
+    return _nonempty(Run(rank, ranks, len(range(rank, tokens, ranks))))
+
+
+def _share(tokens: int, ranks: int, rank: int) -> tuple[int, int]:
+    return tokens * rank // ranks, tokens * (rank + 1) // ranks
+
+
+def _nonempty(*runs: Run) -> Runs:
+    return tuple(run for run in runs if run.length)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Layout:
+    """A rule that divides a sequence among ranks."""
+
+    name: str  # as in settings
+    runs: RunsOf  # for any number of tokens; the shares of ranks differ by one token at most
+    # number of runs that a rank's tokens are cut into, equal where the length is a multiple of ranks * chunks
+    chunks: int = 1
+    blocks_per_rank: int = 1  # with several each block is one run, even an empty one; with 1 all runs are one block
+
+
+# layouts for any number of ranks. "balanced" is zigzag where a sequence is one document; `balance.balanced` divides
+# several documents
+COMMON = (
+    Layout(name="balanced", runs=zigzag, chunks=2),
+    Layout(name="contiguous", runs=contiguous),
+    Layout(name="striped", runs=striped),
+    Layout(name="zigzag", runs=zigzag, chunks=2),
+)
+LAYOUTS = {layout.name: layout for layout in COMMON}  # and those that schedules register
+
+
+def register(*layouts: Layout) -> None:
+    """Register layouts by their names.
+
+    Raises:
+        ConfigError: A name is taken.
+    """
+    if taken := [layout.name for layout in layouts if layout.name in ("auto", *LAYOUTS)]:
+        raise ConfigError(f"a layout needs a name of its own; got {', '.join(taken)}, rename it")
+    LAYOUTS.update((layout.name, layout) for layout in layouts)
+
+
+def remove(*layouts: Layout) -> None:
+    for layout in layouts:
+        del LAYOUTS[layout.name]
+
+
+def multiple(layout: str, size: int, ulysses: int) -> int:
+    """Return the number that lengths must be a multiple of: `size`, or more where a rank has several chunks."""
+    return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
+
+
+def join(groups: Iterable[Runs]) -> Runs:
+    """Return the runs of several blocks in the order of gathered blocks: by position."""
+    return tuple(sorted(run for runs in groups for run in runs))
+
+
+def owned(rank: int, blocks_per_rank: int) -> Key:
+    """Return the blocks of a rank."""
+    return tuple(range(rank * blocks_per_rank, (rank + 1) * blocks_per_rank))
+
+
+def owner(block: int, blocks_per_rank: int) -> int:
+    """Return the rank that owns a block."""
+    return block // blocks_per_rank

@@ -1,0 +1,443 @@
+"""Masks: the keys that each query sees, from a causal edge, windows, a prefix, documents with parents, and blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ....base.errors import InputError, whole_number
+from .handles import handle_of
+from .layout import Run, Runs
+
+Triple = tuple[int, int, int]  # start, step, length: the fields of a Run, which unpack faster
+END = sys.maxsize
+
+
+class Level(NamedTuple):
+    """Blocks of a mask, ascending and disjoint: queries [q0[i], q1[i]) see no keys of the level but [k0[i], k1[i])."""
+
+    k0: tuple[int, ...]
+    k1: tuple[int, ...]
+    q0: tuple[int, ...]
+    q1: tuple[int, ...]
+
+    def between(self, q: tuple[int, int], kv: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the (k0, k1, q0, q1) of blocks, of those from the first to the last of some queries and some keys."""
+        begin = max(bisect_right(self.q1, q[0]), bisect_right(self.k1, kv[0]))
+        end = min(bisect_right(self.q0, q[1]), bisect_right(self.k0, kv[1]))
+        return zip(self.k0[begin:end], self.k1[begin:end], self.q0[begin:end], self.q1[begin:end], strict=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Describe which keys a query sees: a query at global position p sees the keys in [lo(p), hi(p)).
+
+    Both edges are non-decreasing in p, and p lies between them. Limits that are given together all hold. Documents with
+    parents are the only exception: there a query also sees the parent of its document, that one's parent, and so on.
+
+    Args:
+        causal: Whether a query sees no key after p.
+        window: Number of keys, from 1 on: a query sees no key before p - window + 1. None means no limit.
+        window_right: Number of keys, from 0 on: a query sees no key after p + window_right. It requires causal=False.
+            None means no limit.
+        documents: First positions of the sequence's documents, ascending from 0. A query sees only keys of its own
+            document. () means one document, and (0,) becomes ().
+        parents: For each document the number of its parent, or -1. A query also sees all keys of its document's parent,
+            and what that one sees. Documents must be in depth-first order: a child comes right after its parent, or
+            after another child of it and all documents below that. Not with a window. () means no parents.
+        prefix: Number of keys at the start of the sequence that every query also sees (a prefix-LM). It requires a
+            causal mask without window and documents.
+        blocks: (first, end) of spans of tokens that see one another in both directions, as those of a picture do:
+            a query in [first, end) also sees the keys up to end. Ascending and disjoint, each within a document. It
+            requires a causal mask without a prefix.
+        whole_blocks: With blocks and a window, whether a query also sees the keys of its block that lie before its
+            window. Models have both kinds.
+
+    Raises:
+        InputError: A field has a wrong type or value, or fields do not go together.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    prefix: int = 0
+    window_right: int | None = None
+    parents: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
+    whole_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise InputError(f"causal must be True or False; got {self.causal!r}")
+        window = None if self.window is None else whole_number(self.window) or 0
+        if window is not None and window < 1:
+            raise InputError(f"a window must be a whole number of keys from 1 on, or None for all; got {self.window!r}")
+        right = None if self.window_right is None else whole_number(self.window_right)
+        if self.window_right is not None and (right is None or right < 0 or self.causal):
+            raise InputError(
+                f"window_right must be a whole number of keys from 0 on, with causal=False; got {self.window_right!r} "
+                f"and causal={self.causal}"
+            )
+        prefix, documents = whole_number(self.prefix), _checked_documents(self.documents)
+        if prefix is None or prefix < 0:
+            raise InputError(f"a prefix must be a whole number of keys from 0 on; got {self.prefix!r}")
+        if prefix and (not self.causal or window or documents):
+            conflict = Mask(causal=self.causal, window=window, documents=documents)
+            raise InputError(
+                f"a prefix needs a causal mask without window and documents; got prefix {prefix} and {conflict}, give "
+                "each document a call of its own"
+            )
+        parents = _checked_parents(self.parents, len(documents) or 1)
+        if parents and (window or right is not None):
+            limits = Mask(causal=self.causal, window=window, window_right=right)
+            raise InputError(
+                f"documents with parents need a mask without a window; got {limits}, give each document a "
+                "row of its own, behind copies of its parents"
+            )
+        blocks = _checked_blocks(self.blocks, documents)
+        if blocks and (not self.causal or prefix):
+            limits = Mask(causal=self.causal, prefix=prefix)
+            raise InputError(
+                f"blocks need a causal mask without a prefix; got {limits}, leave out the one or the other"
+            )
+        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "parents": parents,
+                  "blocks": blocks, "whole_blocks": bool(self.whole_blocks and blocks and window)}  # fmt: skip
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        _ = self.ancestors, self.handle, self._hash  # raises for another order; graphs read what is there
+
+    def __reduce__(self) -> tuple:
+        """Rebuild the mask in a copy or another process: a handle is valid in its own process only."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return functools.partial(Mask, **fields), ()
+
+    @functools.cached_property
+    def handle(self) -> int:
+        """The mask's number for custom ops: no field, since FSDP2 rebuilds dataclasses from all of their fields."""
+        return handle_of(self)
+
+    @functools.cached_property
+    def _hash(self) -> int:  # of numbers only, so that it is the same in every process
+        right = -1 if self.window_right is None else self.window_right
+        extra: tuple[object, ...] = (self.prefix, right) if self.prefix or right >= 0 else ()
+        extra += (self.blocks, self.whole_blocks) if self.blocks else ()
+        return hash((self.causal, self.window or 0, self.documents, *extra, *((self.parents,) if self.parents else ())))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        limits = ["causal"] * self.causal + [f"window {self.window}"] * bool(self.window)
+        limits += [f"prefix {self.prefix}"] * bool(self.prefix)
+        limits += [f"window_right {self.window_right}"] * (self.window_right is not None)
+        limits += [f"{len(self.documents)} documents{' with parents' * bool(self.parents)}"] * bool(self.documents)
+        limits += [f"{len(self.blocks)} {'whole ' * self.whole_blocks}blocks"] * bool(self.blocks)
+        return ", ".join(limits) or "full"
+
+    @property
+    def full(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.scale_free
+
+    @property
+    def right(self) -> int | None:
+        """The most keys after its own position that a query sees, apart from a prefix and blocks; None: no limit."""
+        return 0 if self.causal else self.window_right
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether visibility depends only on the order of positions, not on the distances between them."""
+        limits = self.window, self.documents, self.prefix, self.blocks
+        return not any(limits) and self.window_right is None
+
+    def bounds(self, p: int) -> tuple[int, int]:
+        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1, of its own document. hi is END for no limit."""
+        lo, hi = 0, END if self.right is None else max(p + 1 + self.right, self.prefix)
+        if self.documents:
+            document = bisect_right(self.documents, p)
+            lo = self.documents[document - 1]
+            if document < len(self.documents):
+                hi = min(hi, self.documents[document])
+        if self.window and p - self.window >= lo:
+            lo = p - self.window + 1
+        for first, end in self.blocks[(block := bisect_right(self.blocks, (p, END)) - 1) : block + 1]:
+            if first <= p < end:
+                return (min(lo, first) if self.whole_blocks else lo), end
+        return lo, hi
+
+    @functools.cached_property
+    def _outside(self) -> Mask:
+        """What queries outside of blocks see."""
+        return dataclasses.replace(self, blocks=())
+
+    @functools.cached_property
+    def _inside(self) -> Mask:
+        """What queries in a block see of the keys up to its end."""
+        return dataclasses.replace(self, causal=False, blocks=(), whole_blocks=False)
+
+    @functools.cached_property
+    def _whole(self) -> Mask:
+        """What queries see of their whole block."""
+        return dataclasses.replace(self._inside, window=None)
+
+    def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
+        """Yield a run of queries in parts, whose masks have no blocks.
+
+        Yields:
+            (the queries of the run before the part, the part, the keys [k0, k1) that it may see, its mask).
+        """
+        start, step, length = q
+        last, position = start + step * (length - 1), start
+        spans: list[tuple[int, int, tuple[int, int], Mask]] = []
+        for first, end in self.blocks[max(0, bisect_right(self.blocks, (start, END)) - 1) :]:
+            if first > last:
+                break
+            far = min(end, first + self.window) if self.whole_blocks and self.window else end
+            spans += [(position, first, (0, END), self._outside), (first, far, (0, end), self._inside)]
+            spans += [(far, end, (first, end), self._whole)] * (far < end)
+            position = end
+        for lo, hi, keys, mask in (*spans, (position, END, (0, END), self._outside)):
+            before, part = between(q, lo, hi)
+            if part[2] > 0:
+                yield before, part, keys, mask
+
+    @functools.cached_property
+    def own(self) -> Level:
+        """The documents, each of which sees itself."""
+        starts = self.documents or (0,)
+        ends = (*starts[1:], END)
+        return Level(starts, ends, starts, ends)
+
+    @functools.cached_property
+    def ancestors(self) -> tuple[Level, ...]:
+        """The documents that others below them see whole: first those without a parent, then their children, ..."""
+        levels: list[list[tuple[int, ...]]] = []
+        path: list[int] = []  # the current document, and before it those that it sees
+        for number, parent in enumerate((*self.parents, -1)):
+            start = self.documents[number] if number < len(self.documents) else END
+            while path and path[-1] != parent:
+                seen = path.pop()
+                if seen + 1 < number:
+                    levels += [[] for _ in range(len(path) + 1 - len(levels))]
+                    end = self.documents[seen + 1]
+                    levels[len(path)].append((self.documents[seen], end, end, start))
+            if not path and parent != -1:
+                raise InputError(
+                    "documents with parents must be in depth-first order, each right after its parent or after all "
+                    f"that is below another child of it; got parent {parent} of document {number}"
+                )
+            path.append(number)
+        return tuple(Level(*zip(*level, strict=True)) for level in levels)
+
+    @functools.cached_property
+    def origins(self) -> tuple[int, ...]:
+        """For each document its first position, less the tokens that it sees before that. () without parents."""
+        origins: list[int] = []
+        for start, parent in zip(self.documents, self.parents, strict=False):
+            origins.append(start if parent < 0 else start - self.documents[parent + 1] + origins[parent])
+        return tuple(origins)
+
+    @staticmethod
+    def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
+        """Return `documents` for documents of the given lengths, one after the other from position 0.
+
+        Args:
+            lengths: Tokens of each document: whole numbers, also an array or a tensor of them.
+
+        Raises:
+            InputError: `lengths` is not a list of lengths, or a length is not a whole number from 1 on.
+        """
+        try:
+            values = list(lengths)
+        except TypeError as error:
+            raise InputError(f"documents_of needs a list of lengths; got {lengths!r:.80}") from error
+        if wrong := [length for length in values if (whole_number(length) or 0) < 1]:
+            raise InputError(
+                f"documents must have lengths that are whole numbers from 1 on; got a length of {wrong[0]!r:.80}"
+            )
+        return tuple(itertools.accumulate(map(operator.index, values[:-1]), initial=0)) if values else ()
+
+
+def _checked_documents(documents: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the documents as a mask stores them: a single document becomes ()."""
+    starts = [whole_number(start) for start in documents] if type(documents) is tuple else [None]
+    if None in starts:
+        raise InputError(f"documents must be a tuple of whole numbers, their first positions; got {documents!r:.80}")
+    documents = tuple(start for start in starts if start is not None)
+    if documents and documents[0] != 0:
+        raise InputError(f"documents must start with position 0; got {documents[0]}")
+    for before, after in itertools.pairwise(documents):
+        if after <= before:
+            raise InputError(f"first positions of documents must ascend; got {after} after {before}")
+    return documents if len(documents) > 1 else ()
+
+
+def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...]:
+    """Return the parents as a mask stores them: () if no document has one."""
+    numbers = [whole_number(parent) for parent in parents] if type(parents) is tuple else [None]
+    if None in numbers or (numbers and len(numbers) != documents):
+        raise InputError(
+            f"parents must be a tuple of numbers of documents, or -1 for none, one for each of the {documents} "
+            f"documents; got {parents!r:.80}"
+        )
+    return tuple(number for number in numbers if number is not None) if {*numbers} - {-1} else ()
+
+
+def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the blocks as a mask stores them: without those of one token, which see what they see anyway."""
+    try:
+        pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
+    except (TypeError, ValueError):
+        pairs = ((None, None),)
+    checked = [(first, end) for first, end in pairs if first is not None and end is not None]
+    if type(blocks) is not tuple or len(checked) < len(pairs):
+        raise InputError(f"blocks must be a tuple of (first position, position after the last); got {blocks!r:.80}")
+    for (_, before), (first, end) in itertools.pairwise([(0, 0), *checked]):
+        if not before <= first < end:
+            raise InputError(
+                f"blocks must ascend, with a token at least and disjoint; got {(first, end)} after {before}"
+            )
+        if bisect_right(documents, first) < bisect_left(documents, end):
+            start = documents[bisect_right(documents, first)]
+            raise InputError(f"a block must be within a document; got {(first, end)}, in which one begins at {start}")
+    return tuple((first, end) for first, end in checked if end - first > 1)
+
+
+CAUSAL, FULL = Mask(), Mask(causal=False)
+
+
+def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
+    """Return how many tokens of a run are before position lo, and its part in [lo, hi), whose length may be below 1."""
+    start, step, length = run
+    before = -((start - lo) // step) if start < lo else 0
+    end = min(length, -((start - hi) // step))
+    return before, (start + before * step, step, end - before)
+
+
+def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
+    """Return for each q block a bitmask of the kv blocks that it sees.
+
+    Bit j is set where any query of the block sees any key of kv_blocks[j].
+    """
+    keys = _Keys(kv_blocks)
+    if mask.scale_free:
+        first = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
+        return tuple(first[bisect_left(keys.starts, _end(runs, mask))] for runs in q_blocks)
+    return tuple(keys.seen_by(runs, mask) for runs in q_blocks)
+
+
+class _Keys:
+    """The runs of all kv blocks, sorted by start. bits[i] is 1 << block of the i-th run."""
+
+    def __init__(self, blocks: Sequence[Runs]) -> None:
+        runs = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
+        self.runs = sorted(runs, key=lambda pair: pair[0].start)
+        self.bits = [bit for _, bit in self.runs]
+        self.starts, self.lasts = [run.start for run, _ in self.runs], [run.last for run, _ in self.runs]
+        # where runs have no gaps and none lies within another, the runs that meet an interval are consecutive
+        self.plain = all(run.step == 1 for run, _ in runs) and all(a <= b for a, b in itertools.pairwise(self.lasts))
+
+    def seen_by(self, queries: Runs, mask: Mask) -> int:
+        """Return a bitmask of the blocks that any of the queries sees."""
+        seen = 0
+        for run in queries:
+            if not run.length:
+                continue
+            lo, hi = _reach(run, mask)
+            seen = self._add(seen, run, lo, hi, mask)
+            # of documents that begin later, queries without gaps see every position already
+            keys = 0, lo - 1 if run.step == 1 else END
+            for level in mask.ancestors:
+                for k0, k1, q0, q1 in level.between((run.start, run.last), keys):
+                    if between(run, q0, q1)[1][2] > 0:
+                        seen = self._add(seen, Run(k0, 1, 1), k0, k1, FULL)
+        return seen
+
+    def _add(self, seen: int, run: Run, lo: int, hi: int, mask: Mask) -> int:
+        """Return `seen` and the blocks that a run sees, whose `_reach` is (lo, hi)."""
+        end = bisect_left(self.starts, hi)
+        if self.plain and run.step == 1:
+            return functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], seen)
+        for keys, bit in self.runs[:end]:
+            if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
+                seen |= bit
+        return seen
+
+
+def _end(runs: Runs, mask: Mask) -> int:
+    """Return the position from which on no query of the runs sees a key, under a scale-free mask."""
+    return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
+
+
+def _reach(q: Run, mask: Mask) -> tuple[int, int]:
+    """Return (lo, hi): the queries of a run see positions from lo to hi - 1.
+
+    Queries of a run without gaps see all of these: a query sees its own position, so the keys of two neighbors have no
+    gap between them.
+    """
+    last = q.start + q.step * (q.length - 1)
+    return mask.bounds(q.start)[0], mask.bounds(last)[1]
+
+
+def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
+    """Return whether any query of a run sees any key of another run.
+
+    (lo, hi) is the result of `_reach` for q. The first key must be before hi, and the last key not before lo.
+    """
+    if kv.step > 1 and kv.start < lo:
+        first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
+        if first > kv.last or first >= hi:
+            return False
+    if q.step > 1 and mask.blocks:
+        return any(_meets_part(Run(*part), kv, span, its) for _, part, span, its in mask.parts(q))
+    if q.step == 1 or not (mask.documents or (mask.window and mask.window < q.step)):
+        return True  # the queries see every position from lo to hi - 1
+    queries, keys = (q.start, q.step, q.length), (kv.start, kv.step, kv.length)
+    if mask.window and not _meets_in_document(queries, keys, mask):
+        return False
+    if not mask.documents:
+        return True
+    begin = bisect_right(mask.documents, max(q.start, kv.start)) - 1
+    for document in range(begin, bisect_right(mask.documents, min(q.last, kv.last))):
+        edges = (*mask.documents[document : document + 2], END)[:2]
+        (_, a), (_, b) = between(queries, *edges), between(keys, *edges)
+        if a[2] > 0 and b[2] > 0 and _meets_in_document(a, b, mask):
+            return True
+    return False
+
+
+def _meets_part(q: Run, kv: Run, span: tuple[int, int], mask: Mask) -> bool:
+    """Return whether any query of a run sees any key of another run that lies in a span of positions."""
+    (lo, hi), keys = _reach(q, mask), Run(*between(kv, *span)[1])
+    lo, hi = max(lo, span[0]), min(hi, span[1])
+    return keys.length > 0 and keys.start < hi and keys.last >= lo and _meets(q, keys, lo, hi, mask)
+
+
+def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
+    """Return whether any query of a run sees any key of another run in the same document.
+
+    Under a window the nearest key before a query decides. Its distance repeats after key_step / gcd(step, key_step)
+    queries. p is shifted to the position of the last key that a query sees.
+    """
+    (p, step, rows), (key, key_step, keys) = q, kv
+    last_key, window = key + key_step * (keys - 1), mask.window or END
+    if mask.right is None:
+        return p - last_key < window
+    p, window = p + mask.right, window + mask.right
+    last = p + step * (rows - 1)
+    p += max(0, -((p - key) // step)) * step
+    for _ in range(key_step // math.gcd(step, key_step)):
+        if p > last or p >= last_key:
+            break
+        if (p - key) % key_step < window:
+            return True
+        p += step
+    p += max(0, -((p - last_key) // step)) * step
+    return p <= last and p - last_key < window

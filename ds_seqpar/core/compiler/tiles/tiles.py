@@ -1,0 +1,382 @@
+"""The visible part of (query tokens x key tokens) as tiles, without a dense mask.
+
+Keys in ascending order of position form a chain. A query row sees an interval [a, b) of a chain's columns. From one row
+of a query run to the next, each end of the interval stays, or moves on by one column. If the query and key runs have
+different steps, an end may jump. A piece is a range of rows in which each end does the same in every row: it stays, or
+it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, the piece
+is a causal tile and a full tile of the columns that all its rows see. If only a moves, it is an upper tile and a full
+tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from ..sharding.layout import Runs
+from ..sharding.masks import END, FULL, Level, Mask, Triple, between
+
+# number of elements of a result that are merged at a time; for a large result a 16th of it, if that is more
+MERGED_AT_ONCE = 1 << 18
+
+
+class Segments(NamedTuple):
+    """Blocks of one launch, one after the other.
+
+    Block b has rows[b] query rows and columns[b] key columns; either may be 0. In a block of m rows and n columns, row
+    i sees column j if -left <= j - i - (n - m) <= right: distances are measured from the diagonal that ends in the
+    lower right corner. -1 means no limit.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    left: int = -1
+    right: int = -1
+
+    @property
+    def pairs(self) -> int:
+        """The number of visible (query, key) pairs."""
+        return sum(self._pairs(m, n) for m, n in zip(self.rows, self.columns, strict=True))
+
+    def _pairs(self, m: int, n: int) -> int:
+        """Return the number of visible pairs of a block of m rows and n columns."""
+        end = m * n if self.right < 0 else _clamped_sum(m, n, n - m + self.right + 1)
+        return end - (0 if self.left < 0 else _clamped_sum(m, n, n - m - self.left))
+
+
+def _clamped_sum(rows: int, limit: int, first: int) -> int:
+    """Return the sum over all rows i of first + i, clamped to [0, limit]."""
+    return sum(
+        sign * (_sum_below(rows + start) - _sum_below(start)) for sign, start in ((1, first), (-1, first - limit))
+    )
+
+
+def _sum_below(x: int) -> int:
+    """Return the sum of the numbers from 0 to x - 1."""
+    return x * (x - 1) // 2 if x > 0 else 0
+
+
+class Rows(NamedTuple):
+    """Rows, or columns, in `groups` groups of `size` neighboring ones."""
+
+    start: int  # the first row
+    size: int
+    groups: int = 1
+    step: int = 0  # from the first row of one group to that of the next
+
+    def of(self, x: Any) -> Any:
+        """Return a view of these rows of a tensor (B, n, ...): (B, size, ...), or (B, groups, size, ...) for several
+        groups."""
+        if self.size == x.shape[1]:
+            return x
+        if self.groups == 1:
+            return x.narrow(1, self.start, self.size)
+        return x.narrow(1, self.start, self.end - self.start).unfold(1, self.size, self.step).movedim(-1, 2)
+
+    @property
+    def end(self) -> int:
+        """Return the row after the last one."""
+        return self.start + self.step * (self.groups - 1) + self.size
+
+    def all_of(self, tokens: int) -> bool:
+        """Return whether these are all of `tokens` rows, each once."""
+        return self.size * self.groups == tokens == self.end - self.start
+
+    def apart(self) -> Iterator[tuple[slice, Rows]]:
+        """Yield (a slice of every group, the rows of that slice), so that the rows of one slice are all different."""
+        step = self.step if self.groups > 1 else self.size
+        for first in range(0, self.size, step):
+            last = min(self.size, first + step)
+            yield slice(first, last), Rows(self.start + first, last - first, self.groups, self.step)
+
+
+class Tile(NamedTuple):
+    """Query rows [q0, q1) against key columns [k0, k1).
+
+    The kind says which columns k0 + j row q0 + i sees:
+
+    - full: all columns.
+    - causal: those with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all.
+    - upper: those with j >= i. It has as many rows as columns.
+    - band: those with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than width.
+    - segments: those that `segments` describes (see `launches`).
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: Literal["full", "causal", "upper", "band", "segments"]
+    width: int = 0  # of a band
+    groups: int = 1  # number of such tiles
+    q_step: int = 0  # rows from the start of one group to the next
+    k_step: int = 0  # columns from the start of one group to the next
+    segments: Segments | None = None
+
+    @property
+    def sides(self) -> tuple[Rows, Rows]:
+        """The rows and the columns."""
+        return (
+            Rows(self.q0, self.q1 - self.q0, self.groups, self.q_step),
+            Rows(self.k0, self.k1 - self.k0, self.groups, self.k_step),
+        )
+
+    @property
+    def pairs(self) -> int:
+        """The number of visible (query, key) pairs."""
+        rows, columns = self.q1 - self.q0, self.k1 - self.k0
+        if self.segments:
+            return self.groups * self.segments.pairs
+        if self.kind == "band":
+            missing = rows + self.width - 1 - columns  # columns of the band
+            return self.groups * (rows * self.width - missing * (missing + 1) // 2)
+        if self.kind == "full":
+            return self.groups * rows * columns
+        square = min(rows, columns)
+        return self.groups * (square * (square + 1) // 2 + max(0, rows - columns) * columns)
+
+
+class Piece(NamedTuple):
+    """Rows [q0, q1), in which row q0 + i sees columns [a + i * a_moves, b + i * b_moves)."""
+
+    q0: int
+    q1: int
+    a: int
+    a_moves: int  # 0 or 1
+    b: int
+    b_moves: int  # 0 or 1
+
+    def at(self, row: int) -> tuple[int, int]:
+        """Return the columns [a, b) that a row sees."""
+        down = row - self.q0
+        return self.a + down * self.a_moves, self.b + down * self.b_moves
+
+
+def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
+    """Return tiles that cover exactly the visible part of (q rows x kv columns).
+
+    Each visible pair is in one tile, and any other pair in none. Rows and columns are numbered in the order of the
+    runs.
+
+    Args:
+        square: return only square causal tiles (for kernels that align a causal mask to the lower right corner).
+    """
+    if mask.full:
+        tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
+        return (tile,) if tile.pairs else ()
+    queries = [(run.start, run.step, run.length) for run in q if run.length]
+    cover: list[Tile] = []
+    for column, chain in _chains(kv):
+        pieces: list[Piece] = []
+        row = 0
+        for run in queries:
+            if mask.prefix:  # queries in the prefix see all of it, and nothing else
+                _, subrun = between(run, 0, mask.prefix)
+                columns, keys = _keys_between(chain, 0, 0, mask.prefix)
+                if subrun[2] > 0 and keys:
+                    _append(pieces, row, subrun, column + columns, keys, FULL)
+                rows, subrun = between(run, mask.prefix, END)
+                if subrun[2] > 0:
+                    _append(pieces, row + rows, subrun, column, chain, mask)
+            elif not mask.documents:
+                _append(pieces, row, run, column, chain, mask)
+            else:
+                _append_blocks(pieces, row, run, column, chain, mask.own, mask)
+            row += run[2]
+        if pieces:
+            _cover(pieces, square, cover)
+        for level in mask.ancestors:
+            pieces, row = [], 0
+            for run in queries:
+                _append_blocks(pieces, row, run, column, chain, level, FULL)
+                row += run[2]
+            _cover(pieces, square, cover)
+    return tuple(cover)
+
+
+def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
+    """Group the runs of keys into chains, each with the number of its first column.
+
+    A run that starts before the position that continues the previous run begins a new chain. In one chain, a query row
+    could be the first to see a key of both, and the edge would move by two columns.
+    """
+    chains: list[tuple[int, list[Triple]]] = []
+    column, next_position = 0, None
+    for run in kv:
+        start, step, length = run.start, run.step, run.length
+        if not length:
+            continue
+        if next_position is not None and next_position <= start:
+            chains[-1][1].append((start, step, length))
+        else:
+            chains.append((column, [(start, step, length)]))
+        column += length
+        next_position = start + step * length
+    return chains
+
+
+def _append_blocks(
+    pieces: list[Piece], row: int, q: Triple, column: int, chain: list[Triple], level: Level, mask: Mask
+) -> None:
+    """Append the pieces in which one query run sees keys of a chain, each in a block of a level and under this mask."""
+    (start, step, length), (key, key_step, count) = q, chain[-1]
+    index = columns = 0
+    ends = (start, start + step * (length - 1)), (chain[0][0], key + key_step * (count - 1))
+    for k0, k1, q0, q1 in level.between(*ends):
+        rows, subrun = between(q, q0, q1)
+        while chain[index][0] + chain[index][1] * chain[index][2] <= k0 and index + 1 < len(chain):
+            columns += chain[index][2]
+            index += 1
+        before, keys = _keys_between(chain, index, k0, k1)
+        if subrun[2] > 0 and keys:
+            _append(pieces, row + rows, subrun, column + columns + before, keys, mask)
+
+
+def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
+    """Return (number of tokens of a chain, from run `index` on, before position lo; its part in [lo, hi))."""
+    column = 0
+    keys: list[Triple] = []
+    while index < len(chain) and chain[index][0] < hi:
+        before, subrun = between(chain[index], lo, hi)
+        if subrun[2] > 0:
+            if not keys:
+                column += before
+            keys.append(subrun)
+        elif not keys:
+            column += chain[index][2]
+        index += 1
+    return column, keys
+
+
+def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
+    """Append the pieces in which one query run sees keys in position order, all of one document."""
+    if mask.blocks:
+        for rows, part, span, its in mask.parts(q):
+            before, seen = _keys_between(keys, 0, *span)
+            if seen:
+                _append(pieces, row + rows, part, column + before, seen, its)
+        return
+    start, step, length = q
+    key, key_step, count = keys[-1]
+    after = mask.right
+    if after is not None and start + after + step * (length - 1) < keys[0][0]:
+        return
+    if mask.window and start - mask.window >= key + key_step * (count - 1):
+        return
+    # every row sees all keys; under a causal edge, so would a row before the first, so the edge stays
+    if not mask.window and (after is None or key + key_step * (count - 1) <= start + after - step):
+        _join(pieces, Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
+        return
+    left = _edge(q, keys, 1 - mask.window) if mask.window else [(0, 0, 0)]
+    right = [(0, sum(run[2] for run in keys), 0)] if after is None else _edge(q, keys, 1 + after)
+    for q0, q1, a, a_moves, b, b_moves in _both(left, right, length):
+        if a_moves > b_moves:
+            q1 = min(q1, q0 + b - a)  # later rows see none of the columns
+        if a < b:
+            _join(pieces, Piece(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
+
+
+def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
+    """Return, for each row of a run, at position p, how many of the keys lie before position p + shift.
+
+    The result is a list of linear stretches (first row, its count, moves), in which the count grows by `moves`, 0 or 1,
+    from row to row. A stretch that moves begins with the row that counts one more than the previous row.
+    """
+    start, step, length = q
+    start += shift
+    edge, count = [(0, 0, 0)], 0
+    for key, key_step, keys_here in keys:
+        first = (key - start) // step + 1
+        if first >= length:
+            break
+        if key_step == step:
+            end = first + keys_here
+            if end > 0:
+                _put(edge, max(first, 0), count + 1 + max(-first, 0), 1)
+            count += keys_here
+            if end < length:
+                _put(edge, max(end, 0), count, 0)
+        else:
+            for position in range(key, key + key_step * keys_here, key_step):
+                row = (position - start) // step + 1
+                if row >= length:
+                    break
+                count += 1
+                _put(edge, max(row, 0), count, 0)
+    return edge
+
+
+def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
+    """Append a stretch, or replace the last one if that begins with the same row."""
+    if edge[-1][0] == row:
+        edge.pop()
+    edge.append((row, count, moves))
+
+
+def _both(left: list, right: list, length: int) -> Iterator[Piece]:
+    """Yield the rows as pieces in which both edges are linear."""
+    i = j = row = 0
+    while row < length:
+        left_end = left[i + 1][0] if i + 1 < len(left) else length
+        right_end = right[j + 1][0] if j + 1 < len(right) else length
+        end = min(left_end, right_end)
+        (a_row, a, a_moves), (b_row, b, b_moves) = left[i], right[j]
+        yield Piece(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
+        i += end == left_end
+        j += end == right_end
+        row = end
+
+
+def _join(pieces: list[Piece], piece: Piece) -> None:
+    """Append a piece, or extend the last one if the piece continues its edges.
+
+    A piece of one row continues, and is continued by, edges that stay and edges that move.
+    """
+    if pieces:
+        q0, q1, a, a_moves, b, b_moves = pieces[-1]
+        if q1 - q0 == 1:
+            a_moves, b_moves = piece.a_moves, piece.b_moves
+        continues = (q1, a + a_moves * (q1 - q0), b + b_moves * (q1 - q0)) == (piece.q0, piece.a, piece.b)
+        if continues and (piece.q1 - q1 == 1 or (a_moves, b_moves) == (piece.a_moves, piece.b_moves)):
+            pieces[-1] = Piece(q0, piece.q1, a, a_moves, b, b_moves)
+            return
+    pieces.append(piece)
+
+
+def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
+    """Append the tiles of the pieces of one chain."""
+    rectangle = -1  # index of the last full tile in `cover`
+    joined = -1  # index of a piece that is covered by the tiles of the previous piece
+
+    def full(q0: int, q1: int, k0: int, k1: int) -> None:
+        nonlocal rectangle
+        if k0 == k1:
+            return
+        if rectangle >= 0 and cover[rectangle][1:4] == (q0, k0, k1):
+            cover[rectangle] = cover[rectangle]._replace(q1=q1)
+        else:
+            rectangle = len(cover)
+            cover.append(Tile(q0, q1, k0, k1, "full"))
+
+    for index, (q0, q1, a, a_moves, b, b_moves) in enumerate(pieces):
+        rows = q1 - q0
+        if rows == 1 or not (a_moves or b_moves):
+            if index != joined:
+                full(q0, q1, a, b)
+        elif a_moves and b_moves:
+            cover.append(Tile(q0, q1, a, b + rows - 1, "band", b - a))
+        elif a_moves:
+            cover.append(Tile(q0, q1, a, a + rows, "upper"))
+            full(q0, q1, a + rows, b)
+        else:
+            end = q1
+            if not square and index + 1 < len(pieces) and _sees_all_along(pieces[index + 1], q1, a, b + rows - 1):
+                end, joined = pieces[index + 1].q1, index + 1
+            full(q0, end, a, b - 1)
+            cover.append(Tile(q0, end, b - 1, b - 1 + rows, "causal"))
+
+
+def _sees_all_along(piece: Piece, row: int, a: int, b: int) -> bool:
+    """Return whether a piece begins with `row` and sees [a, b) in each of its rows."""
+    flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
+    return flat and (piece.q0, piece.a, piece.b) == (row, a, b)

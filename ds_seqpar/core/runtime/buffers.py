@@ -1,0 +1,182 @@
+"""The slots of a program as tensors, and the layout of the messages of DeepSpeed Ulysses.
+
+Each slot is one buffer of bytes, viewed as the tensors of the unit that it holds.
+
+DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
+functions here fill and read its messages; `transport` sends them. The first dimension of a message is tokens, and the
+heads of all tensors of one token are neighbors. So the Ulysses ranks' messages, one after another, are the CP rank's
+(tokens, batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message; outward,
+once out of one. `compiler.sharding.heads` says which Ulysses rank gets which heads. One copy serves a group of
+neighboring Ulysses ranks with equally many heads; where ulysses_size divides the heads, that is all of them. A kv head
+that several Ulysses ranks need (ulysses_size > Hkv) is sent to exactly those, and its gradients are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..compiler.compile import BoundProgram
+from ..compiler.program.shape import FieldLocation
+from ..compiler.schedules.actions import Unit
+from ..compiler.sharding.heads import MessageLayout
+from ..compiler.sharding.layout import Key
+
+Tensors = tuple[Tensor, ...]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+class Buffers:
+    """The buffers of a program's slots, allocated when they are first used, and freed when the program says so.
+
+    Attributes:
+        viewed: For each slot, the locations of the unit that it was viewed as last, and that unit's tensors.
+    """
+
+    def __init__(self, bound: BoundProgram, device: torch.device) -> None:
+        self.bound, self.device = bound, device
+        self.buffers: list[Tensor | None] = [None] * len(bound.program.slots)
+        self.viewed: dict[int, tuple[tuple[FieldLocation, ...], Tensors]] = {}
+
+    def raw(self, slot: int, size: int) -> Tensor:
+        """Return the first `size` bytes of a slot."""
+        buffer = self._buffer(slot)
+        return buffer if buffer.numel() == size else buffer[:size]
+
+    def tensors(self, slot: int, unit: Unit) -> Tensors:
+        """Return the tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
+        locations = self.bound.locations(slot, *unit)
+        viewed = self.viewed.get(slot)
+        if viewed is None or viewed[0] is not locations:  # most units in a slot are of one size
+            viewed = self.viewed[slot] = locations, views(self._buffer(slot), locations)
+        return viewed[1]
+
+    def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
+        """Return the tensors of each of several units, which are one after the other in a slot."""
+        start, units = 0, []
+        for key in keys:
+            end = start + self.bound.unit_bytes(slot, kind, key)
+            units.append(views(self._buffer(slot)[start:end], self.bound.locations(slot, kind, key)))
+            start = end
+        return units
+
+    def elements(self, slot: int, dtype: str) -> Tensor:
+        """Return the whole slot as one vector of elements."""
+        return self._buffer(slot).view(DTYPES[dtype])
+
+    def adopt(self, slot: int, tensor: Tensor) -> None:
+        """Make the memory of a contiguous tensor the slot's buffer."""
+        self.buffers[slot] = tensor.view(-1).view(torch.uint8)
+
+    def free(self, slot: int) -> None:
+        self.buffers[slot] = None
+        self.viewed.pop(slot, None)
+
+    def _buffer(self, slot: int) -> Tensor:
+        buffer = self.buffers[slot]
+        if buffer is None:
+            size = self.bound.slot_bytes(slot)
+            buffer = self.buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return buffer
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return accum_dtype, in which results of `dtype` are summed: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
+    """Return the tensors of a unit, as views of its bytes."""
+    return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in locations)
+
+
+# ---- heads, as an exchange sends them
+
+
+def _views_of_groups(buffer: Tensor, layout: MessageLayout) -> list[tuple[Tensor, ...]]:
+    """Return, for each group of Ulysses ranks, views (Ulysses ranks, s, B, h * D) of each tensor in a message
+    (elements,) of local tokens."""
+    tokens, views_of_groups, start = layout.tokens[layout.rank], [], 0
+    for group in layout.shares.groups:
+        rows = [heads * dim for heads, dim in zip(group.heads, layout.widths, strict=True)]
+        end = start + group.ranks * tokens * layout.batch * sum(rows)
+        views_of_groups.append(buffer[start:end].view(group.ranks, tokens, layout.batch, sum(rows)).split(rows, dim=3))
+        start = end
+    return views_of_groups
+
+
+def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) -> None:
+    """Fill the message of an inward exchange.
+
+    Args:
+        tensors: Local tensors (B, s, H, D).
+        layout: Of the message.
+        buffer: The message (elements,). It gets, for each Ulysses rank, (s, B, h * D of all tensors), with the heads
+            that the rank works on.
+    """
+    batch, tokens = layout.batch, layout.tokens[layout.rank]
+    for group, targets in zip(layout.shares.groups, _views_of_groups(buffer, layout), strict=True):
+        for x, target, dim, heads, span, shared in zip(tensors, targets, layout.widths, *group[1:], strict=True):
+            distinct = group.ranks // shared
+            source = _by_share(x, span, (batch, tokens, distinct, heads, dim))
+            target.view(distinct, shared, tokens, batch, heads, dim).copy_(source.unsqueeze(1))
+
+
+def _by_share(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
+    """Return a view (shares, s, B, h, D) of the heads in `span` of x (B, s, H, D). `shape` is (B, s, shares, h, D)."""
+    heads = x if x.shape[2] == span.stop - span.start else x[:, :, span]
+    return heads.view(shape).permute(2, 1, 0, 3, 4)
+
+
+def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
+    """Return the tensors of a received inward exchange, as views.
+
+    Args:
+        received: (elements,), or (T, B, h * D of all tensors), where T is the tokens of all Ulysses ranks.
+        layout: Of the message.
+
+    Returns:
+        A view (B, T, h, D) for each tensor.
+    """
+    shape, sizes = (sum(layout.tokens), layout.batch), [*zip(layout.heads, layout.widths, strict=True)]
+    rows = [heads * dim for heads, dim in sizes]
+    parts = received.view(*shape, sum(rows)).split(rows, dim=2)
+    return [x.view(*shape, *size).transpose(0, 1) for x, size in zip(parts, sizes, strict=True)]
+
+
+def join_out(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors (B, T, h, D) to (T, B, h * D of all tensors), the inverse of `split_in`. One tensor gives a view
+    (T, B, h, D)."""
+    token_first = [x.transpose(0, 1) for x in tensors]
+    return token_first[0] if len(tensors) == 1 else torch.cat([x.flatten(2) for x in token_first], dim=2)
+
+
+def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
+    """Return the tensors of a received outward exchange.
+
+    Where Ulysses ranks share a head, their results for it are summed, in `sum_dtype`.
+
+    Args:
+        received: (elements,), which is (s, B, h * D of all tensors) from each Ulysses rank.
+        layout: Of the message.
+
+    Returns:
+        Each tensor (B, s, H, D), in memory of its own.
+    """
+    shares, batch, tokens = layout.shares, layout.batch, layout.tokens[layout.rank]
+    views_of_groups, tensors, sums = _views_of_groups(received, layout), [], sum_dtype(received.dtype)
+    for index, (total, dim, split) in enumerate(zip(shares.totals, layout.widths, shares.split, strict=True)):
+        shape, filled = (batch, tokens, total, dim), 0  # filled: the heads that are written already
+        whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
+        for group, sources in zip(shares.groups, views_of_groups, strict=True):
+            heads, span, shared = group.heads[index], group.spans[index], group.sharers[index]
+            distinct = group.ranks // shared
+            source = sources[index].view(distinct, shared, tokens, batch, heads, dim)
+            source = source.sum(1, dtype=sums) if shared > 1 else source.squeeze(1)
+            target = _by_share(whole, span, (batch, tokens, distinct, heads, dim))
+            target.add_(source) if span.start < filled else target.copy_(source)
+            filled = span.stop
+        tensors.append(whole.to(received.dtype) if split else whole)
+    return tensors

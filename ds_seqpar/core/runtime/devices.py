@@ -1,0 +1,172 @@
+"""Find this rank's device, and which of a group's backends work on it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...base import compat
+from ...base.errors import ConfigError
+
+HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # they have no communicator on a device, whatever tensors they take
+
+
+# what launchers set: torchrun, Open MPI, Intel MPI and MPICH, srun. The last may be that of a script in which mpirun is
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE",
+)  # fmt: skip
+
+
+def local_rank() -> int | None:
+    """Return this rank's number on its machine, as its launcher has set it; None where none has."""
+    return _first_set(LOCAL_RANKS)
+
+
+def _first_set(names: Sequence[str]) -> int | None:
+    """Return the number that the first of these variables begins with which is set, as 8 of srun's "8(x2)"."""
+    found = (re.match(r"\d+", os.environ.get(name, "")) for name in names)
+    return next((int(number[0]) for number in found if number), None)
+
+
+def this_device() -> torch.device | None:
+    """Return the accelerator of this rank: the one that the process has set, or else the one of its `local_rank`.
+
+    Returns None on a machine without accelerators. Raises ConfigError where the machine has fewer accelerators than
+    ranks, or nothing says which of them is this rank's.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    count, chosen = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    return torch.device(accelerator.type, _index(count, chosen, local_rank()))
+
+
+def _index(count: int, chosen: int, local_rank: int | None) -> int:
+    """Return which of the `count` devices that the process sees is this rank's. chosen: the current, else 0."""
+    # a launcher may let a process see its own device only; DeepSpeed's lists several, even if the machine has one
+    is_only_device = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if chosen or is_only_device:
+        return chosen
+    if local_rank is None:
+        is_up = dist.is_initialized()
+        world = dist.get_world_size() if is_up else int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1 or (is_up and dist.get_rank() == 0):  # a script that has set device 0 looks as one that set none
+            return chosen
+        raise ConfigError(
+            f"every rank of a machine needs a device of its own; got {count} devices, and none of "
+            f"{', '.join(LOCAL_RANKS)} says which is this rank's, set LOCAL_RANK or call torch.cuda.set_device on "
+            "every rank"
+        )
+    if local_rank >= count:
+        raise ConfigError(
+            f"every rank of a machine needs a device of its own; got LOCAL_RANK {local_rank} and {count} devices, "
+            f"start at most {count} ranks on it"
+        )
+    return local_rank
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the device's model, as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def set_device() -> torch.device | None:
+    """Make this rank's accelerator the current one, and return it.
+
+    Call it before any group is made: a communicator stays on the device that was current when it was made.
+    """
+    if (device := this_device()) is not None:
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend that carries each device type's tensors in a group, by device type."""
+    return {device.type: compat.backend_of(group, device).name() for device in compat.device_types(group)}
+
+
+def ranks_per_node(world: int) -> int:
+    """Return how many ranks a node has, as the launcher sets it; `world` where none does."""
+    return _first_set(LOCAL_SIZES) or world
+
+
+class Host(NamedTuple):
+    """The host that a rank runs on."""
+
+    name: str  # from `host_name`
+    device: str  # the accelerator's name, "" for none
+    cores: tuple[int, ...]  # those that this rank may run on
+    memory: int  # of the whole host, in bytes
+    device_memory: int = 0  # of the accelerator, in bytes; 0 for none
+
+
+def host_name() -> str:
+    """Return a name that differs from that of any other host, and of a container with a network of its own."""
+    names = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # without /proc only the name
+        names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(names)
+
+
+def this_host() -> Host:
+    device, device_memory = "", 0
+    if torch.cuda.is_available():
+        device, device_memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+    return Host(host_name(), device, tuple(sorted(cores)), host_memory(), device_memory)
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def ranks_per_host(hosts: Sequence[Host]) -> int:
+    """Return how many ranks each host has.
+
+    Args:
+        hosts: the host of each rank, by rank.
+
+    Raises:
+        ConfigError: unless all hosts have equally many ranks, and the ranks of a host follow one another.
+    """
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(host.name for host in hosts)]
+    if len(set(runs)) > 1 or len(runs) > len({host.name for host in hosts}):
+        raise ConfigError(
+            f"planning needs as many ranks on each host, and those of a host numbered one after another; got runs of "
+            f"{', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, launch them so or leave seq_len, "
+            "machine and memory out"
+        )
+    return runs[0]
+
+
+def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
+    """Return this rank's device if a backend of the group has communicators on it, as NCCL on "cuda"; else None."""
+    for device_type, backend in backends(group).items():
+        if device_type != "cpu" and backend not in HOST_BACKENDS:
+            return torch.device(device_type, torch.accelerator.current_device_index())
+    return None
+
+
+def bind_device(group: dist.ProcessGroup) -> torch.device | None:
+    """Set this rank's device if a backend of the group has communicators on devices, and return it; else return None.
+
+    It is the device that the group is bound to, or else `this_device`. Other groups are to be bound to it too.
+    """
+    if communicator_device(group) is None:
+        return None
+    device = group.bound_device_id or this_device()
+    if device is not None:
+        torch.accelerator.set_device_index(device.index)
+    return device

@@ -1,0 +1,265 @@
+"""Make the process groups of a topology.
+
+A rank makes only the groups that it is in, so their number does not grow with the world. Groups with the same ranks are
+made once, and no group is made for one rank.
+
+torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
+not, but then names a group by how many groups this rank has. Members may differ in that number, and would wait for
+one another for ever. A number also recurs once a group was freed, with the old addresses in the store. So groups are
+named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ...base import compat
+from ...base.errors import ConfigError
+from ...guards.process_exit import IDLE_TIMEOUT, wait_at_exit
+from ..compiler.sharding.layout import Topology
+from .devices import backends, bind_device, communicator_device
+from .interfaces import gloo_meets_hosts
+
+Group = dist.ProcessGroup
+NCCL = "nccl"  # the backend that takes NCCL's options
+
+
+def control_world() -> Group:
+    """Return a group of all ranks that carries CPU tensors, for agreement. Call it before anything communicates."""
+    wait_at_exit()
+    world = all_ranks()
+    if "cpu" in backends(world):
+        return world
+    with gloo_meets_hosts():
+        return dist.new_group(backend="gloo", timeout=timeout())
+
+
+def all_ranks() -> Group:
+    """Return torch's group of all ranks."""
+    return compat.default_group()
+
+
+def is_up(group: Group | None) -> bool:
+    """Whether torch knows the group (None: the group of all ranks), which `destroy_process_group` ends."""
+    return dist.is_initialized() and (group is None or compat.is_known(group))
+
+
+def timeout(group: Group | None = None) -> timedelta:
+    """Return how long an operation of the group (default: of all ranks) may take, as set when the group was made."""
+    return compat.timeout_of(group or all_ranks())
+
+
+_bound: threading.Thread | None = None  # the thread that may communicate
+
+
+def bind_thread() -> None:
+    """Make the current thread the only one that may communicate.
+
+    With two, ranks could pair a call in one with a call in the other, since which thread comes first differs between
+    ranks.
+    """
+    global _bound
+    _bound = threading.current_thread()
+
+
+def bound_thread() -> threading.Thread | None:
+    return _bound
+
+
+def check_thread() -> None:
+    """Raise ConfigError in any other thread, except autograd's own, which run backward on a device."""
+    current = threading.current_thread()
+    if _bound not in (None, current) and not compat.is_autograd_thread(current):
+        raise ConfigError(
+            "sequence parallelism needs all its calls in one thread, backward too, which is the one that made the last "
+            f"SequenceParallel; got a call in {current.name!r} after {_bound.name!r}, to go on there call "
+            "sp.bind_to_thread() in it first, on every rank, and nothing more in the other"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveGroup:
+    """A group for a schedule's collectives."""
+
+    group: Group
+    order: tuple[int, ...]  # its CP ranks, by their rank in the group (torch sorts them by global rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Groups:
+    """This rank's groups; None in place of a group that would hold this rank only."""
+
+    world: Group  # all ranks, for CPU tensors
+    made: tuple[Group, ...]  # those made for this object, and freed with it, their threads and sockets too
+    sp: Group | None  # the ranks that share this rank's sequence
+    sp_order: tuple[int, ...]  # sp_order[i]: SP rank of rank i of `sp`
+    inner: Group | None  # the ranks that run the schedule
+    cp_rank: int  # this rank's number among those
+    cp_order: tuple[int, ...]  # cp_order[p]: rank in `inner` of CP rank p
+    ulysses: Group | None  # the Ulysses ranks that exchange heads
+    control: Group | None  # the ranks of `sp`, for CPU tensors
+    collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedules' collectives, by their CP ranks
+    number: int  # of this set of groups, the same on all ranks
+    max_ctas: int | str = "auto"  # see `compat.nccl_options`
+
+    @functools.cached_property
+    def one_ring(self) -> Groups:
+        """These groups as a schedule sees them that runs on all ranks of the sequence, without Ulysses.
+
+        The first look is collective over these ranks: NCCL runs a group's operations one after the other, so messages
+        of layers do not go through that of the whole job, behind what ZeRO gathers ahead.
+        """
+        assert self.sp is not None
+        size = dist.get_world_size(self.sp)
+        # a group of attention's own if one has all ranks: `sp` may be that of the whole job
+        group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and dist.get_world_size(x) == size)
+        made: list[Group] = []
+        if group is all_ranks() and communicator_device(group):
+            maker = _Maker(dist.get_rank(), self.world, self.max_ctas)
+            group, made = maker.own("layers with a state", range(size)) or group, maker.made
+            _warm_up({group}, made)
+        return dataclasses.replace(
+            self, made=tuple(made), sp=group, inner=group, cp_rank=self.sp_order[dist.get_rank(group)],
+            cp_order=tuple(map(self.sp_order.index, range(size))), ulysses=None,
+            collectives={tuple(range(size)): CollectiveGroup(group, self.sp_order)},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
+        if one_ring := vars(self).pop("one_ring", None):
+            one_ring.close()
+        groups = list(vars(self).get("made", ()))
+        vars(self).clear()
+        free(groups)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Free the groups that have no communicator on a device: nothing uses them any more, not even a later backward.
+
+        NCCL's stay, since other ranks may not free them now.
+        """
+        if not is_finalizing():
+            groups = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
+            vars(self).clear()
+            free(groups)
+
+
+def free(groups: list[Group]) -> None:
+    """Free the groups of the list, and empty it; nothing else may refer to them.
+
+    An operation that never completed keeps its group's thread until it times out. Such a thread is not waited for.
+    """
+    for number in range(len(groups)):
+        with contextlib.suppress(ValueError):  # destroyed already, with the group of all ranks
+            dist.destroy_process_group(groups[number])
+    thread = threading.Thread(target=groups.clear, daemon=True)
+    thread.start()
+    thread.join(IDLE_TIMEOUT)
+
+
+def create(topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto") -> Groups:
+    """Return this rank's groups. Collective over all ranks. world: from `control_world`."""
+    maker = _Maker(rank, world, max_ctas)
+    sp_axes = ("ulysses", *topology.cp_axes)
+    sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
+    # attention has groups of its own: in the group of all ranks its messages could be mistaken for others
+    inner = maker.own("inner", cp_ranks)
+    ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
+    collectives = {}
+    for axis in topology.collective_axes:
+        if group := maker.own(axis, ranks := topology.group(rank, axis)):
+            order = tuple(topology.index(r, *topology.cp_axes) for r in sorted(ranks))
+            collectives[tuple(topology.index(r, *topology.cp_axes) for r in ranks)] = CollectiveGroup(group, order)
+    sp = maker.own_or_all("sp", sp_ranks)
+    control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
+    group_ranks = {r: group_rank for group_rank, r in enumerate(sorted(cp_ranks))}
+    _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
+    return Groups(
+        world=world,
+        made=tuple(group for group in (*maker.made, world) if group is not all_ranks()),
+        sp=sp,
+        sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(sp_ranks)),
+        inner=inner,
+        cp_rank=topology.index(rank, *topology.cp_axes),
+        cp_order=tuple(group_ranks[r] for r in cp_ranks),
+        ulysses=ulysses,
+        control=control,
+        collectives=collectives,
+        number=maker.number,
+        max_ctas=max_ctas,
+    )
+
+
+_numbers = itertools.count(1)  # of sets of groups that this process has made
+
+
+class _Maker:
+    """Makes this rank's groups. All ranks must call the same methods in the same order, each with its own ranks.
+
+    A device's communicators are split off that of the world, which all ranks must do together.
+    """
+
+    def __init__(self, rank: int, world: Group, max_ctas: int | str) -> None:
+        number = torch.tensor([next(_numbers)], device="cpu")
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
+        self.rank, self.world, self.number, self.max_ctas = rank, world, int(number), max_ctas
+        self.device = bind_device(all_ranks())
+        self.by_ranks: dict[tuple[int, ...], Group] = {}
+        self.made: list[Group] = []
+
+    def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
+        """Return a group that only this SequenceParallel uses; None for one rank."""
+        ranks = tuple(sorted(ranks))
+        if len(ranks) > 1 and ranks not in self.by_ranks:
+            self.by_ranks[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
+        return self.by_ranks.get(ranks)
+
+    def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
+        """Return the group of all ranks if these are all, else a group as `own` makes it."""
+        ranks = tuple(ranks)
+        return all_ranks() if 1 < len(ranks) == dist.get_world_size() else self.own(purpose, ranks)
+
+    def for_cpu(self, ranks: Iterable[int]) -> Group:
+        """Return a group of more than one rank that carries CPU tensors."""
+        ranks = tuple(sorted(ranks))
+        if len(ranks) == dist.get_world_size():
+            return self.world
+        with gloo_meets_hosts():
+            return self._make("control", ranks, "gloo", None)
+
+    def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:
+        is_nccls = device is not None and NCCL in backends(all_ranks()).values()
+        group = compat.new_group(
+            ranks,
+            self.rank,
+            backend,
+            group_name=f"ds_seqpar/{self.number}/{purpose}/{ranks[0]}",
+            timeout=timeout(),
+            device_id=device,
+            group_desc=f"ds_seqpar {purpose}",
+            backend_options=compat.nccl_options(self.max_ctas) if is_nccls else None,
+        )
+        self.made.append(group)
+        return group
+
+
+def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
+    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be."""
+    for group in [group for group in (*new_groups, all_ranks()) if group in used]:
+        if device := communicator_device(group):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)

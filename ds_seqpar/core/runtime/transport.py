@@ -1,0 +1,428 @@
+"""Send and receive over torch.distributed, and count what is received. Nothing else calls isend and irecv."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...base import profiling
+from ...base.errors import CommunicationError, ConfigError, SeqParError
+from ...guards.process_exit import LOST, ended, is_out_of_memory
+from ...guards.waits import Awaited, Wait
+from .devices import communicator_device
+from .groups import Groups, is_up, timeout
+
+Group = dist.ProcessGroup | None  # None: this rank alone
+Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
+Started = tuple[Any, Awaited]  # a work of torch's, and whose part in it is waited for
+
+
+class Message(NamedTuple):
+    """The bytes of one unit, sent to or received from another CP rank."""
+
+    peer: int  # CP rank
+    kind: str  # of the unit, for counting
+    elements: int  # of the unit, for counting
+    buffer: Tensor  # bytes
+    tag: int  # the same on both ends
+
+
+class Handle(Protocol):
+    def wait(self) -> None: ...
+
+
+class Comm(Protocol):
+    """The transport of a walk."""
+
+    received: Counter  # elements that arrived from other ranks, by kind
+    # in plans with overlap, a receive is posted at least so many steps before its message is sent; see `compiler.lower`
+    early: int
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+        """Start all messages. After the handle's wait, receive buffers are filled and send buffers may be reused."""
+        ...
+
+    def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the CP ranks in the order that they have in a collective."""
+        ...
+
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
+        """Start an all-gather of bytes, of which all ranks send as many.
+
+        Args:
+            ranks: the CP ranks that take part.
+            kind: of the units, for counting.
+            elements: how many elements arrive from other ranks, for counting.
+            sent: this rank's bytes.
+            received: filled with the bytes of all ranks, in `order`.
+        """
+        ...
+
+    def all_to_all(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> Handle:
+        """Start an all-to-all of bytes.
+
+        Args:
+            ranks: the CP ranks that take part.
+            kind: of the units, for counting.
+            elements: how many elements arrive from other ranks, for counting.
+            sent: the bytes for each rank, in `order`.
+            received: filled with the bytes from each rank, in `order`.
+            sizes: how many bytes are sent to, and received from, each rank.
+        """
+        ...
+
+    def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
+        """Start an all-to-all among the Ulysses ranks.
+
+        Args:
+            kind: of the units, for counting.
+            sent: the first sizes[0][0] elements are sent to Ulysses rank 0, and so on.
+            received: its first sizes[1][0] elements are filled by Ulysses rank 0, and so on.
+            sizes: how many elements are sent to, and received from, each Ulysses rank.
+        """
+        ...
+
+    def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
+        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them.
+
+        Args:
+            what: the operation, for errors.
+            shares: whether each rank gets its share of every x alone, (ranks, n / ranks), in that order.
+        """
+        ...
+
+
+class Works:
+    """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
+
+    NCCL sends on a stream of its own, after all that the current stream was given before the post. In `wait` the
+    current stream waits for it, and the host does not. So the tensors must not be used between the two. While this
+    object refers to them, their memory is not reused.
+
+    Args:
+        what: the operation, for errors.
+        group: the group of the works.
+        works: one for each message, receives first, or one for all messages, each with whose part in it is waited for;
+            waited for in this order.
+        tensors: those that are sent and received.
+
+    Attributes:
+        batch: the works of messages that run as one operation, which refer to no tensor once they were waited for.
+    """
+
+    batch: list[Any] | None = None
+
+    def __init__(self, what: str, group: Group, works: list[Started], tensors: list[Tensor]) -> None:
+        self.what, self.group, self.works, self.tensors = what, group, works, tensors
+
+    def wait(self) -> None:
+        with explaining_failure(self.what, self.group) as wait:
+            for work, wait.awaited in self.works:
+                work.wait()
+        self.works, self.tensors = [], []
+
+
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
+TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
+
+
+DESTROYED = (
+    "needs the process groups that its SequenceParallel was made with; they were destroyed with torch.distributed, "
+    "destroy them after the last call, and make another SequenceParallel after another init_process_group"
+)
+
+
+class explaining_failure(Wait):  # a class, since a generator would cost time at every transfer
+    """A context that raises a failed communication as a CommunicationError.
+
+    Its sentence tells a rank that ended from one that did not take part; the backend's error is its cause. Destroyed
+    groups raise ConfigError. If the context lasts long, a line on stderr says which rank is waited for (see `waits`).
+
+    Args:
+        what: what failed, the subject of the sentence.
+        group: the group that communicates; None for this rank alone.
+    """
+
+    def __enter__(self) -> Wait:
+        self.begin()
+        return self
+
+    def __exit__(self, error_type: type | None, error: BaseException | None, _: object) -> None:
+        self.end()
+        if isinstance(error, SeqParError) or is_out_of_memory(error):
+            return
+        if isinstance(error, ValueError) and not is_up(self.group):
+            raise ConfigError(f"{self.what} {DESTROYED}") from error
+        if isinstance(error, RuntimeError):
+            raise CommunicationError(f"{self.what} {_reason(str(error), self)}") from error
+
+
+def _reason(message: str, wait: Wait) -> str:
+    """Return the rest of the sentence. message: the backend's."""
+    if TIMED_OUT.search(message):
+        return (
+            f"timed out after {timeout(wait.group).total_seconds():g} s: {wait.whom()} did not take part in it; all "
+            "ranks must, not only rank 0, and one that caught an error of its own cannot go on without the others"
+        )
+    if LOST.search(message) and (cause := ended()) is not None:
+        return f"failed because another rank ended: rank {cause.rank}, by {cause.sentence}"
+    if LOST.search(message) and wait.awaited is None:
+        return "failed because another rank ended or gave up: see what that one says"
+    if LOST.search(message):
+        return (
+            f"failed because another rank ended or gave up: {wait.whom()} did not take part in it, which all ranks "
+            "must, not only rank 0; see what that one says, and if it says nothing, why it does not come here"
+        )
+    return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
+
+
+AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
+DIRECT = 4  # ranks that tell one another, so that each knows which one does not
+
+
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
+    """Return the maximum over ranks of each number.
+
+    Three or four ranks tell one another. Others tell the first one, which answers: two that send at once hinder each
+    other over gloo. It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks.
+
+    Args:
+        numbers: integers of at most 63 bits, as many on all ranks.
+        group: a group that carries CPU tensors.
+        wait: is told which rank is waited for.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    direct = 2 < size <= DIRECT
+    answers = rank == 0 and not direct
+    peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
+    maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
+
+    def receive(x: Tensor, peer: int) -> Any:
+        await_(peer)  # it fails at once where that rank has ended
+        return dist.irecv(x, group=group, group_src=peer, tag=AGREEMENT_TAG)
+
+    def send(x: Tensor) -> list[Any]:
+        return [dist.isend(x, group=group, group_dst=peer, tag=AGREEMENT_TAG) for peer in reversed(peers)]
+
+    def await_(peer: int) -> None:
+        wait.awaited = (peer, 1) if answers or size <= DIRECT else None  # the first of more may wait for any other
+
+    receives = [receive(x, peer) for x, peer in zip(maxima[1:], peers, strict=True)]
+    sends = [] if answers else send(maxima[0])
+    for peer, work in zip(peers, receives, strict=True):
+        await_(peer)
+        work.wait()
+    found = maxima.amax(0)
+    for work in sends or send(found):  # a send completes once its receiver takes part
+        work.wait()
+    return found.tolist()
+
+
+def _one_by_one(
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
+) -> list[Started]:
+    works: list[Started] = []
+    for m in receives:
+        peer = peers[m.peer]
+        works.append((dist.irecv(m.buffer, group=group, tag=m.tag ^ first_tag, group_src=peer), (peer, 1)))
+    for m in sends:
+        peer = peers[m.peer]
+        works.append((dist.isend(m.buffer, group=group, tag=m.tag ^ first_tag, group_dst=peer), (peer, 1)))
+    return works
+
+
+def _batched(
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
+) -> list[Started]:
+    """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
+    ops = [
+        dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
+        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for m in messages
+    ]
+    return [(work, None) for work in dist.batch_isend_irecv(ops)] if ops else []
+
+
+EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`, far from a program's tags
+EARLY_OVER_GLOO = 1  # steps; see `Comm.early`
+# of a Ulysses exchange, before its first message has arrived; by benchmarks.cluster.attention at 20 Mbit/s
+SENDS_AHEAD = 3
+
+
+def _all_to_all_over_gloo(
+    received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
+) -> list[Started]:
+    """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
+
+    A rank sends to the next rank first, then to the one after, so that no two ranks begin
+    with the same one.
+
+    Args:
+        received: for each rank of the group, the tensor that it fills; empty ones are not received.
+        sent: for each rank of the group, this one included, the tensor that is sent to it; empty ones are not sent.
+        group: the group.
+        ahead: how many sends are posted at once. Before each further send this waits for the next message to arrive. So
+            a link has few messages on it at a time, and none arrives while none is sent. None: all sends are posted at
+            once.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
+    receives: dict[int, Any] = {
+        distance: dist.irecv(
+            received[rank - distance], group=group, group_src=(rank - distance) % size, tag=EXCHANGE_TAG
+        )
+        for distance in range(1, size)
+        if received[rank - distance].numel()
+    }
+    sends: list[Started] = []
+    for distance in range(1, size):
+        if ahead is not None and distance - ahead in receives:
+            receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
+        peer = (rank + distance) % size
+        if sent[peer].numel():
+            sends.append((dist.isend(sent[peer], group=group, group_dst=peer, tag=EXCHANGE_TAG), (peer, 1)))
+    received[rank].copy_(sent[rank])
+    return [*((work, ((rank - distance) % size, 1)) for distance, work in receives.items()), *sends]
+
+
+def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
+    """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
+    if sent.device.type != "cpu":
+        return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
+    parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
+    return _all_to_all_over_gloo(parts, [sent] * len(parts), group)
+
+
+def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
+    """Start an all-to-all. sizes: of the parts of `sent` and `received`. The others: as for `_all_to_all_over_gloo`."""
+    outgoing, incoming = map(list, sizes)
+    if sent.device.type != "cpu":
+        return [(dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True), None)]
+    return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, ahead)
+
+
+PAIRS = 16  # members of a group of which every pair is connected when it is made; buffers of a pair take memory
+
+
+def connected_to(rank: int, size: int) -> list[int]:
+    """Return the members of a group that one connects to at once: all, or its neighbours and those opposite."""
+    distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
+    return sorted({(rank + distance) % size for distance in distances})
+
+
+def connect(group: Group) -> None:
+    """Let members of a group that has communicators on devices send one another a byte, both ways in one batch.
+
+    NCCL connects two members when they first do so, and the host waits. Members that are half the group apart connect
+    both ways at once, by a batch that must hold both ways on both of them.
+    """
+    if group is None or (device := communicator_device(group)) is None:
+        return
+    size = dist.get_world_size(group)
+    sends, receives = (
+        [Message(peer, "", 0, torch.zeros(1, dtype=torch.uint8, device=device), 0) for peer in peers]
+        for peers in [connected_to(dist.get_rank(group), size)] * 2
+    )
+    works = _batched(sends, receives, group, tuple(range(size)), 0)
+    Works("connecting ranks", group, works, []).wait()
+
+
+class TorchComm:
+    """The transport over process groups (gloo or NCCL)."""
+
+    first_tag = 0  # of messages
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.early = EARLY_OVER_GLOO if groups.inner is not None and communicator_device(groups.inner) is None else 0
+        self.received: Counter = Counter()
+        self.received_bytes = 0  # all bytes that arrived from other ranks
+        connect(groups.inner)
+
+    def _count(self, kind: str, elements: int, received: int) -> None:
+        if elements:
+            self.received[kind] += elements
+        self.received_bytes += received
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+        for message in receives:
+            self._count(message.kind, message.elements, message.buffer.numel())
+        inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
+        start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
+        with explaining_failure("a transfer", inner):
+            works = start(sends, receives, inner, self.groups.cp_order, self.first_tag)
+        handle = Works("a transfer", inner, works, buffers)
+        if start is _batched:
+            handle.batch = [work for work, _ in works]
+        return handle
+
+    def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
+        group = self.groups.sp
+        if group is None:
+            return x[None]
+        size = dist.get_world_size(group)
+        gathered = x.new_empty(size, len(x) // size if shares else len(x))
+        with profiling.span(what.removeprefix("the ")), explaining_failure(what, group):
+            if shares:
+                works = _all_to_all(gathered.view(-1), x, ([gathered.shape[1]] * size,) * 2, group)
+            else:
+                works = _all_gather(gathered.view(-1), x, group)
+        Works(what, group, works, [x, gathered]).wait()
+        self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
+        return gathered
+
+    def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return self.groups.collectives[ranks].order
+
+    def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
+        group = self.groups.collectives[ranks].group
+        with explaining_failure("an all-gather", group):
+            works = _all_gather(received, sent, group)
+        self._count(kind, elements, received.numel() - sent.numel())
+        return Works("an all-gather", group, works, [sent, received])
+
+    def all_to_all(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> Handle:
+        group = self.groups.collectives[ranks].group
+        with explaining_failure("an all-to-all", group):
+            works = _all_to_all(received, sent, sizes, group)
+        self._count(kind, elements, received.numel())
+        return Works("an all-to-all", group, works, [sent, received])
+
+    def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
+        group, incoming = self.groups.ulysses, sizes[1]
+        with explaining_failure("the Ulysses all-to-all", group):
+            works = _all_to_all(received, sent, sizes, group, SENDS_AHEAD)
+        others = sum(incoming) - incoming[dist.get_rank(group)]
+        self._count(kind, others, others * received.element_size())
+        return Works("the Ulysses all-to-all", group, works, [sent, received])
+
+
+class OneRing(TorchComm):
+    """The transport of a schedule that runs on all ranks of the sequence, beside that of the configured one.
+
+    It has no groups and no counts of its own.
+    """
+
+    first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange
+
+    def __init__(self, comm: TorchComm) -> None:
+        self.comm, self.received = comm, comm.received
+        self.early = 0
+        if self.groups.made:  # at the first look, for which all ranks are here
+            connect(self.groups.inner)
+
+    @property
+    def groups(self) -> Groups:  # type: ignore[override]
+        return self.comm.groups.one_ring
+
+    def _count(self, kind: str, elements: int, received: int) -> None:
+        self.comm._count(kind, elements, received)

@@ -1,0 +1,307 @@
+"""Divide the tokens of packed documents among CP ranks so that all have as many tokens and as many causal pairs.
+
+A causal pair is a query and a key that a causal mask of the documents lets it see.
+
+The ranks are halved, and their halves again. In a halving the documents are sorted by their mean number of keys per
+query. The left half takes a window of this row, as wide as its tokens, at the place where the window also has its share
+of pairs. Of a document that the window cuts the left half takes the front, so that k/v are sent from lower ranks to
+higher ones. The window slides from the fewest keys to the most, and its pairs grow with it, so there is such a place.
+Only where one document has most of the pairs, the last position may still have too few. Then the document there is cut
+as zigzag does: the left half takes both of its ends, and as much of each as gives the pairs.
+
+Documents with parents are one item of the row for each tree, until a tree has too many tokens or pairs for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ..base.errors import InputError, whole_number
+from ..core.compiler.sharding.layout import LAYOUTS, Run, Runs
+from ..core.compiler.sharding.masks import Mask
+from ..core.compiler.sharding.shards import UnevenShards
+
+TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of it, and by the pairs of one token
+
+
+def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
+    """Return the runs of packed documents that each CP rank holds, for `UnevenShards(balanced(lengths, ranks))`.
+
+    The result is the same on every rank. Ranks differ by one token at most, and their causal pairs by parts in a
+    thousand, or by those of one token. At most 2 * (ranks - 1) documents are cut, all others are whole on one rank.
+    All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v is sent only where it has a part
+    of a document that is cut. A single document is divided as zigzag does: into 2 * ranks chunks, an early and a late
+    one for each rank, whose lengths differ by one token at most.
+
+    Args:
+        lengths: Tokens of each document, one after the other from position 0.
+        ranks: Number of CP ranks.
+        parents: For each document the number of its parent, as `Mask` takes them. Of trees with several documents no
+            more are cut than of other documents, but where one has most of the tokens or pairs.
+
+    Raises:
+        InputError: A length or the number of ranks is not a whole number from 1 on, or the parents are wrong.
+    """
+    count, starts = whole_number(ranks), Mask.documents_of(lengths)
+    if count is None or count < 1:
+        raise InputError(f"tokens are dealt to a whole number of ranks from 1 on; got {ranks!r}")
+    lengths = [operator.index(length) for length in lengths]
+    mask = Mask(documents=starts, parents=parents)
+    trees: list[list[_Piece]] = []
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        base = mask.origins[number] if mask.parents else start
+        end = start - base + length
+        if base == start:  # nothing before it
+            trees.append([])
+        trees[-1].append(_piece(base, start - base, end, end, end))
+    return tuple(_runs(rank_pieces) for rank_pieces in _pieces_of_ranks([_tree(tree) for tree in trees], count))
+
+
+class _Piece(NamedTuple):
+    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; with one interval only, q = r = s."""
+
+    base: int  # for a document with parents, the position at which it would begin if they were right before it
+    p: int
+    q: int
+    r: int
+    s: int
+    beside: int  # its document continues: -1 on lower ranks than all these, 1 on higher ones, 0 on neither or on both
+    tokens: int
+    pairs: int
+
+    def of_ends(self, front: int, back: int) -> int:
+        """Return the causal pairs of the first `front` and the last `back` tokens."""
+        return (front * (2 * self.p + front + 1) + back * (2 * self.s - back + 1)) // 2
+
+    def ends(self, tokens: int) -> tuple[int, int]:
+        """Return how many of `tokens` tokens are taken from the front and from the back.
+
+        A piece of one interval gives all from the front. From two intervals, the tokens taken have the mean number of
+        keys of all.
+        """
+        _, p, q, r, s, _, total, pairs = self
+        if q == s:
+            return tokens, 0
+        # the solution of of_ends(front, tokens - front) = pairs * tokens / total
+        front = tokens * ((2 * s + 1 - tokens) * total - 2 * pairs) // (2 * (s - p - tokens) * total)
+        front = min(max(front, tokens - (s - r), 0), q - p, tokens)
+        return front, tokens - front
+
+    def cut(self, front: int, back: int) -> tuple[_Piece, _Piece]:
+        """Return (the two ends as one piece, which goes to the lower ranks; what is between them)."""
+        base, p, q, r, s, beside, _, _ = self
+        low, high = p + front, s - back
+        q, r = (high, high) if q == s else (q, r)
+        return (
+            _piece(base, p, low, high, s, 0 if beside < 0 else 1),
+            _piece(base, low, q, r, high, 0 if beside > 0 else -1),
+        )
+
+    def intervals(self) -> list[_Piece]:
+        """Return each of its intervals as a piece."""
+        return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
+
+
+def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece:
+    """Return the piece with these fields, its empty intervals removed and adjoining ones merged."""
+    if p == q:  # the second part alone
+        p, q, r = r, s, s
+    elif r == s:  # the first
+        r = s = q
+    elif q == r:
+        q = r = s
+    pairs = (q - p) * (p + q + 1) + (s - r) * (r + s + 1)
+    return _Piece(base, p, q, r, s, beside, q - p + s - r, pairs // 2)
+
+
+class _Tree:
+    """Documents with an ancestor in common, by position: pieces of one interval. Lower ranks take its front."""
+
+    def __init__(self, pieces: list[_Piece], beside: int) -> None:
+        self.pieces, self.beside, self.base, self.p = pieces, beside, pieces[0].base, pieces[0].p
+        self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
+        self.before = [0, *accumulate([piece.pairs for piece in pieces])]
+        self.tokens, self.pairs = self.starts[-1], self.before[-1]
+
+    def of_ends(self, front: int, back: int) -> int:
+        at = bisect_right(self.starts, front, hi=len(self.pieces)) - 1
+        return self.before[at] + self.pieces[at].of_ends(front - self.starts[at], 0)
+
+    def ends(self, tokens: int) -> tuple[int, int]:
+        return tokens, 0
+
+    def cut(self, front: int, back: int) -> tuple[_Item, _Item]:
+        at = bisect_right(self.starts, front) - 1
+        left, right = self.pieces[:at], self.pieces[at:]
+        if front > self.starts[at]:
+            (low, high), right = right[0].cut(front - self.starts[at], 0), right[1:]
+            left, right = [*left, low], [high, *right]
+        return _tree(left, 0 if self.beside < 0 else 1), _tree(right, 0 if self.beside > 0 else -1)
+
+    def intervals(self) -> list[_Piece]:
+        return self.pieces
+
+
+_Item = _Piece | _Tree
+
+
+def _tree(pieces: list[_Piece], beside: int = 0) -> _Item:
+    """Return the pieces of a tree as one item. A document alone is a piece, which may also be cut at both ends."""
+    return _Tree(pieces, beside) if len(pieces) > 1 else pieces[0]._replace(beside=beside)
+
+
+def _pieces_of_ranks(pieces: list[_Item], ranks: int) -> list[list[_Item]]:
+    if ranks == 1 or not pieces:
+        return [pieces] + [[]] * (ranks - 1)
+    if len(pieces) == 1 and isinstance(pieces[0], _Piece) and pieces[0].q == pieces[0].s:
+        return _zigzag(pieces[0], ranks)
+    left, right = _halved(pieces, ranks // 2, ranks)
+    return _pieces_of_ranks(left, ranks // 2) + _pieces_of_ranks(right, ranks - ranks // 2)
+
+
+def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
+    """Return each rank's pieces: the outermost tokens go to the first, half of them in front, and so on inwards."""
+    taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
+    edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
+    return [
+        [_piece(piece.base, low, lower, upper, high)] if (low, high) != (lower, upper) else []
+        for (low, high), (lower, upper) in pairwise(edges)
+    ]
+
+
+def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], list[_Item]]:
+    """Return (pieces of the lower `share` of `ranks` ranks, pieces of the others).
+
+    A piece whose document continues on ranks below or above all of these goes to the half next to those ranks where it
+    can: then its k/v arrive after one hop.
+    """
+    tokens = sum([piece.tokens for piece in pieces]) * share // ranks
+    pairs = sum([piece.pairs for piece in pieces]) * share // ranks
+    if not tokens:
+        return [], pieces
+    pieces = sorted(pieces, key=lambda piece: (piece.pairs / piece.tokens, piece.base, piece.p))
+    sides = {piece.beside for piece in pieces}
+    for stay in ({-1, 1}, {-1}, {1}):
+        if stay <= sides:
+            lower = [piece for piece in pieces if piece.beside == -1 and -1 in stay]
+            higher = [piece for piece in pieces if piece.beside == 1 and 1 in stay]
+            row = _Row(
+                [piece for piece in pieces if piece.beside not in stay],
+                tokens - sum([piece.tokens for piece in lower]),
+            )
+            wanted = pairs - sum([piece.pairs for piece in lower])
+            if row.reaches(wanted):
+                left, right = row.window(wanted)
+                return lower + left, right + higher
+    row = _Row(pieces, tokens)
+    trees = [piece for piece in pieces if isinstance(piece, _Tree)]
+    if trees and not row.reaches(pairs):
+        largest = max(trees, key=lambda tree: tree.tokens)
+        return _halved([*(piece for piece in pieces if piece is not largest), *largest.pieces], share, ranks)
+    left, right = row.window(pairs) if row.pairs(row.last) >= pairs else row.ends(pairs)
+    if abs(sum([piece.pairs for piece in left]) - pairs) * TOLERANCE > pairs:
+        # if one interval is much longer than the other, no two ends have the mean number of keys of both
+        apart: list[_Item] = [interval for piece in pieces for interval in piece.intervals()]
+        if len(apart) > len(pieces):
+            return _halved(apart, share, ranks)
+    return left, right
+
+
+class _Row:
+    """Pieces side by side, and the windows of `width` tokens over them.
+
+    Of a piece in which a window begins or ends, the window has the tokens that `_Piece.ends` gives.
+    """
+
+    def __init__(self, pieces: list[_Item], width: int) -> None:
+        self.pieces, self.width = pieces, width
+        self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
+        self.before = [0, *accumulate([piece.pairs for piece in pieces])]
+        self.last = self.starts[-1] - width  # the last position of a window
+
+    def reaches(self, pairs: int) -> bool:
+        """Return whether some window is certain to have so many causal pairs."""
+        return 0 < self.width < self.starts[-1] and self.pairs(0) <= pairs <= self.pairs(self.last)
+
+    def edges(self, at: int) -> tuple[int, int, int, int]:
+        """Return (first, its tokens, end, its tokens): the pieces in which a window from `at` on begins and ends."""
+        first = bisect_right(self.starts, at) - 1
+        tokens = self.starts[first + 1] - at
+        if tokens >= self.width:
+            return first, self.width, first + 1, 0
+        end = bisect_right(self.starts, at + self.width) - 1
+        return first, tokens, end, at + self.width - self.starts[end]
+
+    def pairs(self, at: int) -> int:
+        """Return the causal pairs of the window that begins at `at`."""
+        first, tokens, end, end_tokens = self.edges(at)
+        total = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
+        return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
+
+    def window(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
+        """Return (pieces inside, pieces outside) of the window that has so many pairs, but for those of one token."""
+        at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
+        at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
+        first, tokens, end, end_tokens = self.edges(at)
+        inside, outside = self.pieces[first + 1 : end], self.pieces[:first] + self.pieces[end + bool(end_tokens) :]
+        for index, taken in ((first, tokens), (end, end_tokens)):
+            if not taken:
+                continue
+            piece = self.pieces[index]
+            if taken == piece.tokens:
+                inside.append(piece)
+            else:
+                left, right = piece.cut(*piece.ends(taken))
+                inside.append(left)
+                outside.append(right)
+        return inside, outside
+
+    def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
+        """Return (pieces inside, pieces outside) of the last window, where even that one has too few pairs.
+
+        Of its first piece it takes fewer tokens from the front and more from the back.
+        """
+        first, tokens, _, _ = self.edges(self.last)
+        piece = self.pieces[first]
+        if tokens == piece.tokens:
+            return self.pieces[first:], self.pieces[:first]
+        assert isinstance(piece, _Piece)  # `_halved` takes trees apart before
+        wanted = pairs - (self.before[-1] - self.before[first + 1])
+        front, back = piece.ends(tokens)
+        most = front if piece.q == piece.s else min(front, piece.s - piece.r - back)
+        moved = bisect_left(range(most), wanted, key=lambda more: piece.of_ends(front - more, back + more))
+        left, right = piece.cut(front - moved, back + moved)
+        return [left, *self.pieces[first + 1 :]], [*self.pieces[:first], right]
+
+
+def _runs(pieces: list[_Item]) -> Runs:
+    """Return the tokens of pieces as runs, of which adjoining ones are merged."""
+    runs: list[tuple[int, int]] = []  # (start, end)
+    for start, end in sorted(
+        [(interval.base + interval.p, interval.base + interval.q) for piece in pieces for interval in piece.intervals()]
+    ):
+        if runs and runs[-1][1] == start:
+            runs[-1] = runs[-1][0], end
+        else:
+            runs.append((start, end))
+    return tuple([Run(start, 1, end - start) for start, end in runs])
+
+
+@functools.lru_cache(maxsize=64)
+def shards_of(layout: str, lengths: tuple[int, ...], ranks: int, parents: tuple[int, ...] = ()) -> UnevenShards:
+    """Return the shards of packed documents of these lengths, in tokens, on so many CP ranks. parents: as of a `Mask`.
+
+    Of all layouts only "balanced" depends on where documents begin.
+    """
+    if layout == "balanced":
+        return UnevenShards(balanced(lengths, ranks, parents))
+    held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]
+    blocks_per_rank = LAYOUTS[layout].blocks_per_rank
+    return UnevenShards(
+        held if blocks_per_rank == 1 else [(run,) for runs in held for run in runs], blocks_per_rank=blocks_per_rank
+    )

@@ -1,0 +1,91 @@
+"""The random state of a rank: Python's, NumPy's, torch's and its GPU's. The random numbers of a rank's own tokens.
+
+torch's default generators are the shared stream: the ranks of a sequence draw the same numbers for whole tensors. While
+a rank computes its own tokens, the default generators have the state of the rank's own stream, which is made of the
+shared state and the rank. So `torch.manual_seed` sets both streams, and whoever saves the shared state saves both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.fingerprint import Fingerprint
+
+
+def random_state() -> tuple:
+    """Return the state of this rank's random generators."""
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
+
+
+def set_random_state(state: tuple) -> None:
+    """Set the state of this rank's random generators to one of `random_state`."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if state[3] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[3])
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Restore the random state at the end of a context."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's default generators of the CPU and of a device."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return [torch.default_generator, module.default_generators[index]]
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's default generators of the CPU and of a device."""
+    return [generator.get_state() for generator in generators(device)]
+
+
+def seed_of(states: list[Tensor], *ranks: int) -> int:
+    """Return a seed made of random states, another one for each rank."""
+    return Fingerprint.of(*(state.numpy().tobytes() for state in states), *ranks)
+
+
+class OwnStream:
+    """Makes torch draw the numbers of this rank's own stream until `end`.
+
+    Args:
+        device: The rank's device.
+        ranks: Numbers that tell the rank from others.
+    """
+
+    def __init__(self, device: torch.device, *ranks: int) -> None:
+        self.device, self.shared = device, torch_states(device)
+        for generator in generators(device):
+            generator.manual_seed(seed_of(self.shared, *ranks))
+        self.first = torch_states(device)
+
+    def end(self) -> list[Tensor]:
+        """Go on with the shared stream.
+
+        Returns:
+            Its state: the former one, or the next one where the own stream was drawn from.
+        """
+        # as bytes: torch compares no values while it makes fake tensors
+        first, last = ([bytes(state.numpy()) for state in states] for states in (self.first, torch_states(self.device)))
+        for generator, state in zip(generators(self.device), self.shared, strict=True):
+            generator.set_state(state)
+        if first != last:  # the next own stream must be another one
+            torch.empty((), device="cpu").uniform_()
+        return torch_states(self.device)

@@ -1,0 +1,374 @@
+"""Read the DeepSpeed JSON: once, into an object that the engine, the Trainer and the planner ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from ..base.errors import SECTION, ConfigError
+from ..base.files import STRICT, call_library, read_as, read_json
+from ..core.settings import SequenceParallelConfig
+
+KIND = "the DeepSpeed configuration"
+KNOWN = STRICT | {"extra": "ignore"}  # of sections that have keys which only DeepSpeed knows
+# key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
+REFUSED = {
+    "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
+    "data_parallel_size": f'it changes the ranks that gradients are averaged over; use "{SECTION}": {{"size": ...}}',
+    "tensor_parallel": "AutoTP splits heads by itself; remove it",
+    "expert_parallel": "it makes groups of its own; remove it",
+    "hybrid_engine": "its forward is another one than the model's; remove it",
+    "curriculum_learning": "it cuts sequences after they were sharded; remove it",
+    "data_efficiency": "it drops tokens or picks samples by rank; remove it",
+    "gradient_allreduce_op": "the loss is scaled for the mean over ranks; remove it",
+    "managed_gradient_accumulation": "engine.backward must divide by the accumulation steps; remove it",
+    "zero_optimization.zenflow": "it accumulates by itself, and steps with gradients of other windows; remove it",
+}
+NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# keys that DeepSpeed's own class does not get: they are checked here, or refused
+CHECKED_HERE = {SECTION, *REFUSED, *BATCH_SIZES}
+# optimizer, in small letters -> tensors that it keeps of each parameter; those of Adam's kind keep two
+OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "lion": 1}
+# key of an object, which a Trainer fills no "auto" in for -> what to write
+OBJECTS = {
+    "zero_optimization": '{"stage": 3}',
+    **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": "auto"}'),
+    **dict.fromkeys(("optimizer", "scheduler"), "its type and params, or leave it out"),
+    "optimizer.params": '{"lr": "auto"}',
+    "scheduler.params": '{"warmup_max_lr": "auto"}',
+    **dict.fromkeys(("zero_optimization.offload_optimizer", "zero_optimization.offload_param"), '{"device": "cpu"}'),
+}
+# values that no Trainer computes, and that DeepSpeed takes as 0 and "none" where they are "auto"
+DECISIVE = (
+    "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
+)  # fmt: skip
+# attributes of DeepSpeed's configuration that may differ between ranks: figures and files that a rank keeps for itself,
+# and what follows from other attributes
+OF_A_RANK = (
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "monitor_config",
+    "comms_config", "flops_profiler_config", "timers_config", "aio_config", "disable_python_gc", "global_rank",
+    "world_size", "zero_enabled", "zero_optimization_stage", "_param_dict",
+)  # fmt: skip
+# other attributes -> their key in the JSON
+KEYS = {"zero_config": "zero_optimization", "float16_config": "fp16", "bfloat16_config": "bf16"}
+# keys of DeepSpeed that look like the section's
+OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
+
+# DeepSpeed takes 5e8 for a whole number
+Elements = Annotated[
+    int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x), Field(ge=0)
+]
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Offload:
+    """The settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults."""
+
+    device: str = "none"
+    """Where states go: "none", "cpu" (host memory) or "nvme"."""
+    pin_memory: bool = True
+    ratio: Annotated[float, Field(ge=0)] = 1.0
+    """The share of sub-groups that go there."""
+    super_offload: bool = False
+    buffer_count: Elements = 4
+    """Buffers of the pool between drives and host memory."""
+    buffer_size: Elements = 100_000_000
+    """Elements of each."""
+    max_in_cpu: Elements = 1_000_000_000
+    """Elements that stay in host memory with "nvme"."""
+
+
+def _without_flag(given: Any) -> Any:
+    """Return a section for what DeepSpeed also reads as true or false, by an older key."""
+    return ({"device": "cpu"} if given else {}) if isinstance(given, bool) else given
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Zero:
+    """Settings of "zero_optimization", with DeepSpeed's defaults. Sizes are in elements."""
+
+    stage: Elements = 0
+    reduce_bucket_size: Elements = 500_000_000
+    prefetch_bucket_size: Annotated[Elements, Field(alias="stage3_prefetch_bucket_size")] = 50_000_000
+    max_live_parameters: Annotated[Elements, Field(alias="stage3_max_live_parameters")] = 1_000_000_000
+    max_reuse_distance: Annotated[Elements, Field(alias="stage3_max_reuse_distance")] = 1_000_000_000
+    sub_group_size: Elements = 1_000_000_000
+    overlap_comm: bool | None = None
+    offload_optimizer: Annotated[
+        Offload,
+        BeforeValidator(_without_flag),
+        Field(validation_alias=AliasChoices("offload_optimizer", "cpu_offload")),
+    ] = Offload()
+    offload_param: Annotated[
+        Offload,
+        BeforeValidator(lambda given: {"buffer_count": 5} | given if isinstance(given, dict) else given),
+        BeforeValidator(_without_flag),
+        Field(validation_alias=AliasChoices("offload_param", "cpu_offload_param")),
+    ] = Offload(buffer_count=5)
+
+    @property
+    def optimiser_away(self) -> bool:
+        """Whether the optimiser works in host memory."""
+        return self.stage > 0 and self.offload_optimizer.device != "none"
+
+    @property
+    def parameters_away(self) -> bool:
+        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does that at stage 3 only."""
+        return self.stage == 3 and self.offload_param.device != "none"
+
+    @property
+    def drives(self) -> bool:
+        """Whether any state is on drives. Stages 1 and 2 keep in host memory what "nvme" asks for."""
+        return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Half:
+    """The section of a half precision."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=KNOWN)
+class Known:
+    """What is read here of a DeepSpeed JSON, beside our section. None: not given, or left to a Trainer ("auto")."""
+
+    zero_optimization: Zero = Zero()
+    bf16: Half = Half()
+    bfloat16: Half = Half()  # DeepSpeed still reads the older name
+    fp16: Half = Half()
+    train_batch_size: Count | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it trains in."""
+        halves = {"bfloat16": self.bf16.enabled or self.bfloat16.enabled, "float16": self.fp16.enabled}
+        return next((name for name, enabled in halves.items() if enabled), "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSpeedJson:
+    """A DeepSpeed JSON as it was given, and what it says. Both are read once, when they are first asked for."""
+
+    content: Mapping[str, Any]
+    place: str  # what it is called in errors
+
+    @classmethod
+    def read(cls, config: str | os.PathLike[str] | Mapping[str, Any], source: object = None) -> DeepSpeedJson:
+        """Return that of a file or a dict.
+
+        Args:
+            config: The path of a file, or a dict.
+            source: The file that a dict was read from, if any.
+
+        Raises:
+            ConfigError: The file is missing or malformed, or an object in it has a key twice.
+        """
+        source = source if isinstance(config, Mapping) else config
+        place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
+        return cls(config if isinstance(config, Mapping) else read_json(config, KIND), place)
+
+    @functools.cached_property
+    def section(self) -> Any:
+        """Our section; {} where there is none. Raises ConfigError where it is misspelt or inside another section."""
+        _check_place_of_section(self.content)
+        return self.content.get(SECTION, {})
+
+    @functools.cached_property
+    def known(self) -> Known:
+        """What is read here. Raises ConfigError for a value of a wrong type, as a text in place of a number or of true
+        and false: DeepSpeed reads "false" as false, transformers as true."""
+        names = [field.name for field in dataclasses.fields(Known) if self.content.get(field.name, "auto") != "auto"]
+        return read_as(Known, {name: without_auto(self.content[name]) for name in names}, f"{self.place}: ")
+
+    def check_settings(self) -> None:
+        """Raise ConfigError for a setting that would break the gradient contract or the sharding."""
+        wrong = []
+        for key in REFUSED:
+            outer, _, inner = key.partition(".")
+            value = self.content.get(outer)
+            if inner:
+                value = value.get(inner) if isinstance(value, Mapping) else None
+            if value is not None and not _is_off(key, value):
+                wrong.append(key)
+        if wrong:
+            keys, why = ('", "'.join(wrong), "; ".join(REFUSED[key] for key in wrong))
+            raise ConfigError(f'the DeepSpeed JSON must not set "{keys}" with sequence parallelism: {why}')
+        if "gradient_clipping" not in self.content:
+            warnings.warn(
+                'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for '
+                "none)",
+                stacklevel=3,
+            )
+
+    def check_auto(self) -> None:
+        """Raise ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would
+        ignore."""
+        passed = "zero_optimization.", "bf16.keep_in_fp32", "fp16.keep_in_fp32"  # for DeepSpeed "auto" is the default
+        keys = [key for key in autos(self.content) if key in (*OBJECTS, *DECISIVE) or not key.startswith(passed)]
+        if keys:
+            raise ConfigError(
+                f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(keys)} without a Trainer, '
+                "write values"
+            )
+
+    def check(self) -> None:
+        """Raise ConfigError for a section that is misspelt, values of wrong types, and what DeepSpeed's own class
+        refuses, before anything is launched."""
+        for key in autos(self.content):
+            if key in OBJECTS:
+                raise ConfigError(
+                    f'{self.place} must have values in "{key}", which a Trainer may fill in; got "auto" for the whole '
+                    f"object, write {OBJECTS[key]}"
+                )
+        _ = self.section, self.known, self.resolved
+
+    @functools.cached_property
+    def resolved(self) -> dict[str, Any]:
+        """What DeepSpeed makes of it, defaults included, but for what may differ between ranks; "auto" counts as left
+        out. Raises ConfigError for what DeepSpeed's own class refuses."""
+        given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
+        given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
+        kept = {KEYS.get(name, name): x for name, x in given.items() if name not in OF_A_RANK}
+        return json.loads(json.dumps(kept, default=_as_json, skipkeys=True))
+
+    @property
+    def left_out(self) -> list[str]:
+        """The keys that DeepSpeed must not see: our section, and those that it refuses even where they enable
+        nothing."""
+        return [SECTION, *(key for key in REFUSED if key in self.content and _is_off(key, self.content[key]))]
+
+    def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
+        """Return the JSON that DeepSpeed is given, which counts a sequence once for each of the `size` ranks of its
+        group. Raises ConfigError as `batch_by_rank` does."""
+        content = dict(self.content)
+        for key in self.left_out:
+            content.pop(key, None)
+        if self.known.train_batch_size is not None:
+            content["train_batch_size"] = self.batch_by_rank(size, groups)
+        return content
+
+    @property
+    def batch_sizes(self) -> tuple[int | None, int | None, int | None]:
+        """Batch of an optimizer step, micro-batch and accumulation steps; None: not given."""
+        batch, micro, steps = (getattr(self.known, name) for name in BATCH_SIZES)
+        return batch, micro, steps
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors that the optimizer keeps of each parameter; 2, as AdamW, where that is not known."""
+        optimizer = without_auto(self.content.get("optimizer")) or {}
+        known = OPTIMIZER_STATES.get(str(optimizer.get("type")).lower())
+        return 2 if known is None else known + bool(optimizer.get("params", {}).get("momentum"))
+
+    def batch_by_rank(self, size: int, groups: int) -> int:
+        """Return "train_batch_size", which counts sequences, as DeepSpeed counts it, once per rank. Raises ConfigError
+        where the batch sizes do not fit `groups` groups of `size` ranks."""
+        sequences, micro, steps = self.batch_sizes
+        assert sequences is not None
+        step = groups * (micro or 1) * (steps or 1)
+        if sequences % step or (micro and steps and sequences != step):
+            raise ConfigError(
+                f"train_batch_size counts sequences: it must be {'' if micro and steps else 'a multiple of '}{step} = "
+                f"{groups} groups of {size} ranks x micro-batch {micro or 'any'} x accumulation {steps or 'any'}; got "
+                f"{sequences}"
+            )
+        return sequences * size
+
+
+def without_auto(section: Any) -> Any:
+    """Return a section without what it leaves to a Trainer ("auto"), or to DeepSpeed (null)."""
+    if not isinstance(section, Mapping):
+        return section
+    return {name: without_auto(value) for name, value in section.items() if value != "auto" and value is not None}
+
+
+def autos(content: Mapping[str, Any], outer: str = "") -> Iterator[str]:
+    """Yield the keys, with dots, of what is "auto" outside of our section."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and name != SECTION:
+            yield from autos(value, f"{outer}{name}.")
+        elif isinstance(value, str) and value == "auto":
+            yield f"{outer}{name}"
+
+
+def _check_place_of_section(content: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a section that is misspelt or inside another one."""
+    for key, inner in content.items():
+        if _is_meant(key):
+            raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
+        for name in inner if isinstance(inner, Mapping) and key != SECTION else ():
+            if name == SECTION or _is_meant(name):
+                raise ConfigError(
+                    f'"{SECTION}" must stand at the top of the DeepSpeed JSON; got "{name}" inside "{key}", move it out'
+                )
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether a key of REFUSED has a value that changes nothing."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
+    return value == NEUTRAL.get(key)
+
+
+def _is_meant(key: object) -> bool:
+    """Whether a key that is not the section's is a misspelling of it."""
+    if key == SECTION or key in OTHERS or not isinstance(key, str):
+        return False
+    plain, right = ("".join(filter(str.isalnum, name.lower())) for name in (key, SECTION))
+    return plain in ("sp", "ulysses") or difflib.SequenceMatcher(None, plain, right).ratio() > 0.8
+
+
+def _parsed(content: dict[str, Any]) -> Any:
+    """DeepSpeed's configuration object; its class raises for what it refuses. Batch sizes depend on the number of
+    ranks: the given ones are left out, and 1 stands for them."""
+    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
+
+    return DeepSpeedConfig({**_checked_by_deepspeed(content), "train_micro_batch_size_per_gpu": 1})
+
+
+def _as_json(value: Any) -> Any:
+    """Return what a section of DeepSpeed's configuration holds, without the folder of a host's drives."""
+    if callable(dump := getattr(value, "model_dump", None)):
+        return dump(exclude={name: {"nvme_path"} for name in ("offload_param", "offload_optimizer")})
+    if isinstance(value, Mapping | Sequence):
+        return dict(value) if isinstance(value, Mapping) else list(value)
+    if hasattr(value, "repr") or dataclasses.is_dataclass(value):  # DeepSpeed itself writes the former as JSON
+        return vars(value)
+    return type(value).__qualname__ if " at 0x" in str(value) else str(value)  # addresses differ between ranks
+
+
+def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    """The configuration without "auto" and without what is checked elsewhere. outer: the key of the section that has
+    this content, with a dot after it."""
+    return {
+        key: _checked_by_deepspeed(value, f"{outer}{key}.") if isinstance(value, Mapping) else value
+        for key, value in content.items()
+        if value != "auto" and f"{outer}{key}" not in CHECKED_HERE
+    }
+
+
+def read_config(config: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:
+    """Return the settings of the "sequence_parallel" section of a DeepSpeed JSON.
+
+    Args:
+        config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
+
+    Raises:
+        ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
+    """
+    return SequenceParallelConfig.from_dict(DeepSpeedJson.read(config).section)

@@ -1,0 +1,198 @@
+"""Write a checkpoint so that it is there as a whole, or not at all, whenever a rank is killed.
+
+Ranks write into a folder aside, sync their files to the disk and agree that every file is complete. Then one rename
+makes it a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...base import compat
+from ...base.errors import ConfigError, SeqParError
+from ...guards.agreement import assert_ranks_agree
+
+ASIDE, FORMER = ".unfinished", ".former"  # folders, beside checkpoints, of one that is written and one it replaces
+RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # in the name of a file that belongs to one rank
+ARCHIVES = (".pt", ".pth")
+TRIAL = 1 << 20  # bytes that are written to learn why others could not be
+
+
+class Aside:
+    """A checkpoint that is being written.
+
+    Attributes:
+        path: The folder to write into. It becomes `folder / name`.
+        error: What this rank could not write.
+        needed: How many bytes that has, 0 where it is not known.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.path = folder, name, folder / ASIDE / name
+        self.error: Exception | None = None
+        self.needed = 0
+
+    @contextlib.contextmanager
+    def keeping_errors(self, *written: Any) -> Iterator[None]:
+        """Context manager that keeps an exception for the end, since other ranks go on and wait for this one.
+
+        Args:
+            *written: What is being written: tensors, or what has some in it.
+        """
+        try:
+            yield
+        except SeqParError:
+            raise  # on all ranks
+        except Exception as reason:
+            self.error = self.error or reason
+            self.needed += sum(x.nbytes for x in compat.tree_leaves(written) if isinstance(x, torch.Tensor))
+
+    def sentence(self) -> ConfigError | None:
+        if self.error is None:
+            return None
+        reason, room = " ".join(str(self.error).split()), ""
+        with contextlib.suppress(OSError):
+            room = f", with {shutil.disk_usage(self.folder).free >> 20:,} MiB free there"
+            room += f" for some {-(-self.needed >> 20):,} MiB of this rank" if self.needed else ""
+        wrong = ConfigError(
+            f"a checkpoint is saved once every rank has written its files; got {type(self.error).__name__} for "
+            f"{self.folder / self.name}: {_why_nothing_can_be_written(self.path) or reason}{room}, mend that or name "
+            "another folder (what was saved before is whole)"
+        )
+        wrong.__cause__ = self.error
+        return wrong
+
+    def sync(self, rank: int, leads: bool) -> None:
+        """Write this rank's files to the disk. Raises OSError where that fails, or a file is not complete."""
+        for path in sorted(self.path.rglob("*")):
+            match = RANK.search(path.name)
+            if not path.is_file() or not (int(match[1]) == rank if match else leads):
+                continue
+            _sync(path)
+            if path.suffix in ARCHIVES and not is_whole(path):
+                raise OSError(f"{path.name} is not complete")
+
+    def publish(self, latest: bool) -> None:
+        """Make the folder a checkpoint, and with `latest` the one that DeepSpeed loads by default."""
+        target, former = self.folder / self.name, self.folder / FORMER / self.name
+        if target.exists():  # which no rename replaces at once; `recover` puts it back
+            former.parent.mkdir(exist_ok=True)
+            target.rename(former)
+        _sync(self.path)
+        self.path.rename(target)
+        _sync(self.folder)
+        if latest:
+            _write_at_once(self.folder / "latest", self.name)
+
+
+@contextlib.contextmanager
+def written_aside(
+    group: dist.ProcessGroup, folder: Path, name: str, leads: bool, latest: bool = False
+) -> Iterator[Aside]:
+    """Context manager in which ranks write a checkpoint, which is there once it ends. Collective over all ranks.
+
+    Args:
+        group: The group of all ranks.
+        folder: The folder of checkpoints.
+        name: The checkpoint's name in it.
+        leads: Whether this rank renames: one rank of those that see the same folder.
+        latest: Whether it becomes the one that DeepSpeed loads by default.
+
+    Raises:
+        ConfigError: On every rank, where one could not write; nothing has changed then.
+    """
+    aside = Aside(folder, name)
+    with aside.keeping_errors():
+        if leads:
+            recover(folder)
+            aside.path.mkdir(parents=True)
+    _agree(group, aside)
+    if not aside.path.is_dir():
+        aside.error = FileNotFoundError(
+            "this rank does not see the folder that rank 0 has made, as all ranks do in a folder that machines share"
+        )
+    try:
+        with aside.keeping_errors():
+            yield aside
+        with aside.keeping_errors():
+            aside.sync(dist.get_rank(), leads)
+        _agree(group, aside)
+        with aside.keeping_errors():
+            if leads:
+                aside.publish(latest)
+                with contextlib.suppress(OSError):
+                    recover(folder)  # before others look into the folder, as when this save is part of another
+        _agree(group, aside)
+    finally:
+        if leads:
+            with contextlib.suppress(OSError):
+                recover(folder)
+
+
+def _agree(group: dist.ProcessGroup, aside: Aside) -> None:
+    assert_ranks_agree(group, "checkpoint to write", {"name": aside.name}, error=aside.sentence())
+
+
+def recover(folder: Path, remove: bool = True) -> None:
+    """Put back what a killed save was about to replace in a folder of checkpoints, and remove what else it has left.
+
+    Only the run that saves there may remove it: others may look at a folder while one is being written.
+    """
+    for former in sorted((folder / FORMER).glob("*")):
+        if not (folder / former.name).exists():
+            former.rename(folder / former.name)
+    for name in (ASIDE, FORMER) if remove else ():
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """Write a text file, so that readers see the former text or the new one."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    _sync(draft)
+    draft.replace(path)
+    _sync(path.parent)
+
+
+def _why_nothing_can_be_written(folder: Path) -> str:
+    """Return why the system takes no more files in a folder, as "No space left on device"; "" where it does.
+
+    torch, safetensors and numpy do not pass it on: of a full disk they say that a position is unexpected, or that a
+    stream has failed. What they have written by then still takes the room.
+    """
+    if folder.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(TRIAL))
+                os.fsync(file.fileno())
+        except OSError as reason:
+            return os.strerror(reason.errno or errno.EIO)
+    return ""
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as reason:
+        if reason.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # else a file system that syncs no folders, as some that reach a network do
+    finally:
+        os.close(descriptor)
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a file of torch.save is complete: a zip archive has its list of contents at the end."""
+    return path.is_file() and zipfile.is_zipfile(path)

@@ -1,0 +1,300 @@
+"""Save a DeepSpeed engine's checkpoints whole, and load them into the same run or a changed one."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...base import compat
+from ...base.errors import ConfigError, as_seqpar_error
+from ...base.log import log_once
+from ...data.loader import Loader
+from ...data.random_states import random_state, set_random_state
+from ...data.sharding import Sharding
+from ...guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
+from ...guards.process_exit import is_lost
+from ..config import DeepSpeedJson
+from .atomic import Aside, recover, written_aside
+from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, mend
+
+PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
+
+# arguments of DeepSpeed's load_checkpoint, by position
+OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
+           "custom_load_fn")  # fmt: skip
+
+
+class EngineCheckpoints:
+    """The methods of an engine that save and load its checkpoints, with DeepSpeed's own inside.
+
+    Args:
+        engine: DeepSpeed's engine, whose methods these replace.
+        sp: The SequenceParallel that it trains with.
+        of_loop: Whether it is of a loop that nobody else saves, as of `initialize`.
+
+    Raises:
+        ConfigError: The configuration asks for a writer that goes on writing after it has returned.
+    """
+
+    def __init__(self, engine: Any, sp: Sharding, of_loop: bool) -> None:
+        if engine.checkpoint_engine is not None and engine.checkpoint_engine.is_decoupled():  # one that trains
+            raise ConfigError(
+                'checkpoints need a writer that returns once files are written; got "decoupled" in "checkpoint" of '
+                "the JSON, leave it out"
+            )
+        self.engine, self.sp, self.of_loop, self.ranks = engine, sp, of_loop, sp.size * sp.data_size
+        self._save, engine.save_checkpoint = engine.save_checkpoint, self.save_checkpoint
+        self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        loader: Loader | None = None,
+    ) -> bool:
+        """Save a checkpoint, which is there once all ranks have written theirs. Collective over all ranks.
+
+        Args:
+            save_dir: The folder of checkpoints.
+            tag: The checkpoint's name. The default is `global_step` with the number of optimizer steps.
+            client_state: What `load_checkpoint` returns.
+            save_latest: Whether it becomes the one that `load_checkpoint` takes by default.
+            exclude_frozen_parameters: Whether to leave out parameters that are not trained.
+            loader: The loader of `sp.loader` whose place is saved; default: that of `training_data`.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: On every rank, where one cannot write, or gradients are being accumulated. Earlier checkpoints
+                stay as they are.
+        """
+        engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        compared = {"tag": name, "steps": engine.global_steps, "save_latest": save_latest}
+        compared["loader"] = self._loader(loader) is not None
+        done, steps = engine.micro_steps % engine.gradient_accumulation_steps(), engine.gradient_accumulation_steps()
+        error = _unread(folder / name) or _misnamed(name) or _unknown(loader)
+        if self.of_loop and done and not engine.was_step_applied():
+            error = ConfigError(
+                f"a checkpoint has no gradients, so it is saved after an optimizer step; got save_checkpoint after "
+                f"{done} of the {steps} micro-batches of one, call it after the last"
+            )
+        assert_ranks_agree(group, "checkpoint", compared, error=error, call="save_checkpoint")
+        with written_aside(group, folder, name, self._leads, save_latest) as aside:
+            writer = engine.checkpoint_engine
+            with _deferring(aside, writer, "save"), _deferring(aside, engine, compat.COPY_SCRIPTS, str(folder)):
+                try:
+                    self._save(str(aside.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
+                except Exception as reason:  # not kept: other ranks wait in DeepSpeed's barriers until this one ends
+                    if is_lost(reason):
+                        raise
+                    raise as_seqpar_error("collecting what is saved failed", reason) from reason
+                writer.save(self._loop_state(loader), _loop_file(aside.path, engine.global_rank))
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *options: Any,
+        loader: Loader | None = None,
+        **given: Any,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint, also one of another number of ranks, SP size or ZeRO stage. Collective over all ranks.
+
+        Loading the optimizer's states too continues the run: its random states and the place of its loader are
+        restored.
+
+        Args:
+            load_dir: The folder of checkpoints.
+            tag: The checkpoint's name; default: the last one that was saved.
+            *options: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                load_module_only and custom_load_fn.
+            loader: The loader of `sp.loader` that goes on; default: that of `training_data`.
+            **given: The same by name.
+
+        Returns:
+            (the path that was loaded, the `client_state` that was saved); (None, None) where the folder has no
+            checkpoint yet.
+
+        Raises:
+            ConfigError: On every rank, where the checkpoint is not whole, or the run cannot go on from it.
+        """
+        engine, folder, group = self.engine, Path(load_dir), self.sp.control_world
+        if self._leads:
+            with contextlib.suppress(OSError):  # of a folder that is only read
+                recover(folder, remove=False)
+        assert_ranks_agree(group, "folder of checkpoints", None, call="load_checkpoint")
+        given |= zip(OPTIONS, options, strict=False)
+        universal = engine.load_universal_checkpoint()
+        name = _last(folder, universal) if tag is None else str(tag)
+        error = _unknown(loader) or (None if name is None else _unread(folder / name))
+        continues = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        compared = {"tag": name, "optimizer states": continues, "loader": self._loader(loader) is not None}
+        assert_ranks_agree(group, "checkpoint to load", compared, error=error, call="load_checkpoint")
+        if name is None or universal or not continues:
+            return self._load(str(load_dir), tag, **given)
+        states, converts = self._inspected(folder / name, loader)
+        if not converts:
+            loaded = self._load(str(load_dir), name, **given)
+        else:
+            self._convert(folder / name)
+            config = compat.engine_config(engine)
+            config.load_universal_checkpoint = True
+            try:
+                loaded = self._load(str(folder / name), UNIVERSAL, **given)
+            finally:
+                config.load_universal_checkpoint = False
+            mend(engine, folder / name / UNIVERSAL)
+        if states is not None:
+            if (loader := self._loader(loader)) is not None:
+                loader.load_state_dict(states["loader"])
+            set_random_state(states["random"])
+        return loaded
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank makes and renames folders: one of those that see the same ones."""
+        return (self.engine.local_rank if self.engine.use_node_local_storage() else self.engine.global_rank) == 0
+
+    def _loader(self, given: Loader | None) -> Loader | None:
+        own = self.engine.training_dataloader
+        return own if given is None and isinstance(own, Loader) else given
+
+    # ---- what a loop needs beside DeepSpeed's files
+
+    def _loop_state(self, loader: Loader | None) -> dict[str, Any]:
+        loader = self._loader(loader)
+        state = {"ranks": self.ranks, "groups": self.sp.data_size, "sequences": self.engine.train_batch_size()}
+        if self.of_loop:
+            state |= {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
+        return state
+
+    def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
+        """Return the loop's state for this rank, or None if the checkpoint has none. Raises ConfigError if this loop
+        cannot go on from it."""
+        rank = self.engine.global_rank
+        file = next((x for x in (_loop_file(folder, 0), _loop_file(folder, rank)) if x.exists()), None)
+        if file is None:
+            return None
+        state = torch.load(file, weights_only=False)
+        if state["sequences"] != self.engine.train_batch_size():
+            raise ConfigError(
+                "a run goes on with as many sequences a step (of a device, by accumulation, by groups); got "
+                f"{self.engine.train_batch_size()} and a checkpoint of {state['sequences']}, set that"
+            )
+        if not self.of_loop or "random" not in state:
+            return None
+        if (state["loader"] is None) != (self._loader(loader) is None):
+            has, lacks = ("the run", "checkpoint") if state["loader"] is None else ("the checkpoint", "run")
+            raise ConfigError(
+                f"a run goes on at the place of its loader; got one in {has} and none in the {lacks}, give the same "
+                "loader= to save_checkpoint and load_checkpoint"
+            )
+        if (state["ranks"], state.get("groups", self.sp.data_size)) != (self.ranks, self.sp.data_size):
+            rank = self.sp.data_rank * state["ranks"] // self.sp.data_size  # all ranks of a sequence draw the same
+        own = torch.load(_loop_file(folder, rank), weights_only=False)
+        return state | {"random": own["random"]}
+
+    # ---- looking before loading
+
+    def _inspected(self, folder: Path, loader: Loader | None) -> tuple[dict[str, Any] | None, bool]:
+        """Return (the loop's state, whether the checkpoint must be converted). Raises ConfigError on every rank where
+        it is not whole or this run cannot go on from it."""
+        engine, states = self.engine, None
+        settings = DeepSpeedJson.read(engine.config).known
+        run = LoadingRun(
+            rank=engine.global_rank, ranks=self.ranks, stage=settings.zero_optimization.stage, dtype=settings.dtype
+        )
+        try:
+            report = inspect_engine(folder, run)
+            if not report.fault and not report.mismatch:
+                states = self._read_loop_state(folder, loader)
+        except ConfigError as reason:
+            report = EngineReport(mismatch=str(reason))
+        except Exception as reason:  # a damaged file may raise anything
+            report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
+        reports = [x for _, x in all_gather_objects(self.sp.control_world, ("the checkpoint", report))]
+        if mismatch := next((x.mismatch for x in reports if x.mismatch), ""):
+            raise ConfigError(f"{mismatch} (of {folder})")
+        if faulty := [rank for rank, x in enumerate(reports) if x.fault]:
+            raise ConfigError(
+                f"load_checkpoint needs a whole checkpoint; got {folder}, where {reports[faulty[0]].fault} "
+                f"({ranks_in_words(faulty)}), name another tag"
+            )
+        return states, report.converts
+
+    def _convert(self, source: Path) -> None:
+        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks.
+
+        It is written inside the checkpoint's folder: another run may be saving beside that.
+        """
+        group = self.sp.control_world
+        if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
+            return
+        log_once(f"sequence_parallel: converting {source}, once, for another number of ranks or ZeRO stage")
+        with written_aside(group, source, UNIVERSAL, self.engine.global_rank == 0) as aside:
+            with ThreadPoolExecutor(1) as pool:
+                jobs = [pool.submit(convert, source, aside.path)] if self.engine.global_rank == 0 else []
+                # in short waits, for which a group's timeout is long enough
+                while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
+                    pass
+            for job in jobs:
+                job.result()
+
+
+@contextlib.contextmanager
+def _deferring(aside: Aside, owner: Any, name: str, *given: Any) -> Iterator[None]:
+    """Context manager in which a method's errors are kept until all ranks have written. `given` replaces arguments."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        with aside.keeping_errors(args):
+            method(*(given or args), **kwargs)
+
+    vars(owner)[name] = call
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+
+
+def _loop_file(folder: Path, rank: int) -> Path:
+    return folder / f"sequence_parallel_rank_{rank}.pt"
+
+
+def _unread(folder: Path) -> ConfigError | None:
+    if glob.escape(str(folder)) == str(folder):
+        return None
+    return ConfigError(f"DeepSpeed finds a checkpoint where no name has one of *?[; got {folder}, rename that folder")
+
+
+def _misnamed(tag: str) -> ConfigError | None:
+    if tag and tag == Path(tag).name and not tag.startswith((".", "latest")):
+        return None
+    return ConfigError(
+        f'a tag names a folder in save_dir, and neither "latest" nor a hidden one; got {tag!r}, give it another name'
+    )
+
+
+def _unknown(loader: object) -> ConfigError | None:
+    if loader is None or isinstance(loader, Loader):
+        return None
+    return ConfigError(f"loader= takes a loader of sp.loader; got {type(loader).__name__}, make one of it")
+
+
+def _last(folder: Path, universal: bool) -> str | None:
+    """Return the name of the checkpoint that was saved last; None without any."""
+    file = folder / ("latest_universal" if universal else "latest")
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None

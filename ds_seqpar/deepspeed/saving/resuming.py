@@ -1,0 +1,173 @@
+"""Tell whether a run can go on from files of DeepSpeed, and convert them for another number of ranks or ZeRO stage.
+
+DeepSpeed's universal format has every parameter and each of its Adam states whole, and loads it into any partition.
+What it leaves out is mended here: the step and the settings of parameter groups, where ZeRO-3 is on one side; buffers,
+and parameters that are not trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import DeepSpeedJson, Zero
+from .atomic import is_whole
+
+UNIVERSAL = "universal"  # folder, in a checkpoint's, of its converted copy
+MODEL = "mp_rank_00_model_states.pt"  # the end of the name of a file of weights
+ADAM = ("exp_avg", "exp_avg_sq")  # the states of an optimizer that DeepSpeed converts
+GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadingRun:
+    """The run that is to read a checkpoint."""
+
+    rank: int
+    ranks: int
+    stage: int  # of ZeRO
+    dtype: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineReport:
+    """One rank's findings about the files of an engine. The texts are "" if nothing is wrong."""
+
+    fault: str = ""  # what is missing or damaged
+    mismatch: str = ""  # why it belongs to another kind of run
+    ranks: int = 0  # that wrote it
+    converts: bool = False  # whether it must be converted
+
+
+def inspect_engine(folder: Path, run: LoadingRun) -> EngineReport:
+    """Return a report on the files that this rank would read of an engine's checkpoint, the folder of its tag."""
+    report = EngineReport()
+    report.fault = next(filter(None, _faults(folder, run, report)), "")
+    return report
+
+
+def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str]:
+    """Check file by file, and yield what is missing or damaged, or "" for an intact file. Sets the rest of the report.
+
+    The caller stops at the first fault, so later checks may rely on earlier files.
+    """
+    models = sorted(folder.glob(f"*{MODEL}"))
+    if not models:
+        yield f"{folder.name} has no model_states.pt"
+    local_file = f"zero_pp_rank_{run.rank}_"
+    model_states = next((path for path in models if path.name.startswith(local_file)), models[0])
+    yield fault_of(model_states)
+    # as DeepSpeed reads it, except that mmap leaves tensors on the disk
+    content = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
+    report.ranks = content.get("dp_world_size", run.ranks)
+    settings = DeepSpeedJson.read(content.get("ds_config", {})).known
+    stage, dtype = settings.zero_optimization.stage, settings.dtype
+    if bool(stage) != bool(run.stage):
+        report.mismatch = (
+            f"the checkpoint was written under ZeRO stage {stage}, and this run has {run.stage}: set that stage, since "
+            "DeepSpeed converts between 1, 2 and 3 alone"
+        )
+    elif dtype != run.dtype:
+        report.mismatch = f"the checkpoint was written in {dtype}, and this run has {run.dtype}: set it alike"
+    report.converts = (stage == 3) != (run.stage == 3) or (run.stage > 0 and report.ranks != run.ranks)
+    if report.mismatch or (report.converts and run.rank):
+        return
+    for rank in range(report.ranks) if report.converts else [run.rank]:
+        if stage == 3:
+            yield fault_of(folder / f"zero_pp_rank_{rank}_{MODEL}")
+        if stage:
+            half = "bf16_" if dtype == "bfloat16" else ""
+            optimizer = folder / f"{half}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            yield fault_of(optimizer)
+            if report.converts and not rank:
+                report.mismatch = _unconvertible(optimizer, settings.zero_optimization)
+
+
+def _unconvertible(path: Path, zero: Zero) -> str:
+    """Return why DeepSpeed cannot convert a checkpoint; "" where it can."""
+    same = "start as many ranks, under the same ZeRO stage, as the run that wrote it"
+    if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
+        return f"DeepSpeed converts no checkpoint of what is offloaded to NVMe: {same}"
+    optimizer = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    states = optimizer["optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state"]["state"]
+    found: Mapping[str, Any] = next(iter(states.values() if isinstance(states, dict) else states), {})
+    if {*ADAM, "step"} != found.keys():  # as also where amsgrad adds one
+        return f"DeepSpeed converts Adam's states alone, and this optimizer has {', '.join(found) or 'none'}: {same}"
+    return ""
+
+
+def fault_of(path: Path) -> str:
+    return "" if is_whole(path) else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write an engine's checkpoint in DeepSpeed's universal format, as runs of every ZeRO stage from 1 on read it.
+
+    Args:
+        source: The folder of the checkpoint's tag.
+        target: The folder to write.
+    """
+    import deepspeed
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    given = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    with tempfile.TemporaryDirectory() as place:  # whose name has no characters that mean something in a pattern
+        for name, folder in (("from", source), ("to", target)):
+            Path(place, name).symlink_to(folder.absolute(), target_is_directory=True)
+        folders = {"input_folder": f"{place}/from", "output_folder": f"{place}/to"}
+        main(argparse.Namespace(**folders, **given, inject_missing_state=True))
+    zero, trained = target / "zero", [path.parent for path in target.glob(f"zero/*/{ADAM[0]}.pt")]
+    state = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    nested = state.get("optimizer_state_dict")  # of ZeRO-3, whose format has no step of a parameter
+    step = nested["state"][0]["step"] if nested else torch.load(trained[0] / "step.pt", weights_only=False)
+    groups = state["param_groups"]
+    for folder in trained if nested else ():
+        torch.save(step, folder / "step.pt")
+        for path in (folder / f"{name}.pt" for name in ("fp32", *ADAM)):
+            torch.save({"param": torch.load(path, weights_only=False)}, path)
+    by_stage = {"param_groups": groups, "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups}}
+    known = {name: state[name] for name in GLOBAL if name in state}
+    torch.save({**known, **by_stage, "ds_version": deepspeed.__version__}, zero / "optimizer_state.pt")
+    # the rest of what loading reads, under the name that each stage looks for
+    models = [target / f"zero_pp_rank_{rank}_{MODEL}" for rank in range(len([*target.glob(f"zero*{MODEL}")]))]
+    models = models if nested else [target / MODEL]
+    ranks = [torch.load(model, map_location="cpu", weights_only=False, mmap=True) for model in models]
+    content, names = ranks[0], {folder.name for folder in trained}
+    content["module"] = {name: x.clone() for name, x in content["module"].items() if name not in names}
+    for name, shape in (content["frozen_param_shapes"] or {}).items() if nested else ():
+        fragments = torch.cat([rank["frozen_param_fragments"][name] for rank in ranks])
+        content["module"][name] = fragments[: shape.numel()].view(shape)
+    for model in models:
+        model.unlink()
+    torch.save(content, target / MODEL)
+    shutil.copyfile(target / MODEL, target / f"zero_pp_rank_0_{MODEL}")
+
+
+def mend(engine: Any, folder: Path) -> None:
+    """Restore what DeepSpeed leaves out of a converted checkpoint that an engine has loaded. Collective under ZeRO-3.
+
+    Args:
+        engine: DeepSpeed's engine.
+        folder: The converted checkpoint.
+    """
+    import deepspeed
+
+    state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+    for states in engine.optimizer.optimizer.state.values():  # which share a step, where each adds to its own
+        states["step"] = copy.deepcopy(states["step"])
+    content = torch.load(folder / MODEL, map_location="cpu", weights_only=False)["module"]
+    targets = {name: x for name, x in engine.module.named_parameters() if not x.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(targets.values()), modifier_rank=0), torch.no_grad():
+        targets |= dict(engine.module.named_buffers())
+        for name in targets.keys() & content.keys():
+            targets[name].copy_(content[name])

@@ -1,0 +1,308 @@
+"""Ranks check that they agree before they communicate, so that an error of one rank is raised on all and none hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..base import compat, profiling
+from ..base.errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
+from ..base.fingerprint import Fingerprint
+from ..core.runtime.transport import all_reduce_max, explaining_failure
+
+Fields = dict[str, str]
+# (fields by rank, of ranks that differ) -> a clause of a sentence, or ""; None: the difference is no error
+Advice = Callable[[Mapping[int, Fields]], str | None]
+BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward_order.py`
+LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
+ALL = "on all ranks"  # in the remedy of calls that no step needs, as those of a rank that prints
+
+
+def assert_ranks_agree(
+    group: dist.ProcessGroup | None,
+    name: str,
+    value: object,
+    *,
+    error: SeqParError | None = None,
+    number: int | None = None,
+    peers: dist.ProcessGroup | None = None,
+    among_peers: bool = False,
+    call: str = "",
+    advice: Advice | None = None,
+) -> int:
+    """Raise on all ranks of a group unless all pass the same value and none passes an error.
+
+    Args:
+        group: a group that carries CPU tensors; None for this rank alone.
+        name: of the value, in errors; the same on all ranks.
+        value: what must be the same, by repr, on all ranks of the group, or with `among_peers` on those of `peers`.
+            Mappings, dataclasses and lists of them are compared field by field, and an error names the fields that
+            differ. A value that is compared often may be passed as `Compared`.
+        error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
+        number: a number whose maximum is needed, on all ranks or on none.
+        peers: this rank's part of the group, whose ranks first check that all of them make this call, and that none is
+            in a backward, for which it would wait there. None: this rank alone.
+        among_peers: whether values may differ between parts of the group.
+        call: the function that users call to come here, named where a rank does not make the call.
+        advice: returns why ranks differ, and what to do, where that is known.
+
+    Returns:
+        The greatest `number` of any rank; 0 where there is none.
+
+    Raises:
+        SeqParError: `error`, on the rank that passed it.
+        DisagreementError: on all other ranks, and on all if values differ.
+        CommunicationError: if a rank does not make the call.
+    """
+    for owner in sorted(checkers):
+        checkers[owner].flush_before(group)
+    entry, has_error = Entry.of(name, value, call, advice), error is not None
+    compared, kind = entry.compared.fingerprint, Fingerprint.of(name)
+    among_peers &= peers is not group
+    # all ranks get the same result, so either all of them take the slow path or none
+    if 1 < _size(peers) < _size(group) and differ(peers, compared if among_peers else kind, entry.subject):
+        raise_difference(peers, [entry], error, values_may_differ=True)
+        has_error = True  # of these ranks, whose values differ
+    if differ(group, kind if among_peers else compared, entry.subject, has_error):
+        raise_difference(group, [entry], error, ranks_of(peers)[0] if among_peers else 0)
+    return 0 if number is None else maximum(group, number, entry.subject)
+
+
+class Checker(Protocol):
+    """Values of one set of groups that were not compared yet; see `consistency`."""
+
+    def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
+
+    def forget(self, group: dist.ProcessGroup | None) -> None: ...
+
+
+checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionary()  # by the number of their groups
+
+
+class Compared:
+    """A value in the form in which ranks compare it: its fields and their fingerprint."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self.fields = name, fields_of(value)
+        self.fingerprint = Fingerprint.of(name, sorted(self.fields.items()))
+
+
+class Entry(NamedTuple):
+    """A value that ranks compare, and how errors speak of it. For `call` and `advice` see `assert_ranks_agree`."""
+
+    compared: Compared
+    call: str
+    advice: Advice | None
+
+    @classmethod
+    def of(cls, name: str, value: object, call: str = "", advice: Advice | None = None) -> Entry:
+        return cls(value if isinstance(value, Compared) else Compared(name, value), call, advice)
+
+    @property
+    def remedy(self) -> str:
+        """What to do where a rank does not make the call, which stands in parentheses in `call`."""
+        return self.call.partition(" (")[2].removesuffix(")")
+
+    @property
+    def subject(self) -> str:
+        return self.call or f"the comparison of {self.compared.name}"
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group, by group rank."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+FAILED = 2**63 - 1  # no fingerprint, nor the negative of one
+
+
+def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
+    """Return whether ranks' fingerprints differ, or one of them has failed. Collective over the group.
+
+    Args:
+        group: a group that carries CPU tensors; None for this rank alone.
+        compared: this rank's fingerprint.
+        subject: what compares, for errors.
+        failed: whether this rank has an error.
+    """
+    greatest, negated_least = _maxima(group, (FAILED, FAILED) if failed else (compared, -compared), subject)
+    return greatest != -negated_least
+
+
+def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
+    """Return the greatest number of any rank. Collective; call it after an agreement, so that all ranks call it."""
+    return _maxima(group, (number,), subject)[0]
+
+
+def _maxima(group: dist.ProcessGroup | None, numbers: Sequence[int], subject: str) -> Sequence[int]:
+    if group is None or _size(group) == 1:
+        return numbers
+    # a selective checkpoint would look for the tensors' operations among those that it saved
+    span = profiling.span(f"agree on {subject}")
+    with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
+        return all_reduce_max(numbers, group, wait)
+
+
+def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
+    """Return the sum over ranks of each number, in fp64.
+
+    It has the same bits on all ranks, since gloo adds up each element in one place. Collective; call it after an
+    agreement, so that all ranks make the call.
+
+    Args:
+        group: a group that carries CPU tensors.
+        numbers: this rank's summands, as many as on every other rank.
+        call: the user's call, for errors.
+    """
+    total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    with explaining_failure(call, group):
+        dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def fields_of(value: object, name: str = "") -> Fields:
+    """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, list):
+        value = {f"[{number}]": item for number, item in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return {name: repr(value)}
+    inner = [fields_of(item, f"{name} {key}".strip()) for key, item in value.items()]
+    return {field: text for fields in inner for field, text in fields.items()}
+
+
+def raise_difference(
+    group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int = 0,
+    before: int | None = None, values_may_differ: bool = False,
+) -> None:  # fmt: skip
+    """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it.
+
+    Args:
+        group: as for `differ`.
+        entries: what this rank has compared since ranks agreed last, this call's own at the end.
+        error: why this rank cannot go on.
+        part: the part of the group among whose ranks values must be the same.
+        before: how many calls of the step were compared before these; None where an error comes out of its own call.
+        values_may_differ: whether to raise only where a rank makes another call.
+    """
+    if found := _difference(group, entries, error, part, before, values_may_differ):
+        for checker in list(checkers.values()):
+            checker.forget(group)
+        raise found
+
+
+def _difference(
+    group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int,
+    before: int | None, values_may_differ: bool,
+) -> SeqParError | None:  # fmt: skip
+    """Return what `raise_difference` raises; None where ranks may differ so."""
+    values = [(entry.compared.name, entry.compared.fields, entry.remedy) for entry in entries]
+    reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
+    global_ranks = ranks_of(group)
+    sentences = [sentence for *_, sentence, _ in reports]
+    if any(sentences) and not values_may_differ:
+        first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
+        failed_rank = global_ranks[first]
+        return error or DisagreementError(f"rank {failed_rank} cannot go on: {sentences[first]}")
+    for place in range(max(len(values) for _, values, *_ in reports)):
+        at_place = [values[place] if place < len(values) else ("no call", Fields(), "") for _, values, *_ in reports]
+        calls_differ = len({name for name, *_ in at_place}) > 1
+        if values_may_differ and not calls_differ:
+            continue
+        parts = [0 if calls_differ else part for *_, part in reports]
+        where = "" if before is None else f" (call {before + place + 1} of the step)"
+        for part in sorted(set(parts)):
+            members = {global_ranks[rank]: at_place[rank] for rank, number in enumerate(parts) if number == part}
+            advice = None if calls_differ else entries[place].advice
+            why = advice({rank: fields for rank, (_, fields, _) in members.items()}) if advice else ""
+            why = _why_other_calls(members) if calls_differ else why
+            if why is not None and (difference := differences(members, why, where)):
+                audience = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
+                sentence = f"{audience} must be given the same {difference}"
+                return DisagreementError(sentence)
+    return None
+
+
+def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
+    """Return the objects of all ranks, by group rank. Collective over the group.
+
+    Args:
+        group: a group that carries CPU tensors; None for this rank alone.
+        local: this rank's object, a tuple whose first item is a name for errors.
+    """
+    if group is None or _size(group) == 1:
+        return [local]
+    objects: list[Any] = [None] * _size(group)
+    with explaining_failure(f"the comparison of {local[0]}", group):
+        dist.all_gather_object(objects, local, group=group)
+    return objects
+
+
+def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
+    """Return why some ranks make other calls, and what to do, "" where nothing tells. by_rank: rank -> (name, fields,
+    remedy)."""
+    remedies = dict.fromkeys(remedy for name, _, remedy in by_rank.values() if remedy and name != BACKWARD)
+    if asides := [remedy for remedy in remedies if ALL in remedy]:
+        return f"some ranks alone make one: {', or '.join(asides)}"
+    ahead = [rank for rank, (name, *_) in by_rank.items() if name != BACKWARD]
+    if len(ahead) == len(by_rank):
+        return ""
+    is_ahead = f"{ranks_in_words(ahead)} {'is' if len(ahead) == 1 else 'are'} one call ahead"
+    return f"{is_ahead}: skip a step on all ranks or on none, {'; '.join([LEFT_OUT, *remedies])}"
+
+
+def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") -> str:
+    """Return what differs between ranks, in words, or "" if nothing does.
+
+    Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
+
+    Args:
+        by_rank: rank -> (name of what it compares, its fields, ...).
+        why: the cause and what to do, where they are known.
+        where: which of several calls it is, in words.
+    """
+    if len({compared for compared, *_ in by_rank.values()}) > 1:
+        by_call = {
+            rank: f"{compared} through {next(iter(fields.values()))}" if compared == BACKWARD and fields else compared
+            for rank, (compared, fields, *_) in by_rank.items()
+        }
+        return f"calls{where}{why and f', but {why}'}; got {_grouped(by_call)}"
+    first = next(iter(by_rank.values()))
+    names = differing({rank: fields for rank, (_, fields, *_) in by_rank.items()})
+    if not names:
+        return ""
+    omitted = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
+    shown = {
+        rank: ", ".join([_named(name, fields.get(name)) for name in names[:MOST_SHOWN]] + omitted)
+        for rank, (_, fields, *_) in by_rank.items()
+    }
+    return f"{first[0]}{where}{why and f', but {why}'}; got {_grouped(shown)}"
+
+
+def differing(by_rank: Mapping[int, Fields]) -> list[str]:
+    """Return the names of the fields in which ranks differ, in order."""
+    names = {name: None for fields in by_rank.values() for name in fields}
+    return [name for name in names if len({fields.get(name) for fields in by_rank.values()}) > 1]
+
+
+def _named(name: str, value: str | None) -> str:
+    name = name.lstrip("0123456789 ")
+    return f"{name} {value}".strip() if value is not None else f"no {name}"
+
+
+def _grouped(by_rank: Mapping[int, str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in by_rank.items():
+        groups.setdefault(value, []).append(rank)
+    shown = [f"{ranks_in_words(ranks)}: {value}" for value, ranks in list(groups.items())[:MOST_SHOWN]]
+    return "; ".join(shown + ([f"and {len(groups) - MOST_SHOWN} other values"] if len(groups) > MOST_SHOWN else []))

@@ -1,0 +1,141 @@
+"""Ranks agree on the order in which they run backward, before anything of it is sent.
+
+Each call that communicates has a number, the same on all ranks. Autograd numbers nodes too, in the order in which they
+are made. So a node is known by the first call that was made after it: its own, or the first one in the forward of a
+function whose backward runs attention again, as reentrant checkpoints, head chunks and compiled graphs do.
+
+Ranks compare the calls by which they know the nodes that they run: on CPUs before a node's first message, on
+accelerators at the latest before `backward` returns. A backward that a node runs inside of its own is not compared: it
+was agreed on with the node.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ..base import compat
+from ..core.runtime.groups import check_thread
+from . import waits
+from .agreement import BACKWARD, LEFT_OUT
+from .consistency import ConsistencyChecker
+
+MOST_CALLS = 1 << 14  # that are remembered: more than wait for their backward at a time
+BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # named where a rank does not run it
+WHY = (
+    "losses come in another order, as those of a set of names do (go through a list, the same on every rank), or one "
+    f"leaves a call out ({LEFT_OUT})"
+)
+
+
+class _Call(NamedTuple):
+    """A call that communicates."""
+
+    made: int  # the number of autograd's next node when it was made
+    number: int  # among the calls of its SequenceParallel
+    what: str  # for errors
+    layer: int | None  # of a patched model
+
+    @property
+    def place(self) -> str:
+        """What it is to a reader of a report."""
+        return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
+
+
+class Calls:
+    """Counts the calls of one SequenceParallel that communicate, and orders their backward, the same on all its ranks.
+
+    Args:
+        checker: what its ranks compare.
+
+    Attributes:
+        layer: which layer of a patched model makes the next call, where that is known.
+    """
+
+    def __init__(self, checker: ConsistencyChecker) -> None:
+        self.checker, self.count, self.of = checker, 0, (0, tuple[int, ...]())
+        self.layer: int | None = None
+        self._calls: list[_Call] = []  # those made outside of a backward, in order
+        self._outermost = -1  # the graph task that runs, in which others may run
+        self._entered = -1, -1  # graph task and node that were entered last
+        self._order: list[_Call] = []  # the calls of nodes that were entered and not compared yet
+        groups = checker.groups
+        if groups is not None and groups.control is not None:
+            self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
+
+    def follow(self, name: str, sends: bool = True) -> None:
+        """Count a call. Call it in the forward of an autograd function, before anything is sent.
+
+        Args:
+            name: of the call, for errors.
+            sends: whether the forward sends anything; a replay does not.
+        """
+        layer, self.layer = self.layer, None
+        if not self.of[1]:
+            return
+        self.enter(sends)
+        self.count += 1
+        waits.call = call = _Call(compat.next_node(), self.count, name, layer)
+        if compat.graph_task() < 0:
+            self._outermost = -1  # also where a backward has raised
+            if self._calls and self._calls[-1].made > call.made:
+                self._calls.clear()  # of another thread, which has nodes of its own
+            self._calls.append(call)
+            if len(self._calls) > 2 * MOST_CALLS:
+                del self._calls[:MOST_CALLS]
+
+    def enter(self, sends: bool = True) -> None:
+        """Raise on all ranks unless all run backward of the same call, or will at the end of `backward`.
+
+        Call it in each backward, and in each forward that a backward runs again, before anything is sent. Outside of a
+        backward it does nothing.
+
+        Args:
+            sends: whether anything is sent next.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
+        task = compat.graph_task()
+        if task < 0 or not self.of[1]:
+            return
+        check_thread()
+        if self._outermost < 0:
+            self._outermost, self._order = task, []
+            compat.after_backward(self._leave)
+        if task == self._outermost:
+            waits.call, node = self._current(), compat.number_of(compat.autograd_node())
+            if self._entered != (task, node):
+                self._entered = task, node
+                self._order += [waits.call] if waits.call else []
+        if sends and self._order:
+            order, self._order = self._order, []
+            outermost, self._outermost = self._outermost, -1  # which it stays where this raises
+            calls = {str(place): self._named(call) for place, call in enumerate(order)}
+            self.checker.check_deferred(BACKWARD, calls, call=BACKWARD_CALL, advice=lambda by_rank: WHY)
+            self._outermost = outermost
+
+    def name_of_current(self) -> str:
+        """Return the name of the call whose backward runs, for errors."""
+        call = self._current() if compat.graph_task() == self._outermost else None
+        return "backward of attention" if call is None else f"backward of {call.what} (call {call.number})"
+
+    def _current(self) -> _Call | None:
+        """Return the call by which autograd's current node is known, None where it was made after all calls."""
+        at = bisect.bisect_right(self._calls, compat.number_of(compat.autograd_node()), key=lambda call: call.made)
+        return self._calls[at] if at < len(self._calls) else None
+
+    def _named(self, call: _Call) -> str:
+        """Return the name by which ranks compare a call. It is counted back from the last one: of those that failed a
+        rank may have made more than another, and steps alike have names alike."""
+        of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
+        last = "the last call" if call.number == self.count else f"the last call but {self.count - call.number}"
+        return f"{call.what}{of}, {last}"
+
+    def _leave(self) -> None:
+        """End the outermost graph task, before `backward` returns."""
+        self._outermost, self._order = -1, []
+        if self.checker.defers_on is not None:
+            self.checker.flush()

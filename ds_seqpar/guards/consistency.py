@@ -1,0 +1,198 @@
+"""Cross-rank consistency checks: verify that all ranks of a sequence issue the same calls.
+
+On CPUs each call is compared before anything of it is sent: hosts wait for one another there anyway. On accelerators
+hosts run ahead of their devices, and must not wait for one another in every call. So a call like one that the ranks
+agreed on before is deferred, which sends nothing: it is compared together with the next call that is unlike all before,
+or at the end of the step. A rank that cannot go on compares at once. The others reach a comparison too, since no host
+waits for its device before it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base import compat
+from ..base.errors import SeqParError, as_seqpar_error
+from ..base.fingerprint import Fingerprint
+from ..core.runtime.devices import communicator_device
+from ..core.runtime.groups import Groups
+from .agreement import Advice, Entry, checkers, differ, maximum, raise_difference
+from .process_exit import IDLE_TIMEOUT
+
+# called with a tensor's values on the CPU -> an error of this rank, or fields that ranks compare
+Judge = Callable[[Tensor], SeqParError | Mapping[str, object]]
+MOST_DEFERRED = 512  # calls, which are then compared although the step has not ended, as in evaluation
+MOST_KNOWN = 1024  # values that ranks have agreed on, and that may be deferred
+NOTHING, END = Entry.of("", {}), Entry.of("end of the step", {})
+
+
+class _Look(NamedTuple):
+    """A tensor that is copied to the CPU."""
+
+    after: Entry  # what was compared last when the copy began
+    copy: Tensor
+    arrived: Any  # an event of the device; None: the copy is there
+    judge: Judge
+
+
+class ConsistencyChecker:
+    """The comparisons of the ranks that share a sequence.
+
+    Args:
+        groups: This rank's groups; None for ranks of one process, which need not agree.
+        agreement: The setting.
+    """
+
+    def __init__(self, groups: Groups | None, agreement: str = "auto") -> None:
+        self.groups = groups
+        device = None if groups is None or groups.sp is None else communicator_device(groups.sp)
+        # the type of the devices on which calls like earlier ones are deferred; None: nothing is deferred
+        self.defers_on = None if device is None or agreement == "always" else device.type
+        self._entries: list[Entry] = []  # what was deferred since ranks compared last
+        self._before = 0  # how many calls of the step were compared before those
+        # fingerprints of what ranks agreed on, the oldest first; the same on all ranks
+        self._known: dict[int, None] = {}
+        self._last = NOTHING
+        self._looks: list[_Look] = []
+        self._at_exit: weakref.finalize | None = None
+        if groups is not None:
+            checkers[groups.number] = self
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.groups is None else self.groups.control
+
+    def check_now(
+        self, name: str, value: object, *, error: SeqParError | None = None, number: int | None = None, call: str = "",
+        advice: Advice | None = None,
+    ) -> int:  # fmt: skip
+        """Compare a value between the ranks. For the arguments and the result see `assert_ranks_agree`."""
+        entry = Entry.of(name, value, call, advice)
+        self._compare(entry, self._judge(entry) or error)
+        return 0 if number is None else maximum(self.group, number, entry.subject)
+
+    def check_deferred(
+        self, name: str, value: object, *, error: SeqParError | None = None, call: str = "",
+        advice: Advice | None = None, device: torch.device | None = None, like: object = None,
+    ) -> None:  # fmt: skip
+        """Compare a value between the ranks, at the end of the step where that may be; else now.
+
+        A value that may differ by its `advice` must be given to `check_now`.
+
+        Args:
+            name: As for `assert_ranks_agree`, and so are the others.
+            device: Where the tensors are that are sent next; None where accelerators' ranks have theirs.
+            like: What of the value must be as in an earlier call, to be deferred; None: all of it.
+        """
+        entry = Entry.of(name, value, call, advice)
+        error = self._judge(entry) or error
+        key = entry.compared.fingerprint if like is None else Entry.of(name, like).compared.fingerprint
+        defers = self.defers_on is not None and (device is None or device.type == self.defers_on)
+        if not defers or error is not None or key not in self._known:
+            self._compare(entry, error, key)
+            return
+        self._entries.append(entry)
+        if len(self._entries) >= MOST_DEFERRED:
+            self._compare(END)
+
+    def check_values(self, x: Tensor, judge: Judge) -> None:
+        """Copy a tensor to the CPU, and judge its values once they are there.
+
+        It happens when what was compared last is compared again, as in the next forward, and else in the last `flush`
+        or at exit. All ranks must call this alike.
+
+        Args:
+            x: The tensor.
+            judge: Gets the copy. It must not refer to the SequenceParallel, which would then live until exit.
+        """
+        copy = x.detach().to("cpu", non_blocking=True)
+        on_its_way = x.device.type != "cpu" and not compat.is_fake(copy)
+        arrived = torch.accelerator.current_stream(x.device).record_event() if on_its_way else None
+        self._looks.append(_Look(self._last, copy, arrived, judge))
+        self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
+
+    def flush(self, *, last: bool = False) -> None:
+        """Compare what was deferred, and wait for the other ranks. Call it on all of them at the end of a step.
+
+        Args:
+            last: Whether no forward follows. Then it waits for the device too, and judges what that has still to say.
+        """
+        judges = last and bool(self._looks)
+        error = self._judge() if judges else None
+        if self._entries or judges:
+            self._compare(END, error)
+        self._before = 0
+
+    def flush_before(self, group: dist.ProcessGroup | None) -> None:
+        """Call `flush` before a comparison in another group, where some ranks would wait for those that wait here."""
+        if self._entries and self.group is not group:
+            self.flush()
+
+    def forget(self, group: dist.ProcessGroup | None) -> None:
+        """Forget what was deferred before all ranks of the group raised, whatever they compared then."""
+        if self._entries and self.group is group:
+            self._entries, self._before = [], 0
+
+    def _compare(self, entry: Entry, error: SeqParError | None = None, key: int | None = None) -> None:
+        """Compare what was deferred and one entry more. key: by which calls like it are known; None: all of it."""
+        before, entries, self._entries = self._before, [*self._entries, entry], []
+        self._before = before + len(entries)
+        compared = entry.compared.fingerprint
+        if len(entries) > 1:
+            compared = Fingerprint.of([int(each.compared.fingerprint) for each in entries])
+        if differ(self.group, compared, entry.subject, error is not None):
+            raise_difference(self.group, entries, error, before=None if self.defers_on is None else before)
+        elif self.defers_on is not None:
+            self._known[entry.compared.fingerprint if key is None else key] = None
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+
+    def _judge(self, again: Entry | None = None) -> SeqParError | None:
+        """Judge what was left for the next comparison like this one, None: whatever was left. Defer the fields that
+        ranks compare, and return this rank's error."""
+        self._last = again or self._last
+        if not self._looks:
+            return None
+        ready = [x for x in self._looks if again is None or x.after.compared.name in ("", again.compared.name)]
+        self._looks[:] = [x for x in self._looks if not any(x is other for other in ready)]
+        error = None
+        for look, found in _found(ready):
+            if isinstance(found, SeqParError):
+                error = error or found
+            elif found:
+                name = f"{look.after.compared.name} in the call before".strip()
+                self._entries.append(Entry.of(name, found, look.after.call, look.after.advice))
+        return error
+
+
+def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mapping[str, object]]]:
+    """Yield what there is to say of each tensor, once it has arrived."""
+    for look in looks:
+        if look.arrived is not None:
+            look.arrived.synchronize()
+        if compat.is_fake(look.copy):
+            continue
+        try:
+            yield look, look.judge(look.copy)
+        except Exception as error:  # a rank that raised alone would leave its peers waiting
+            yield look, as_seqpar_error("a check of a tensor's values failed", error)
+
+
+def _say(looks: list[_Look]) -> None:
+    """Print this rank's errors that nobody looked at, at exit. A device that does not get there is not waited for."""
+    deadline = time.monotonic() + IDLE_TIMEOUT
+    while any(look.arrived is not None and not look.arrived.query() for look in looks):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+    for _, found in _found(looks):
+        if isinstance(found, SeqParError):
+            print(f"ds_seqpar: the last call that looked right was not: {found}", file=sys.stderr, flush=True)

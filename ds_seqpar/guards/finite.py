@@ -1,0 +1,289 @@
+"""The search for NaN and inf that `check_finite` asks for, which names the first place where one appears.
+
+A rank that finds one goes on, since the others would wait for it, until ranks compare: at the end of each attention
+call, of a patched model's forward, and around an engine's backward and step. All ranks then raise the earliest finding.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..base import compat
+from ..base.errors import InputError, ranks_in_words
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import label_of
+from ..core.compiler.schedules.actions import ACCUMULATORS, unit_name
+from ..core.runtime.kernels import Scores
+from ..core.runtime.transport import Group, TorchComm
+from ..core.runtime.walk import Observer, Walk
+from .agreement import Entry, all_gather_objects, assert_ranks_agree, raise_difference, ranks_of
+
+NAME = "numbers that must be finite"
+SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
+ADVICE = "see its operands, or take another kernel"
+SUMMED = "though the gradients of each rank were finite after backward"
+LINKS = "what clips or changes them between backwards, as later hooks do, and the links between ranks"
+MADE = 1 << 30  # the step of what a call returns, after all of its program
+
+
+class Finding(NamedTuple):
+    """Numbers that are not finite."""
+
+    step: int  # in which an attention call found them; below 0 before its first
+    where: str
+    advice: str
+    numbers: str  # the first, and how many there are
+    sender: int | None = None  # the global rank that they came from
+    ranks: tuple[int, ...] = ()  # those that have them, once ranks have compared
+
+
+class Finite:
+    """What a rank has found since ranks compared last.
+
+    Attributes:
+        call: The attention call that runs.
+        scaled: Whether gradients of that call may be infinite.
+    """
+
+    def __init__(self) -> None:
+        self.found: Finding | None = None
+        self.call, self.scaled = "", False
+        self.engine: Any = None  # a weak reference
+        self.microbatches = self.forwards = 0  # backwards of this step; forwards of patched models
+
+    def __deepcopy__(self, memo: dict) -> Finite:
+        return self  # of the SequenceParallel that a copied model shares
+
+    def look(self, what: str, how: str, x: object, advice: str, step: int = -1, sender: int | None = None) -> None:
+        """Note a tensor or a number that is not finite, unless something was found before.
+
+        Args:
+            what: What it is. In an lse and in sinks -inf is right.
+            how: A clause: where it came from.
+            x: The tensor or number; anything else is passed over.
+            advice: A clause: what to do.
+            step: As in `Finding`.
+            sender: As in `Finding`.
+        """
+        negative = what.split(" of ")[0].endswith(("lse", "sinks"))
+        if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
+            self.found = Finding(step, f"{what}, {how}", advice, numbers, sender)
+
+    def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
+        """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
+
+        Args:
+            group: The group; None for this rank alone.
+            step: The number of the optimizer step that has ended, if one has.
+            later: Only find out which is the first, and leave it to the comparison of a larger group to raise it.
+        """
+        self.scaled = False
+        if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
+            return
+        found = [finding for _, finding in all_gather_objects(group, (NAME, self.found))]
+        first, members = min(filter(None, found), key=lambda finding: finding[:3]), ranks_of(group)
+        by_rank = dict(zip(members, found, strict=True))
+        while (before := by_rank.pop(first.sender, None)) is not None and before.step <= first.step:
+            first = before
+        alike = [other is not None and other[:3] == first[:3] for other in found]
+        ranks = first.ranks or tuple(itertools.compress(members, alike))
+        self.found = first._replace(ranks=ranks) if later else None
+        if later:
+            return
+        when = self.when() if step is None else f", in step {step}"
+        on = f"{ranks_in_words(ranks)}{when}"
+        got = f"{first.numbers} in {first.where}, on {on}"
+        error = InputError(f"check_finite needs finite numbers; got {got}, {first.advice}")
+        raise_difference(group, [Entry.of(NAME, None)], error if dist.get_rank() == ranks[0] else None)
+
+    def when(self) -> str:
+        """Return a clause that names the optimizer step and the micro-batch, where they are known."""
+        if self.engine is not None and (engine := self.engine()) is not None:
+            return f", in step {engine.global_steps + 1}, micro-batch {self.microbatches + 1}"
+        return f", in forward {self.forwards} of the model" if self.forwards else ""
+
+    def begin(self, call: str, tensors: dict[str, Tensor], scores: Scores, sinks: Tensor | None) -> None:
+        """Look at the inputs of an attention call."""
+        self.call = call
+        # fp16's loss scaling makes inf in backward, and leaves the step out
+        self.scaled = compat.graph_task() >= 0 and any(x.dtype == torch.float16 for x in tensors.values())
+        for name, x in {**tensors, "scale": scores.scale, "softcap": scores.softcap, "sinks": sinks}.items():
+            self.look(f"{name} of {self.call}", "which came in", x, "see what made it")
+
+    def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """Look at each gradient twice: once its parameter's backward has made it, and once hooks have changed it and
+        it was added to the one that was there. Then gradients of ranks are summed.
+
+        Returns:
+            The hooks.
+        """
+        handles: list[RemovableHandle] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_hook(functools.partial(self.look_at_made, name)))
+                after = functools.partial(self._look_after_hooks, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(after))
+        return handles
+
+    def look_at_made(self, what: str, gradient: Tensor, by: str = "its backward") -> None:
+        """Look at the gradient of `what`, which `by` has made."""
+        if gradient.dtype != torch.float16:  # whose loss scaling makes inf, and leaves the step out
+            self.look(f"the gradient of {what}", f"which {by} made", gradient, "see the size of what it is made of")
+
+    def _look_after_hooks(self, name: str, parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is not None and gradient.dtype != torch.float16:
+            advice = "see the hooks on it, and what clips or changes the gradient that it is added to"
+            self.look(f"the gradient of {name}", "though its backward made finite numbers", gradient, advice)
+
+    def watch(self, engine: Any, world: Group) -> None:
+        """Look at an engine's losses, gradients and optimizer states, and compare gradient norms. Collective over the
+        world in each backward and step from then on."""
+        self.engine, backward, step = weakref.ref(engine), engine.backward, engine.step
+
+        def checked_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.look("the loss", "which came into backward", loss, "see what computes it")
+            self.agree(world)
+            result = backward(loss, *args, **kwargs)
+            self.agree(world)  # before the sum of all ranks' gradients is looked at
+            if engine.is_gradient_accumulation_boundary():
+                self._look_at_sums(engine, SUMMED, f"see {LINKS}")
+                self.agree(world)
+            self.microbatches += 1
+            return result
+
+        def checked_step(*args: Any, **kwargs: Any) -> Any:
+            if not engine.is_gradient_accumulation_boundary():
+                return step(*args, **kwargs)
+            number, self.microbatches = engine.global_steps + 1, max(0, self.microbatches - 1)
+            self._look_at_sums(engine, "which was finite after backward", "see what clips or changes gradients since")
+            self._look_at_states(engine, f"before optimizer step {number}")
+            self.agree(world)
+            result = step(*args, **kwargs)
+            self.microbatches = 0
+            if not engine.fp16_enabled():
+                self._compare_norms(engine.get_global_grad_norm(), number, world)
+            for name, x in engine.module.named_parameters():
+                x = getattr(x, compat.PARTITION, x)
+                self.look(name, f"which optimizer step {number} made", x, "see its learning rate, state and hooks")
+            self._look_at_states(engine, f"after optimizer step {number}")
+            self.agree(world, number)
+            return result
+
+        engine.backward, engine.step = checked_backward, checked_step
+
+    def _look_at_sums(self, engine: Any, how: str, advice: str) -> None:
+        """Look at the gradients of all ranks together."""
+        if engine.fp16_enabled():  # whose loss scaling makes inf, and leaves such steps out
+            return
+        for x in compat.tree_leaves(getattr(engine.optimizer, compat.SUMMED, None)):
+            self.look("a gradient that ZeRO has summed", how, x, advice)
+        for name, x in engine.module.named_parameters():
+            self.look(f"the gradient of {name}, summed", how, x.grad, advice)
+
+    def _look_at_states(self, engine: Any, when: str) -> None:
+        for state in getattr(compat.basic_optimizer(engine), "state", {}).values():
+            for name, x in state.items():
+                self.look(f"{name} of the optimizer's state", when, x, "see the checkpoint or code that has set it")
+
+    def _compare_norms(self, norm: Any, number: int, world: Group) -> None:
+        if norm is None:  # nobody asked for it
+            return
+        norm = float(norm)
+        norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))], dtype=torch.float64)
+        if not torch.isclose(norms, norms[:1], rtol=SPREAD, atol=0.0, equal_nan=True).all():
+            assert_ranks_agree(world, f"gradient norm of step {number}", {"norm": float(f"{norm:.6g}")})
+        self.look("the gradient norm", SUMMED, norm, f"see their size, {LINKS}")
+
+
+def not_finite(x: object, negative: bool = False) -> str:
+    """Return how many numbers of a tensor or a number are not finite, in words; "" where all are.
+
+    Args:
+        negative: Whether -inf counts as finite.
+    """
+    if isinstance(x, int | float):
+        return "" if math.isfinite(x) else str(x)
+    plain = isinstance(x, Tensor) and type(x) in (Tensor, torch.nn.Parameter)  # others may communicate
+    if not isinstance(x, Tensor) or not plain or not x.is_floating_point() or x.is_meta:
+        return ""
+    wrong = ~x.detach().isfinite()
+    if negative:
+        wrong &= x != -torch.inf
+    count = int(wrong.sum())
+    return f"{float(x.detach()[wrong][0])} in {count} of {x.numel()} numbers" if count else ""
+
+
+class LooksAtWalks(Observer):
+    """Looks at what arrives in a walk, once it has, and at what each instruction makes."""
+
+    def __init__(self, finite: Finite) -> None:
+        self.finite = finite
+        self.started: dict[int, op.Started] = {}  # the instructions that started transfers, by ticket
+
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        self.started.clear()
+        for x in (results or [])[: 1 if walk.program.direction == "forward" else None]:
+            self.finite.look(f"the result of {self.finite.call}", "which was made there", x, ADVICE, MADE)
+
+    def after(self, walk: Walk, instruction: op.Instruction) -> None:
+        where = f"in {self.finite.call}, {walk.program.name} step {instruction.step}"
+        if isinstance(instruction, op.Started):
+            self.started[instruction.ticket] = instruction
+        if isinstance(instruction, op.Wait):
+            for rank, what, x in _arrived(walk, self.started.pop(instruction.ticket)):
+                how, advice = f"which came over the wire from rank {rank} {where}", f"see its link to rank {rank}"
+                self.finite.look(what, how, x, advice, instruction.step, rank)
+            return
+        for what, x in _made(walk, instruction):
+            self.finite.look(what, f"made {where}", x, ADVICE, instruction.step)
+
+
+def _fields(walk: Walk, kind: str) -> list[str]:
+    return [field.name for field in walk.bound.shape.fields(walk.program.direction, kind)]
+
+
+def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the global rank, the name and the tensor of all that arrived from other ranks."""
+    groups = cast(TorchComm, walk.comm).groups
+    if isinstance(started, op.ExchangeStart):
+        sizes = walk.bound.exchange_sizes(started.exchange)
+        received = walk.buffers.elements(started.received, sizes.dtype)[: sum(sizes.incoming)]
+        for rank, x in enumerate(received.split(list(sizes.incoming))):
+            yield ranks_of(groups.ulysses)[rank], " and ".join(started.exchange.fields), x
+        return
+    if isinstance(started, op.Post):
+        units = [(t.peer, t.unit, walk.buffers.tensors(t.slot, t.unit)) for t in started.receives]
+    else:  # of an all-gather each rank's block, of an all-to-all the partial results of this rank's
+        kind, key_of, local = started.collective.kind, started.collective.key_of, walk.program.rank
+        gathers = isinstance(started, op.GatherStart)
+        ranks = [rank for rank in walk.comm.order(started.ranks) if gathers or rank != local]
+        keys = [key_of(rank if gathers else local) for rank in ranks]
+        parts = walk.buffers.parts(started.received, kind, keys)
+        units = [(rank, (kind, key), x) for rank, key, x in zip(ranks, keys, parts, strict=True)]
+    for rank, unit, tensors in units:
+        for field, x in zip(_fields(walk, unit[0]), tensors, strict=True):
+            yield ranks_of(groups.inner)[groups.cp_order[rank]], f"{unit_name(unit)}'s {field}", x
+
+
+def _made(walk: Walk, instruction: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of all that an instruction has computed."""
+    label = label_of(instruction)
+    if isinstance(instruction, op.Finish):
+        names = [name for kind in ACCUMULATORS[walk.program.direction] for name in _fields(walk, kind)]
+        yield from ((f"{label}'s {name}", x) for name, x in zip(names, walk.result, strict=True))
+    units = [unit for unit, _ in instruction.results] if isinstance(instruction, op.Product) else []
+    units += [instruction.unit] if isinstance(instruction, op.Merge | op.Fold) else []
+    for unit in units:
+        if unit in walk.results:
+            for name, x in zip(_fields(walk, unit[0]), walk.results[unit].written, strict=True):
+                yield f"{label}'s {name}", x

@@ -1,0 +1,78 @@
+"""The label of each instruction in a profiler's trace, by the plan's own names."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import Tensor
+
+from ..base import profiling
+from ..core.compiler.compile import BoundProgram
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import Transfer, label_of, name_of_kind
+from ..core.compiler.schedules.actions import name_of, unit_name
+from ..core.runtime.walk import Observer, Walk
+
+
+class Labels(Observer):
+    """Gives each instruction a label in the profiler's trace, inside one for the program, while a profiler is on."""
+
+    def begin(self, walk: Walk) -> bool:
+        if not profiling.is_on():
+            return False
+        program, self.labels, self.spans = walk.program, iter(labels_of(walk.bound)), contextlib.ExitStack()
+        self.span = contextlib.ExitStack()  # of the instruction
+        self.spans.enter_context(
+            profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}")
+        )
+        return True
+
+    def before(self, walk: Walk, instruction: op.Instruction) -> None:
+        self.span.enter_context(profiling.span(next(self.labels)))
+
+    def after(self, walk: Walk, instruction: op.Instruction) -> None:
+        self.span.close()
+
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        self.span.close()  # open where the instruction has raised
+        self.spans.close()
+
+
+def labels_of(bound: BoundProgram) -> list[str]:
+    """Return the label of each instruction: its step, what it does, with which ranks, and how many bytes it moves.
+
+    Bytes are those that this rank sends or receives in a message, and those that it receives in a collective. Messages
+    are between CP ranks: "kv(3):3>0 4096 B" is what rank 3 sends rank 0.
+    """
+    labels, started = [], dict[int, str]()  # by ticket
+    for instruction in bound.program.code:
+        if isinstance(instruction, op.Started):
+            started[instruction.ticket] = _transfers(bound, instruction)
+            text = f"{name_of_kind(type(instruction))} {started[instruction.ticket]}"
+        elif isinstance(instruction, op.Wait):
+            text = f"wait {started[instruction.ticket]}"
+        else:
+            text = label_of(instruction)
+        labels.append(f"step {instruction.step} {text}")
+    return labels
+
+
+def _transfers(bound: BoundProgram, instruction: op.Started) -> str:
+    if isinstance(instruction, op.Post):
+        rank, (sends, receives) = bound.program.rank, (instruction.sends, instruction.receives)
+        messages = [_message(bound, t, rank, t.peer) for t in sends]
+        return ", ".join(messages + [_message(bound, t, t.peer, rank) for t in receives])
+    if isinstance(instruction, op.ExchangeStart):
+        sizes = bound.exchange_sizes(instruction.exchange)
+        received = sizes.arriving(bound.heads.ulysses.rank) * sizes.itemsize
+        return f"{label_of(instruction)} of Ulysses ranks {name_of(instruction.ranks)} {received} B"
+    collective, rank = instruction.collective, bound.program.rank
+    others = [key for member, key in zip(collective.ranks, collective.keys, strict=True) if member != rank]
+    keys = others if isinstance(instruction, op.GatherStart) else [collective.key_of(rank)] * len(others)
+    size = sum(bound.unit_bytes(instruction.received, collective.kind, key) for key in keys)
+    return f"{label_of(instruction)} of ranks {name_of(collective.ranks)} {size} B"
+
+
+def _message(bound: BoundProgram, transfer: Transfer, source: int, destination: int) -> str:
+    size = bound.unit_bytes(transfer.slot, *transfer.unit)
+    return f"{unit_name(transfer.unit)}:{source}>{destination} {size} B"

@@ -1,0 +1,272 @@
+"""What happens when a rank ends: which rank prints an error that many raise, and what the interpreter waits for.
+
+If every rank printed it, the sentence would be lost among its copies and frames of libraries. So the first rank that
+has not caught it writes it into the store, and prints it with the frames of the user's own files, the sentence last.
+Ranks that raise the same, or lose a connection then, wait until it is printed and print nothing. Where they write to
+another place, they name the rank that says it. While ranks cannot communicate yet, rank 0 prints it whole, and others
+their sentence. The error is whole on every rank, for callers that catch it. An excepthook does that, which calls the
+hook that was there before. DS_SEQPAR_TRACEBACK=full leaves all frames. torchrun's summary quotes the sentence.
+
+Gloo's threads drop the tensors of finished operations, for which they need the interpreter's lock. If a thread waits
+for that lock when the interpreter ends, the process aborts, whatever its exit code was to be: "terminate called without
+an active exception", with torch 2.13. Destroying groups would not help: a group's threads are joined when nothing
+refers to it any more, and DeepSpeed keeps groups of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import re
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ..base import compat
+from ..base.errors import CommunicationError, SeqParError, ranks_in_words
+from ..base.log import log_once
+from .out_of_memory import explain
+
+Returned = TypeVar("Returned")
+# how long other ranks wait for the one that prints; a launcher ends all ranks after the first
+PRINT_TIMEOUT = timedelta(seconds=5)
+EXIT_TIMEOUT = 0.2  # seconds from the end of a process's connections to its own
+LOST = re.compile(
+    r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended|"
+    r"has ended \(process",  # in a report of the watchdog's
+    re.IGNORECASE,
+)
+NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
+# folders of files that are not the user's: Python's, installed packages', and ours
+LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+LIBRARIES.add(os.path.dirname(os.path.dirname(__file__)) + os.sep)
+# in the store: the first error that ended a rank; whether it was printed; before a rank's number, its host and process
+ENDED, PRINTED, WHERE = "ds_seqpar/ended", "ds_seqpar/printed", "ds_seqpar/where/"
+
+
+class Ended(NamedTuple):
+    """The first error that ended a rank."""
+
+    rank: int  # global
+    place: str  # where it is printed
+    sentence: str
+
+    def tells_of(self, other: Ended) -> bool:
+        """Return whether both say the same, or one of them quotes the other."""
+        (_, _, own), (_, _, others) = self.sentence.partition(": "), other.sentence.partition(": ")
+        return own in others or others in own
+
+
+def ended() -> Ended | None:
+    """Return the first error that ended a rank; None where there was none, or the store has ended too."""
+    text = ask_store(lambda store: store.get(ENDED) if store.check([ENDED]) else None)
+    return Ended(*json.loads(text)) if text else None
+
+
+def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error, unless another rank does. The launcher may end all ranks once one has ended.
+
+    A lost connection that torch has met, as in DDP's broadcast or a collective of the user's, is said in our words.
+    """
+    ours, lost, is_up = isinstance(error, SeqParError), is_lost(error), dist.is_initialized()
+    if not isinstance(error, Exception) or not (ours or is_up):
+        return before(kind, error, trace)
+    rank = dist.get_rank() if is_up else int(os.environ.get("RANK", "0"))
+    if is_out_of_memory(error) and not ours:
+        trace = _shortened(explain(error, rank))
+    elif ours or lost:
+        trace = _shortened(error)
+    if lost and not ours and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        error = CommunicationError(f"a call of torch.distributed failed because another rank ended: {_who_is_gone()}")
+    own = Ended(rank, _place_of_stderr(), f"{type(error).__name__}: {error}".splitlines()[0])
+    found = ask_store(lambda store: store.compare_set(ENDED, "", json.dumps(own))) if is_up else None
+    first = Ended(*json.loads(found)) if found else own
+    is_told = first != own and (lost or (ours and own.tells_of(first))) and _was_printed()
+    _write_error_file(f"see rank {first.rank}" if is_told else own.sentence, late=lost or is_told)
+    if not is_told and (found or not (lost if is_up else rank)):
+        before(type(error), error, trace)
+        sys.stderr.flush()
+        if first == own:
+            ask_store(lambda store: store.set(PRINTED, ""))
+    elif not is_told:  # nobody knows which rank prints it whole
+        print(f"[rank{rank}]: {own.sentence}", file=sys.stderr)
+    elif first.place != own.place:
+        print(f"[rank{rank}]: {type(error).__name__}, see rank {first.rank}", file=sys.stderr)
+    return None
+
+
+def print_once(error: SeqParError, line: str) -> None:
+    """Print a line for an error that ends the ranks, on the first rank of those that raise it."""
+    _print(lambda *_: print(line, file=sys.stderr), type(error), error, None)
+
+
+def _was_printed() -> bool:
+    """Return whether the first error is printed by now, or soon; False where its rank has ended before that."""
+    return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
+
+
+_store: Any = None  # a connection of its own to the job's store: another thread may block torch's
+
+
+def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
+    """Return what `ask` returns of the job's store; None where that has ended with its rank, or never was."""
+    try:
+        server = _store
+        while hasattr(server, "underlying_store"):
+            server = server.underlying_store
+        if hasattr(server, "host"):  # for each call to a server that has ended torch prints a stack of C++
+            with socket.create_connection((server.host, server.port), 1.0) as seen, contextlib.suppress(TimeoutError):
+                seen.settimeout(0.02)
+                seen.recv(1)  # one that is about to end closes this
+                return None
+        return None if _store is None else ask(_store)
+    except Exception:  # whatever a store raises whose process was killed, it must not hide the error
+        return None
+
+
+def _who_is_gone() -> str:
+    """Return a clause that names the ranks whose processes have ended, as far as this host sees it."""
+
+    def ask(store: Any) -> list[int]:
+        until = time.monotonic() + EXIT_TIMEOUT
+        while not (found := gone(store, range(dist.get_world_size()))) and time.monotonic() < until:
+            time.sleep(EXIT_TIMEOUT / 10)
+        return found
+
+    if found := ask_store(ask):
+        return f"the process of {ranks_in_words(found)} is gone, see its exit code, and dmesg where it was killed"
+    return "which one cannot be seen from here, see the exit codes of all"
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank has closed its connection: ours, or the backend's in other calls."""
+    return isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that memory could not be allocated, on a device or on the host."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error))))
+
+
+def _shortened(error: BaseException) -> TracebackType | None:
+    """Return the error's traceback with the frames of the user's files only; those of its causes are cut alike.
+
+    What the backend said of a lost connection is in our sentence.
+    """
+    if os.environ.get("DS_SEQPAR_TRACEBACK") == "full":
+        return error.__traceback__
+    if isinstance(error, CommunicationError):
+        error.__cause__, error.__suppress_context__ = None, True
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = _own_frames(cause.__traceback__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return error.__traceback__
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    if trace is None:
+        return None
+    next_trace = _own_frames(trace.tb_next)
+    if is_of_library(trace.tb_frame):
+        return next_trace
+    return TracebackType(next_trace, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def is_of_library(frame: FrameType) -> bool:
+    """Return whether a frame is in a file that is not the user's."""
+    return frame.f_code.co_filename.startswith((*LIBRARIES, "<frozen"))
+
+
+def _place_of_stderr() -> str:
+    """Return an identifier of stderr's file, pipe or terminal: the same for ranks whose launcher gives them one."""
+    status = os.fstat(2)
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+
+
+def _write_error_file(sentence: str, late: bool) -> None:
+    """Write what torchrun's summary says of this rank. late: whether other ranks' errors count as earlier."""
+    message = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
+    with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
+        json.dump({"message": {"message": sentence, "extraInfo": message}}, file)
+
+
+# ---- the end of the interpreter
+
+TASKS = "/proc/self/task"
+IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processor is not waited for
+
+
+def wait_at_exit() -> None:
+    """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
+    global _store
+    if not hasattr(sys.excepthook, "before"):
+        hook: Any = functools.partial(_print, sys.excepthook)
+        hook.before = sys.excepthook
+        sys.excepthook = hook
+    with contextlib.suppress(RuntimeError, ValueError):  # there is no job yet, or its store has no other connection
+        _store = compat.default_store().clone()
+    here = json.dumps([socket.gethostname(), os.getpid()])
+    ask_store(lambda store: store.set(f"{WHERE}{dist.get_rank()}", here))
+    if (
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
+        log_once(  # it keeps the store, with addresses of ended ranks
+            "torchrun --max-restarts hangs or fails when it starts ranks again, for they find addresses of the ended "
+            "ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and say --rdzv-backend c10d"
+        )
+    atexit.unregister(wait_until_idle)  # once is enough, however many SequenceParallel there are
+    atexit.register(wait_until_idle)
+
+
+def wait_until_idle() -> None:
+    """Return once no thread of gloo's has run, or waited for the interpreter's lock, for a while.
+
+    It returns after `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch interval,
+    which its counters show. It gets the lock while this function sleeps.
+    """
+    deadline, previous = time.monotonic() + IDLE_TIMEOUT, None
+    while os.path.isdir(TASKS) and time.monotonic() < deadline:  # Linux
+        states = [state_of_thread(thread, name="pt_gloo_runloop") for thread in os.listdir(TASKS)]
+        if states == previous and {state[:1] for state in states} <= {"", "S"}:
+            return
+        previous = states
+        time.sleep(max(0.01, 2 * min(sys.getswitchinterval(), 1.0)))
+
+
+def gone(store: Any, ranks: Iterable[int]) -> list[int]:
+    """Return which ranks' processes have ended, as far as this host sees it."""
+    known = [rank for rank in ranks if store.check([f"{WHERE}{rank}"])]
+    return [rank for rank in known if has_ended(*json.loads(store.get(f"{WHERE}{rank}")))]
+
+
+def has_ended(host: str, process: int) -> bool:
+    """Return whether a process has ended; False where it is on another host, or the system is not Linux."""
+    here = host == socket.gethostname() and os.path.isdir(TASKS)
+    return here and state_of_thread(process, process)[:1] in ("", "Z")
+
+
+def state_of_thread(thread: object, process: object = "self", name: str = "") -> str:
+    """Return a thread's state, whose first letter is S where it sleeps, and how often it has left the processor.
+
+    Returns "" where it has ended, has another name than is asked for, or the system is not Linux.
+    """
+    try:
+        with open(f"/proc/{process}/task/{thread}/status") as file:
+            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    if name not in ("", status["Name"]):
+        return ""
+    return " ".join(status[key] for key in ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"))

@@ -1,0 +1,419 @@
+"""Watch for ranks that wait for others too long, and say in one report what each rank does.
+
+A thread on each rank looks at the thread that communicates, once a second or so. That one waits for other ranks if it
+is in a `Wait` of ours, or in a function of torch.distributed's and has slept since the last look: Linux counts how
+often a thread leaves the processor. So ZeRO's collectives, barriers and accelerate's gathers are seen.
+
+A rank that has waited too long raises the alarm in the job's store. Every rank then writes its state there, whether it
+waits or not. The rank of the alarm joins the states, and all ranks read the result. The thread has a connection of its
+own to the store, since the main thread may block the other.
+
+A rank that ends while others make a group is not noticed by torch: they try to reach it until the group's timeout. So
+the second look at such a wait raises the alarm if a process of this host has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base import compat
+from ..base.errors import MOST_SHOWN, CommunicationError, ranks_in_words
+from ..base.log import log_once
+from ..core.compiler.program import instructions as op
+from ..core.compiler.program.instructions import Program, label_of
+from ..core.compiler.schedules.actions import unit_name
+from ..core.runtime import groups
+from ..core.runtime.devices import ranks_per_node
+from ..core.runtime.transport import Comm
+from ..core.runtime.walk import Observer, Walk
+from ..core.settings import SequenceParallelConfig
+from . import process_exit, waits
+
+LEAST = 60.0  # seconds of waiting that "auto" calls too long
+TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or fewer
+ANSWER = 2.0  # seconds in which ranks write their states, once they have looked
+MOST_LAUNCHED = 4096  # walks on a device that are kept
+END = 30  # seconds after which a process that cannot print why it ends, ends all the same
+# functions in which a thread that sleeps waits for ranks: others', and the one that `_show_waits` makes
+WAITING = re.compile(rf"[/\\](torch[/\\]distributed|deepspeed[/\\]comm)[/\\]|^{re.escape(__file__)}$")
+BACKWARD = "_engine_run_backward"  # of DDP's buckets; on a device backward runs in threads of its own
+MAKING_A_GROUP = "_new_process_group_helper"  # of torch's, which does not sleep: it tries again to reach a rank
+CLOSED = "has closed its last SequenceParallel, so nobody sees what it does"
+PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
+
+
+class State(NamedTuple):
+    """What a rank does.
+
+    Attributes:
+        words: What it does, without its subject.
+        call: What it waits in; "" where it does not wait.
+        at: Where it is in an attention call: the number of an instruction.
+    """
+
+    words: str
+    call: str = ""
+    at: int = 0
+
+
+def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
+    """Return (a line for all ranks that do the same, the sentence that names first whom the others wait for).
+
+    These are ranks that do not wait, then ranks in a call that few are in, then ranks that have not come far.
+    """
+    calls = Counter(state.call for state in states.values())
+    alike: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items(), key=lambda x: (x[1].call != "", calls[x[1].call], x[1].at, x[0])):
+        alike.setdefault(state.words, []).append(rank)
+    clauses = []
+    for (verb, _, rest), ranks in ((words.partition(" "), ranks) for words, ranks in alike.items()):
+        clauses.append(f"{ranks_in_words(ranks)} {PLURAL[verb] if len(ranks) > 1 else verb} {rest}")
+    sentence = f"after {seconds:g} s of waiting {'; '.join(clauses[:MOST_SHOWN])}"
+    if len(clauses) > MOST_SHOWN:
+        sentence += f", and {len(clauses) - MOST_SHOWN} more"
+    if "" not in calls:
+        sentence += ": they are in different calls, or a link is slow or down, or its ends send different things"
+    return "\n".join(["ds_seqpar: what all ranks do:", *clauses[: 4 * MOST_SHOWN]]), sentence
+
+
+class Launched(NamedTuple):
+    """A walk that has ended on the host, and may not have on the device. It refers to no tensor."""
+
+    event: Any  # of the device, at its end
+    program: Program
+    call: Any  # as `waits.call` was
+    comm: Any
+    batches: list[Any]  # of each wait, the works of its messages; None: of a collective, whose work refers to tensors
+
+
+class Watched(Observer):
+    """Keeps the watchdog going, for as long as a SequenceParallel holds it; the most patient settings count.
+
+    Attributes:
+        walk: The walk that runs.
+        launched: Those that nobody has seen to end on the device, the oldest first.
+    """
+
+    walk: Walk | None = None
+
+    def __init__(self, config: SequenceParallelConfig) -> None:
+        self.is_auto, self.ends = config.watchdog_s == "auto", config.watchdog == "end"
+        least = max(LEAST, groups.timeout().total_seconds() / 2)
+        self.seconds = least if config.watchdog_s == "auto" else config.watchdog_s
+        self.launched: deque[Launched] = deque(maxlen=MOST_LAUNCHED)
+
+    def begin(self, walk: Walk) -> bool:
+        self.walk, self.batches = walk, list[Any]()
+        return True
+
+    def before(self, walk: Walk, instruction: op.Instruction) -> None:
+        if isinstance(instruction, op.Wait):
+            self.batches.append(getattr(walk.tickets[instruction.ticket], "batch", None))
+
+    def end(self, walk: Walk, results: list[Tensor] | None) -> None:
+        if results is not None and self.batches and (device := walk.call.device).type != "cpu":
+            self.sent(device, walk.program, self.batches, walk.comm)
+        self.walk = waits.call = None
+
+    def sent(self, device: torch.device, program: Program, batches: list[Any], comm: Comm) -> None:
+        event = torch.get_device_module(device).current_stream(device).record_event()
+        self.launched.append(Launched(event, program, waits.call, comm, batches))
+
+    def oldest_open(self) -> Launched | None:
+        """Return the first walk that the device has not come to the end of."""
+        with contextlib.suppress(RuntimeError):  # the device has failed, as its next user is told
+            while self.launched and self.launched[0].event.query():
+                self.launched.popleft()
+            return self.launched[0] if self.launched else None
+        return None
+
+
+_dog: _Watchdog | None = None
+
+
+def watch(config: SequenceParallelConfig) -> list[Observer]:
+    """Watch this rank while anybody holds what this returns. Call it once ranks can communicate."""
+    global _dog
+    if dist.get_world_size() == 1:
+        return []
+    if _dog is None or not (_dog.is_alive() and _dog.is_of_this_job()):
+        try:
+            _dog = _Watchdog()
+        except RuntimeError:  # as a store that is not torch's own
+            log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
+            return []
+        _show_waits()
+        _dog.start()
+        atexit.register(_dog.stop)
+    watched = Watched(config)
+    _dog.users.add(watched)
+    return [watched]
+
+
+@functools.cache
+def _show_waits() -> None:
+    """Let a wait for a work or a future of torch's, which are in C++, be seen as a frame of this file."""
+    for waited_for in (dist.Work, compat.Future):
+
+        def wait(self: Any, *args: Any, of_torch: Any = waited_for.wait, **kwargs: Any) -> Any:
+            return of_torch(self, *args, **kwargs)
+
+        waited_for.wait = wait  # type: ignore[method-assign]
+
+
+class _Clock:
+    """For how many seconds the same thing has been waited for.
+
+    Attributes:
+        mark: Identifies it; None where nothing is.
+        told: What a report has told of.
+    """
+
+    mark: Any = None
+    told: Any = None
+    seconds = 0.0
+
+    def look(self, mark: Any, passed: float) -> None:
+        self.seconds = self.seconds + passed if mark and mark == self.mark else 0.0
+        self.mark = mark
+
+    def is_at(self, seconds: float) -> bool:
+        """Return whether it has taken so long, and no report has told of it."""
+        return self.seconds >= seconds and self.mark != self.told
+
+
+class _Watchdog(threading.Thread):
+    """The watchdog of one rank.
+
+    Attributes:
+        users: Who wants to be watched.
+        near: The ranks of this host.
+        number: How many alarms the job had.
+        host: The wait of the thread that communicates.
+        device: The walk that the device has to end next, if the host has ended it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="ds_seqpar watchdog", daemon=True)
+        self.rank, self.world, self.group = dist.get_rank(), dist.get_world_size(), weakref.ref(groups.all_ranks())
+        self.store, self.at_exit = compat.default_store().clone(), threading.Event()
+        self.users = weakref.WeakSet[Watched]()
+        size = ranks_per_node(self.world)
+        self.near = range(self.rank // size * size, self.world)[:size]
+        self.number, self.at, self.host, self.device = 0, time.monotonic(), _Clock(), _Clock()
+
+    def is_of_this_job(self) -> bool:
+        return groups.is_up(None) and self.group() is groups.all_ranks()
+
+    def stop(self) -> None:
+        """Let the thread be out of the store when the interpreter ends, which would abort the process."""
+        self.at_exit.set()
+        self.join(ANSWER)
+
+    @property
+    def seconds(self) -> float:
+        """How long a wait must take."""
+        return max((user.seconds for user in self.users), default=LEAST)
+
+    @property
+    def tick(self) -> float:
+        return min(max(TICK, self.world / FEW), self.seconds / 4)
+
+    def run(self) -> None:
+        with contextlib.suppress(dist.DistError):  # the rank that has the store has ended, and nobody can be told
+            while self.store.check([self.key("alarm")]):  # those of an earlier job in this store
+                self.number += 1
+            while not self.at_exit.wait(self.tick) and self.is_of_this_job():
+                self.look()
+
+    def key(self, *of: object) -> str:
+        return "/".join(map(str, ("ds_seqpar/watchdog", self.number, *of)))
+
+    def look(self) -> None:
+        now, seconds = time.monotonic(), self.seconds
+        passed = min(now - self.at, 2 * self.tick)  # a process that was stopped itself has not waited meanwhile
+        self.at = now
+        self.host.look(_mark() if self.users else None, passed)
+        self.device.look(next(filter(None, (user.oldest_open() for user in self.users)), None), passed)
+        is_at = self.device.is_at(seconds) or (self.host.is_at(seconds) and self.host.is_at(self.limit()))
+        if is_at or (self.host.is_at(self.tick / 2) and _makes_a_group(_frames()) and self.gone()):
+            self.store.compare_set(self.key("alarm"), "", str(self.rank))
+        if self.store.check([self.key("alarm")]):
+            self.host.told, self.device.told = self.host.mark, self.device.mark
+            self.answer()
+            self.number += 1
+
+    def limit(self) -> float:
+        """Return how long the current wait must take: "auto" is more patient with groups that have longer timeouts."""
+        wait, of_torch = waits.innermost(), (x.f_locals.get("group") for x in _frames()[:3])
+        group = next((x for x in of_torch if isinstance(x, dist.ProcessGroup)), None) if wait is None else wait.group
+        is_auto = any(user.is_auto for user in self.users)
+        return max(self.seconds, groups.timeout(group).total_seconds() / 2) if is_auto else self.seconds
+
+    def answer(self) -> None:
+        """Write this rank's state, and read the report, which the rank of the alarm writes."""
+        writer = int(self.store.get(self.key("alarm")))
+        stuck = self.device.mark if self.device.seconds >= self.seconds / 2 else None
+        walk = next((user.walk for user in self.users if user.walk is not None), None)
+        state = _state(walk, stuck) if self.users else State(CLOSED)
+        self.store.set(self.key("state", self.rank), json.dumps(state))
+        if self.rank == writer:
+            self.wait_for_all("state")
+            waited = min(self.limit(), round(max(self.host.seconds, self.device.seconds), 1))
+            text, sentence = report({rank: self.state_of(rank) for rank in range(self.world)}, waited)
+            print(text, file=sys.stderr, flush=True)
+            self.store.set(self.key("report"), sentence)
+        try:
+            self.store.wait([self.key("report")], timedelta(seconds=2 * (self.tick + ANSWER)))
+        except RuntimeError:
+            return  # that rank was ended meanwhile
+        sentence = self.store.get(self.key("report")).decode()
+        if self.users and all(user.ends for user in self.users):
+            self.end(sentence)
+        elif self.rank == writer:
+            print(f"ds_seqpar: {sentence}", file=sys.stderr, flush=True)
+
+    def wait_for_all(self, place: str) -> None:
+        """Wait until all ranks have come to a place of a report, but not for ever."""
+        with contextlib.suppress(RuntimeError):
+            keys = [self.key(place, rank) for rank in sorted({*range(self.world)} - {*self.gone()})]
+            self.store.wait(keys, timedelta(seconds=self.tick + ANSWER))
+
+    def gone(self) -> list[int]:
+        return process_exit.gone(self.store, self.near)
+
+    def state_of(self, rank: int) -> State:
+        if self.store.check([key := self.key("state", rank)]):
+            return State(*json.loads(self.store.get(key)))
+        host, pid = json.loads(self.store.get(f"{process_exit.WHERE}{rank}"))
+        words = "does not answer: it is stopped, in a debugger, at its end, or in code that keeps Python's lock"
+        if process_exit.has_ended(host, pid):
+            words = "has ended"
+        elif host == socket.gethostname() and process_exit.state_of_thread(pid, pid)[:1] in ("T", "t"):
+            words = "is stopped, by a signal or in a debugger"
+        return State(f"{words} (process {pid} on {host})")
+
+    def end(self, sentence: str) -> None:
+        """End the process with the report's sentence as its error, which one rank prints."""
+        faulthandler.dump_traceback_later(END, exit=True)
+        for place in ("ready", "told"):  # all ranks know why connections are lost, before one is
+            with contextlib.suppress(RuntimeError):  # the rank that has the store did not wait for this one
+                self.store.set(self.key(place, self.rank), "")
+                if place == "ready" or self.rank == 0:  # which may have it, and ends last
+                    self.wait_for_all(place)
+            if place == "ready":
+                sys.excepthook(CommunicationError, CommunicationError(sentence), None)
+                sys.stdout.flush()
+        os._exit(1)
+
+
+def _thread() -> threading.Thread:
+    """Return the thread that communicates."""
+    return groups.bound_thread() or threading.main_thread()
+
+
+def _frames() -> list[FrameType]:
+    """Return that thread's frames, the innermost first."""
+    frame = compat.frames_of_threads().get(_thread().ident or 0)
+    return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)]
+
+
+def _slept() -> str:
+    """Return that thread's state, as `state_of_thread` does."""
+    thread = _thread()
+    # after os.fork() Python's native_id is still that of the parent's thread
+    return process_exit.state_of_thread(os.getpid() if thread is threading.main_thread() else thread.native_id)
+
+
+def _mark() -> Any:
+    """Return what identifies the wait that this rank is in; None where it is in none."""
+    wait, frames = waits.innermost(), _frames()
+    if wait is None and not _waits(frames):
+        return None
+    if _makes_a_group(frames):
+        return id(frames[0]), frames[0].f_lasti
+    return wait and (wait.since, wait.awaited), _slept()
+
+
+def _makes_a_group(frames: list[FrameType]) -> bool:
+    return bool(frames) and frames[0].f_code.co_name == MAKING_A_GROUP
+
+
+def _waits(frames: list[FrameType]) -> bool:
+    """Return whether a thread is where it waits for ranks in calls of others, if it sleeps."""
+    if not frames:
+        return False
+    code = frames[0].f_code
+    if code.co_name == BACKWARD:
+        return not torch.accelerator.is_available() and _slept().startswith("S")
+    return _makes_a_group(frames) or (bool(WAITING.search(code.co_filename)) and _slept().startswith("S"))
+
+
+def _state(walk: Walk | None, stuck: Launched | None = None) -> State:
+    """Return what this rank does, in a walk. stuck: a walk that its device does not come to the end of."""
+    frames, wait, call = _frames(), waits.innermost(), waits.call  # which go on meanwhile
+    if stuck is not None:  # which came before whatever the host does
+        return State(_on_device(stuck), "a walk on the device")
+    if not frames:
+        return State("has ended the thread that communicates")
+    user = next((x for x in frames if not process_exit.is_of_library(x)), frames[0])
+    line = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno}, in {user.f_code.co_name}"
+    place, at = "" if call is None else f", {call.place}", 0 if walk is None else walk.at
+    if walk is not None:
+        step = walk.program.code[: at + 1][-1].step  # after the last instruction the results are joined
+        place = f" at step {step} of {walk.program.name} {walk.program.direction}{place}"
+    if wait is not None:
+        return State(f"waits in {wait.what}{place} for {wait.whom()} ({line})", wait.what, at)
+    if _waits(frames):
+        inside = itertools.takewhile(lambda x: WAITING.search(x.f_code.co_filename), frames)
+        names = [x.f_code.co_name for x in inside if "wrapper" not in x.f_code.co_name]  # no decorators
+        what = f"{names[-1] if names else 'backward'} ({line})"
+        return State(f"waits in {what}", what, at)
+    function = f"{frames[0].f_globals.get('__name__')}.{frames[0].f_code.co_name}"
+    in_library = process_exit.is_of_library(frames[0])
+    return State(f"is in {function} ({line}){place}" if in_library else f"is at {line}{place}")
+
+
+def _on_device(stuck: Launched) -> str:
+    """Return the words of a rank whose device is in a walk: what it waits for there, and with whom."""
+    program, of_call = stuck.program, "" if stuck.call is None else f", {stuck.call.place}"
+    at = [x for x in program.code if isinstance(x, op.Wait)]
+    ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]
+    comm, first, place = stuck.comm, max(ended, default=0), f"{program.name} {program.direction}{of_call}"
+    if first == len(at):  # it waits for nobody
+        return f"has a device that does not end {place}"
+    begun = next(x for x in program.code if isinstance(x, op.Started) and x.ticket == at[first].ticket)
+    if isinstance(begun, op.Post):
+        names = [f"{unit_name(x.unit)}:{x.peer}>{program.rank}" for x in begun.receives]
+        names += [f"{unit_name(x.unit)}:{program.rank}>{x.peer}" for x in begun.sends]
+        ranks = dist.get_process_group_ranks(comm.groups.inner)
+        peers = [ranks[comm.groups.cp_order[x.peer]] for x in (*begun.receives, *begun.sends)]
+    else:
+        names = [label_of(begun)]
+        exchanges = isinstance(begun, op.ExchangeStart)
+        group = comm.groups.ulysses if exchanges else comm.groups.collectives[begun.ranks].group
+        peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    whom = ranks_in_words(sorted({*peers}))
+    return f"has a device that waits at step {at[first].step} of {place} for {' and '.join(names)} with {whom}"

@@ -1,0 +1,179 @@
+"""The states that layers pass between ranks: each rank gets those before its runs of consecutive tokens.
+
+A run maps the state S before it to M S + S' behind it. A rank gets the M and S' of all runs on which its own depend,
+and folds them. Where that would be many bytes, the state behind each run goes to the rank of the next one, which maps
+it, and so on. Backward is the same with the runs in reverse order, and with M transposed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..base import profiling
+from ..core.compiler.program import instructions as op
+from ..core.runtime.runtime import Runtime
+from ..core.runtime.transport import Message
+from ..guards import waits
+from ..memory import checkpoints
+from .precision import all_digits
+from .segments import Segments, go_in_order, partners
+
+Context: TypeAlias = Any  # autograd's ctx
+KIND = "states"  # the name under which their elements are counted
+
+
+class Entering(torch.autograd.Function):
+    """The states before this rank's runs, from the states and the maps that runs have (B, runs, ...)."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, states: Tensor, maps: Tensor, peers: Runtime, segments: Segments, reach: int, name: str
+    ) -> Tensor:
+        replayed = checkpoints.replayed()
+        peers.calls.follow(name, sends=replayed is None)
+        if replayed is None:
+            replayed = (entering_states(peers, segments, reach, states, maps, reverse=False),)
+            checkpoints.save(replayed)
+        ctx.peers, ctx.segments, ctx.reach = peers, segments, reach
+        ctx.save_for_backward(maps, *replayed)
+        return replayed[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple:
+        maps, entering = ctx.saved_tensors
+        ctx.peers.calls.enter()
+        after, d_maps = entering_states(ctx.peers, ctx.segments, ctx.reach, grad, maps.mT, reverse=True), None
+        if ctx.needs_input_grad[1]:
+            with all_digits(after.device.type):
+                d_maps = after @ entering.mT if maps.shape[-1] > 1 else (after * entering).sum((-2, -1), keepdim=True)
+        return after, d_maps, None, None, None, None
+
+
+class Tied(torch.autograd.Function):
+    """(x, others) -> x, whose backward reaches the others on each rank: they communicate."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*(other.new_zeros(()).expand(other.shape) for other in others))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple:
+        return grad, *ctx.saved_tensors
+
+
+def entering_states(
+    peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool
+) -> Tensor:
+    """Return the state before each of this rank's runs. Collective over `peers`.
+
+    Args:
+        peers: This rank among those that have the runs.
+        segments: The runs of all ranks.
+        reach: On how many runs before it a run depends at most.
+        states: The S' of each of this rank's runs (B, runs, ..., K, V).
+        maps: The M of each (B, runs, ..., K, K), or (B, runs, ..., 1, 1) where it is a number.
+        reverse: Whether states pass from the last run to the first.
+
+    Returns:
+        As `states`.
+    """
+    messages = _Messages(peers, "backward" if reverse else "forward", states.device)
+    run_bytes = len(states) * (states.shape[2:].numel() + maps.shape[2:].numel()) * states.element_size()
+    pass_on = _in_order if go_in_order(reach, segments.most_runs, run_bytes) else _at_once
+    try:
+        with all_digits(states.device.type), profiling.span("states of layers"):
+            entering = pass_on(messages, segments, reach, states, maps, -1 if reverse else 1)
+        messages.end()
+    finally:
+        waits.call = None
+    return entering
+
+
+def _at_once(messages: _Messages, segments: Segments, reach: int, states: Tensor, maps: Tensor, step: int) -> Tensor:
+    """Fold the maps of all runs on which this rank's depend. step: from one run to the next, 1 or -1."""
+    mine = messages.peers.rank
+    sources, targets = partners(segments, mine, reach)[::step]
+    local = torch.cat([states.flatten(2), maps.flatten(2)], 2)
+    arrived = {rank: local.new_empty(len(local), len(segments.numbers[rank]), local.shape[2]) for rank in sources}
+    messages.exchange([(rank, local) for rank in targets], [*arrived.items()])
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # by the run's number
+    for rank, x in (arrived | {mine: local}).items():
+        flat = x.split([states.shape[2:].numel(), maps.shape[2:].numel()], 2)
+        of_runs = (y.unflatten(2, like.shape[2:]).unbind(1) for y, like in zip(flat, (states, maps), strict=True))
+        known.update(zip(segments.numbers[rank], zip(*of_runs, strict=True), strict=True))
+    entering = torch.zeros_like(states)
+    for place, number in enumerate(segments.numbers[mine]):
+        before = entering[:, place]
+        for other in range(number - step * reach, number, step):
+            if other in known:  # the first and the last runs have fewer before or behind them
+                before = _mapped(*known[other], before)
+        entering[:, place] = before
+    return entering
+
+
+def _in_order(messages: _Messages, segments: Segments, reach: int, states: Tensor, maps: Tensor, step: int) -> Tensor:
+    """Map the state that arrives for each run, and send it to the rank of the next run."""
+    entering = torch.zeros_like(states)
+    for (src, before), (dst, place) in itertools.pairwise(segments.places[::step]):
+        if src == messages.peers.rank:
+            behind = _mapped(states[:, before], maps[:, before], entering[:, before])
+            messages.exchange([(dst, behind.contiguous())], [])
+        elif dst == messages.peers.rank:
+            arrived = torch.empty_like(states[:, place], memory_format=torch.contiguous_format)
+            messages.exchange([], [(src, arrived)])
+            entering[:, place] = arrived
+    return entering
+
+
+def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
+    """Return the state behind a run."""
+    return state + (transition * before if transition.shape[-1] == 1 else transition @ before)
+
+
+class _Messages:
+    """The messages of one call, each waited for once it is started.
+
+    Attributes:
+        code: What a device is given, as the watchdog reads it; empty where hosts wait.
+        batches: The works of each wait there.
+    """
+
+    def __init__(self, peers: Runtime, direction: str, device: torch.device) -> None:
+        self.peers, self.direction, self.device = peers, direction, device
+        self.code: list[op.Instruction] = []
+        self.batches: list[Any] = []
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send contiguous tensors to ranks, and fill those that come from ranks."""
+        if not sends and not receives:
+            return
+        outgoing, incoming = (
+            [Message(rank, KIND, x.numel(), x.view(-1).view(torch.uint8), 0) for rank, x in messages]
+            for messages in (sends, receives)
+        )
+        handle = self.peers.comm.post(outgoing, incoming)
+        handle.wait()
+        if self.peers.observers and self.device.type != "cpu":
+            number = len(self.batches)
+            sent = tuple(op.Transfer(x.peer, (KIND, (self.peers.rank,)), 0, 0) for x in outgoing)
+            received = tuple(op.Transfer(x.peer, (KIND, (x.peer,)), 0, 0) for x in incoming)
+            self.code += [op.Post(number, number, sent, received), op.Wait(number, number)]
+            self.batches.append(getattr(handle, "batch", None))
+
+    def end(self) -> None:
+        """Tell observers what the device was given."""
+        if self.batches:
+            program = op.Program(
+                name=KIND, direction=self.direction, rank=self.peers.rank, size=self.peers.size, code=tuple(self.code),
+                slots=(), frees=(), words=(),
+            )  # fmt: skip
+            for observer in self.peers.observers:
+                observer.sent(self.device, program, self.batches, self.peers.comm)
