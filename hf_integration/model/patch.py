@@ -390,6 +390,7 @@ def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, co
     return (query * (factors(positions.to(query.device)) / factors(taken))).to(query.dtype)
 
 
+@between_graphs
 def _attention_with_layout(
     sp: SequenceParallel,
     q: Tensor,
@@ -401,8 +402,6 @@ def _attention_with_layout(
     chunk: int | None,
 ) -> Tensor:
     """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_attention_with_layout)(sp, q, k, v, options, head_chunks, layout, chunk)
     mask, tokens = options.mask, q.shape[1] * sp.size
     if layout is not None:
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
