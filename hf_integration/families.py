@@ -123,12 +123,12 @@ class Name(str):
         return part in self.replaced
 
 
-def keep_name(config: Any) -> None:
-    """Name our attention in a config that names another one, which local forwards then use."""
-    if not isinstance(before := attention_name(config), Name):
-        name = Name(NAME)
-        name.replaced = before
-        setattr(config, ATTENTION, name)
+def keep_name(config: Any, before: str | None = None) -> None:
+    """Name our attention in a config that names another one, which local forwards then use, or that named `before`."""
+    if not isinstance(name := attention_name(config), Name):
+        ours = Name(NAME)
+        ours.replaced = before or name
+        setattr(config, ATTENTION, ours)
 
 
 def name_before(config: Any) -> str:
@@ -138,13 +138,16 @@ def name_before(config: Any) -> str:
     return getattr(name, "replaced", name)
 
 
-def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, Any] | None = None) -> None:
+def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, Any] | None = None) -> str:
     """Set the attention of a model's text part alone, on a config of the model's own: others may be made of its config.
 
     Args:
         model: A model.
         name: Of an attention function.
         attending: Modules that must have it then, by their names.
+
+    Returns:
+        The name that it had.
 
     Raises:
         ConfigError: They have not, since the model's class cannot switch, of which transformers only warns.
@@ -165,6 +168,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
                 f"{type(module).__name__} that keeps {attention_name(module.config)!r}, give it the config of the "
                 "model, and call ALL_ATTENTION_FUNCTIONS.get_interface in the file of its class"
             )
+    return before
 
 
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

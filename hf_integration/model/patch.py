@@ -121,8 +121,8 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     attending = modules_of(inner, facts)
-    switch_attention(inner, NAME, attending)
-    keep_name(text_config(inner.config))
+    before = switch_attention(inner, NAME, attending)
+    keep_name(text_config(inner.config), before)
     if facts.base is not None:
         setattr(inner, BASE, facts.base)
     for module, (shape, length) in zip(attending.values(), masks(inner, facts), strict=True):
