@@ -27,6 +27,8 @@ from .rebinding import globals_read
 attention_name = attribute(
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
 )
+# where a config keeps that name, for itself and not for its parts
+ATTENTION = mark("transformers.configuration_utils:_attn_implementation_internal")
 # set on layers by gradient_checkpointing_enable
 CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
 checkpoint_of = attribute(

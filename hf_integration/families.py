@@ -1,17 +1,18 @@
-"""Models of transformers: their modules, and which settings would make their attention wrong.
+"""Models of transformers: their modules, which settings would make their attention wrong, and how it is switched.
 
-transformers looks up an attention function by the name in the config of the module that calls it. So each attention
-module of a patched model gets a view of the model's config with our name. The config itself does not change, and
-neither do models that are saved, copied or made with it.
+transformers looks up the functions of attention and of its masks by the name in a model's config. So a patched model
+has a config of its own, in which the text part has our name. A copy of that config has the name that was there before,
+and the files of a saved model have none.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
-from .compat import EAGER, attention_name
+from .compat import ATTENTION, EAGER, attention_name
 
 __all__ = ["attentions", "base_of", "check_adapters", "check_model", "unwrapped"]
 
@@ -106,16 +107,68 @@ SP = "sequence_parallel"  # an attribute of the attention modules of a patched m
 BASE = "_sequence_parallel_base"  # an attribute of a patched model: the name of its base, where it has another one
 
 
-class ConfigView:
-    """A view of a model's config, with the name of our attention, for the attention modules of a patched model."""
+class Name(str):
+    """The name of our attention in a config. Copies and pickles of it are the name that it has replaced.
 
-    def __init__(self, original: Any, name: str = NAME) -> None:
-        self.original, self._attn_implementation = original, name
+    What looks for "flash" in it, as transformers does where flash attention needs other masks, finds what local
+    forwards use.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "original" or name.startswith("__"):  # copies and pickles read these before `original` is set
-            raise AttributeError(name)
-        return getattr(self.original, name)
+    replaced: str
+
+    def __reduce__(self) -> tuple:
+        return str, (self.replaced,)
+
+    def __contains__(self, part: Any) -> bool:
+        return part in self.replaced
+
+
+def keep_name(config: Any, before: str | None = None) -> None:
+    """Name our attention in a config that names another one, which local forwards then use, or that named `before`."""
+    if not isinstance(name := attention_name(config), Name):
+        ours = Name(NAME)
+        ours.replaced = before or name
+        setattr(config, ATTENTION, ours)
+
+
+def name_before(config: Any) -> str:
+    """Return the name of attention that a config has, or that it had before ours."""
+    if (name := attention_name(config)) == NAME and not isinstance(name, Name):
+        raise ConfigError(f'attention "{NAME}" needs patch_attention; set attn_implementation to "sdpa", then patch')
+    return getattr(name, "replaced", name)
+
+
+def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, Any] | None = None) -> str:
+    """Set the attention of a model's text part alone, on a config of the model's own: others may be made of its config.
+
+    Args:
+        model: A model.
+        name: Of an attention function.
+        attending: Modules that must have it then, by their names.
+
+    Returns:
+        The name that it had.
+
+    Raises:
+        ConfigError: They have not, since the model's class cannot switch, of which transformers only warns.
+    """
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        vars(module).update({key: copies[id(x)] for key, x in vars(module).items() if id(x) in copies})
+    text = model.config.get_text_config(decoder=True)
+    before, parts = attention_name(text), [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    for part in [part for part in parts if part.config is text][-1:]:  # classes around it may be a user's
+        part.set_attn_implementation({"": name})
+    for module_name, module in (attending or {}).items():
+        if attention_name(module.config) != name:
+            setattr(text, ATTENTION, before)
+            raise ConfigError(
+                f"patch_attention needs a model whose attention set_attn_implementation switches; got {module_name}, a "
+                f"{type(module).__name__} that keeps {attention_name(module.config)!r}, give it the config of the "
+                "model, and call ALL_ATTENTION_FUNCTIONS.get_interface in the file of its class"
+            )
+    return before
 
 
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -125,24 +178,25 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
     """
     files = [sys.modules[cls.__module__] for cls in type(module).__mro__]
     eager: Any = next((getattr(file, EAGER) for file in files if hasattr(file, EAGER)), None)
-    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(attention_name(module.config.original), eager)
-    return function(_Unpatched(module), *args, **kwargs)
+    name = name_before(module.config)
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function(_With(module, config=_With(module.config, _attn_implementation=name)), *args, **kwargs)
 
 
-class _Unpatched:
-    """An attention module with the model's own config, where flash attention reads the name of its kernel.
+class _With:
+    """A module or a config with another value of some attributes, for flash attention, which reads its kernel's name.
 
-    The module itself keeps its view of the config, which other threads may read at the same time.
+    The object itself keeps them, since other threads may read them at the same time.
     """
 
-    def __init__(self, module: Any) -> None:
-        vars(self).update(module=module, config=module.config.original)
+    def __init__(self, original: Any, **changed: Any) -> None:
+        vars(self).update(changed, original=original)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["module"], name)
+        return getattr(vars(self)["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.module, name, value)
+        setattr(self.original, name, value)
 
 
 def heads_around(model: nn.Module) -> list[nn.Module]:

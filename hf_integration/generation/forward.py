@@ -389,7 +389,7 @@ def _padding_error(wrong: list[int]) -> InputError | None:
 def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: Any, facts: Facts) -> None:
     """Refuse padding between tokens of a row where windows or chunks are shorter: models count it in their lengths."""
     whole = kept.columns + columns
-    shortest = min((getattr(text_config(config), name, None) or whole for _, _, name in facts.masks), default=whole)
+    shortest = min((getattr(text_config(config), name, None) or whole for _, name in facts.masks), default=whole)
     if shortest >= whole:
         return
     if real.shape[1] == whole:

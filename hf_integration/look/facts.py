@@ -20,8 +20,8 @@ class Facts:
     attention: tuple[str, ...] = ("layers.*.self_attn",)
     mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, in the same way
     base: str | None = None  # the module that heads call, below the model; None: its base model
-    # (kind of layer of config.layer_types, "" for all; "window" or "chunk"; the name of its length in the config)
-    masks: tuple[tuple[str, str, str], ...] = ()
+    # (kind of layer of config.layer_types, "" for all; the setting of LENGTHS with the length of its window or chunk)
+    masks: tuple[tuple[str, str], ...] = ()
     heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
     keywords: bool = True  # whether keywords of the model's forward reach attention
     first_position: int = 0  # of a sequence's first token
@@ -81,8 +81,10 @@ def with_class(name: str, module: nn.Module) -> str:
     return f"{starred(name)}:{type(module).__name__}"
 
 
-WINDOWS_BY_KIND = (("sliding_attention", "window", "sliding_window"),)
-WINDOW_EVERYWHERE = (("", "window", "sliding_window"),)
+# settings that transformers' makers of masks read -> the shape of the mask
+LENGTHS: dict[str, Literal["window", "chunk"]] = {"sliding_window": "window", "attention_chunk_size": "chunk"}
+WINDOWS_BY_KIND = (("sliding_attention", "sliding_window"),)
+WINDOW_EVERYWHERE = (("", "sliding_window"),)
 # model_type -> facts. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model's, and
 # tests/hf/test_look.py what a look finds
 TESTED = {
@@ -98,8 +100,7 @@ TESTED = {
 
 def masks(model: PreTrainedModel, facts: Facts) -> list[tuple[str, int | None]]:
     """Return ("window" or "chunk", its length in keys, None without) for each attention module."""
-    text = text_config(model.config)
-    rules = {kind: rule for kind, *rule in facts.masks}
+    text, rules = text_config(model.config), dict(facts.masks)
     kinds = [kind_of_layer(model.config, name) for name in modules_of(model, facts)]
-    found = [rules.get(kind) or rules.get("") or ("window", "") for kind in kinds]
-    return [(shape, getattr(text, length, None)) for shape, length in found]
+    names = [rules.get(kind) or rules.get("", "") for kind in kinds]
+    return [(LENGTHS.get(name, "window"), getattr(text, name, None)) for name in names]

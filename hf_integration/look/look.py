@@ -12,26 +12,27 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.data.random_states import random_state, unchanged
 
 from .. import mixers
-from ..families import ConfigView, balance_weight, is_causal_lm
+from ..families import balance_weight, is_causal_lm, switch_attention
 from ..noise import configs_of, noise_of
-from .facts import Facts, config_heads, kind_of_layer, starred, text_config, with_class
-from .small import WINDOWS, call, parameters_of, small_copy, takes, tokens_for
+from .facts import LENGTHS, Facts, config_heads, kind_of_layer, starred, text_config, with_class
+from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
-WATCH = "ds_seqpar_watch"  # an attribute of modules during a forward
 PROBE = "sequence_parallel"  # the keyword by which a patched model passes on what a forward is
 ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
@@ -78,7 +79,7 @@ def look(model: PreTrainedModel) -> Facts:
         attention=_names(base, [watch.small.get_submodule(one.name) for one in plain.calls]),
         mixers=_names(base, [watch.small.get_submodule(name) for name in plain.mixed]),
         base=None if base is small.base_model else prefix,
-        masks=_masks(small, plain),
+        masks=_masks(text_config(small.config), plain),
         heads=() if heads == (config_heads(small.config),) else heads,
         keywords=_reaches(watch, ids),
         first_position=first,
@@ -109,11 +110,24 @@ class Call:
 
 
 @dataclasses.dataclass
+class MadeMask:
+    """A mask that transformers made for a model, and what its maker called the interface of masks with.
+
+    This is where a mask has a name, and where one that depends on a batch shows, as that of pictures' blocks does.
+    """
+
+    mask: Tensor
+    function: Callable[..., Tensor]  # (row, head, query, key) -> whether the query sees the key
+    local_size: int | None  # the length of a window or a chunk
+
+
+@dataclasses.dataclass
 class Seen:
     """One forward of a small copy."""
 
     output: Any = None
     calls: list[Call] = dataclasses.field(default_factory=list)
+    masks: list[MadeMask] = dataclasses.field(default_factory=list)
     # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
     probes: list[object] = dataclasses.field(default_factory=list)  # what mixers got as the keyword PROBE
@@ -134,6 +148,8 @@ class Watch:
 
     def __init__(self, small: Any) -> None:
         AttentionInterface.register(LOOK, _attention)
+        AttentionMaskInterface.register(LOOK, _mask)
+        switch_attention(small, LOOK)
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -159,25 +175,21 @@ class Watch:
             return args, {**kwargs, "position_ids": positions}
 
         hooks = [] if positions is None else [self.base.register_forward_pre_hook(give, with_kwargs=True)]
-        views = [m for m in self.names if hasattr(m, "config") and not isinstance(m, PreTrainedModel)]
         for module in self.names:
             hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._after))
-        for module in views:
-            vars(module).update({"config": ConfigView(module.config, LOOK), WATCH: self})
         mixing = [module for module in self.names if mixers.is_mixer(module)]
         for module in mixing:
             vars(module)["forward"] = mixers.with_engine(module, functools.partial(self._engine, self.names[module]))
+        token = _watch.set(self)
         try:
             yield
         finally:
+            _watch.reset(token)
             for module in mixing:
                 mixers.restore(module)
             for hook in hooks:
                 hook.remove()
-            for module in views:
-                module.config = module.config.original
-                delattr(module, WATCH)
 
     def _engine(self, name: str, keywords: dict[str, Any]) -> mixers.Engine:
         self.seen.mixed.setdefault(name, 0)
@@ -198,10 +210,20 @@ class Watch:
         self.seen.events[name, count, is_output] = kept
 
 
+_watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # of the forward of a small copy
+
+
+def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:
+    """transformers' mask interface: make the mask of eager attention, and keep it."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **given)
+    _watch.get().seen.masks.append(MadeMask(mask, mask_function, local_size))
+    return mask
+
+
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
-    watch: Watch = getattr(module, WATCH)
+    watch = _watch.get()
     keywords |= {"dropout": args[0]} if args else {}
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     seen, name = watch.seen, watch.names[module]
@@ -367,26 +389,26 @@ def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _masks(model: Any, seen: Seen) -> tuple[tuple[str, str, str], ...]:
-    rules: dict[str, tuple[str, str]] = {}
+def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
+    rules: dict[str, str] = {}
     for one in seen.calls:
-        shape, length = _mask_of(one)
-        if not length:  # a window that is longer than the sequence is seen in the keyword alone
-            shape, length = "window", one.keywords.get("sliding_window") or 0
-        text = text_config(model.config)
-        name = next((name for name, x in vars(text).items() if WINDOWS.fullmatch(name) and x == length), "")
-        if length and not name:
-            _refuse(f"{one.name} with a {shape} of {length} keys, a number that its config has not")
-        kind, rule = kind_of_layer(model.config, one.name), (shape, name) if length else ("", "")
-        if rules.setdefault(kind, rule) != rule:
+        made = next((x for x in seen.masks if x.mask is one.mask), None)
+        length = _length_of(one, made, text)
+        if rules.setdefault(kind_of_layer(text, one.name), length) != length:
             _refuse(
                 f"{one.name}, whose window is not that of other layers, though layer_types does not tell them apart"
             )
-    return tuple((kind, *rule) for kind, rule in rules.items() if rule[0])
+    return tuple((kind, length) for kind, length in rules.items() if length)
 
 
-def _mask_of(one: Call) -> tuple[str, int]:
-    """Return ("window" or "chunk", its length) of a causal mask; ("", 0) without."""
+def _length_of(one: Call, made: MadeMask | None, text: Any) -> str:
+    """Return the setting with the length of a causal mask's window or chunk; "" without.
+
+    Args:
+        one: The call of attention that got the mask.
+        made: How transformers made it; None where the model made it itself.
+        text: The config of the text part.
+    """
     if one.mask is None:
         _refuse(f"{one.name}, which gets no mask, so that tokens see later ones", "use a causal model")
     if one.mask.dtype != torch.bool and bool(((one.mask != 0) & (one.mask > -1e4)).any()):
@@ -398,17 +420,19 @@ def _mask_of(one: Call) -> tuple[str, int]:
     distance = at[:, None] - at
     if bool(visible[distance < 0].any()):
         _refuse(f"{one.name}, whose mask lets tokens see later ones", "use a causal model")
-    window = int(visible[-1].sum())
-    chunk = next((row for row in range(1, TOKENS) if int(visible[row].sum()) == 1), TOKENS)
+    lengths = {name: getattr(text, name, None) for name in LENGTHS}
+    window, chunk = (length or TOKENS for length in lengths.values())
     shapes = {
-        ("", 0): distance >= 0,
-        ("window", window): (distance >= 0) & (distance < window),
-        ("chunk", chunk): (distance >= 0) & (at[:, None] // chunk == at // chunk),
+        "": distance >= 0,
+        "sliding_window": (distance >= 0) & (distance < window),
+        "attention_chunk_size": (distance >= 0) & (at[:, None] // chunk == at // chunk),
     }
-    for shape, expected in shapes.items():
-        if torch.equal(visible, expected):
-            return shape
-    _refuse(f"{one.name}, whose mask is not causal, with a window or in chunks")
+    for name, expected in shapes.items():
+        if torch.equal(visible, expected) and (made is None or made.local_size == lengths.get(name)):
+            return name
+    gaps = (visible.long().diff() == 1).sum(1) + visible[:, 0] != 1
+    found = "not one interval" if bool(gaps.any()) else f"neither all before it nor those of its {' or '.join(LENGTHS)}"
+    _refuse(f"{one.name}, in whose mask the keys of a query are {found}")
 
 
 def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
@@ -447,6 +471,7 @@ def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
 
 def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     """Return the facts of a head's loss."""
+    switch_attention(model, "eager")
     if not is_causal_lm(model):
         return {}
     shifted, number = F.pad(ids[:, 1:], (0, 1), value=IGNORE), ids.shape[0] * (TOKENS - 1)

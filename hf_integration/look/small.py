@@ -226,7 +226,7 @@ def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> 
         setattr(config, head_dim[0], values[expand[0]] * values["hidden_size"] // values[inner_heads[0]])
 
 
-def carry_over(model: nn.Module, small: nn.Module, noise: float) -> None:
+def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:
     """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes, noise."""
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
@@ -234,7 +234,8 @@ def carry_over(model: nn.Module, small: nn.Module, noise: float) -> None:
         if twin is None or name.startswith(replaced):
             continue
         if type(twin) is not type(module) and not is_of_library(type(module)):
-            small.set_submodule(name, copy.deepcopy(module).float())
+            configs = {id(model.config): small.config, id(text_config(model.config)): text_config(small.config)}
+            small.set_submodule(name, copy.deepcopy(module, configs).float())
             replaced += (f"{name}.",)
             continue
         copy_hooks(module, twin, lambda hook: not is_of_library(hook))

@@ -113,7 +113,7 @@ def _has_head_chunks(module: Any) -> bool:
     """Return whether head chunks can project their own heads. Otherwise only attention itself is in head chunks."""
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
-    elif (facts := TESTED.get(module.config.original.model_type)) is None or facts.norms_heads:
+    elif (facts := TESTED.get(module.config.model_type)) is None or facts.norms_heads:
         log_once(ALL_HEADS.format("a model that norms them all together, or is not of a tested family"))
     elif not all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD)):
         log_once(ALL_HEADS.format("projections with hooks, with dropout in LoRA, or that are not plain linear layers"))

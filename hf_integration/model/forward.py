@@ -29,10 +29,10 @@ from ds_seqpar.base.log import log_once
 from ds_seqpar.guards.one_thread import check_thread
 
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
-from ..families import base_of, is_causal_lm, unwrapped
+from ..families import base_of, is_causal_lm, keep_name, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
-from ..look.facts import Facts
+from ..look.facts import Facts, text_config
 from ..noise import OwnNoise, drawn_since
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
@@ -269,6 +269,7 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
 
 def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
+    keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if patch.in_graph and inputs.get("placement") is None and KEYWORD not in inputs:
         mode = _mode(patch, module, inputs)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
@@ -26,12 +27,12 @@ from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
 from .. import accelerators, mixers
-from ..context import ForwardContext, current
+from ..compat import ATTENTION
+from ..context import KEYWORD, ForwardContext, current
 from ..families import (
     BASE,
     NAME,
     SP,
-    ConfigView,
     attentions,
     base_of,
     check_adapters,
@@ -39,24 +40,28 @@ from ..families import (
     heads_around,
     is_causal_lm,
     is_plain_head,
+    keep_name,
     local_attention,
+    name_before,
+    switch_attention,
     token_modules,
     unwrapped,
     vocabulary,
 )
 from ..generation import generate
 from ..graph_breaks import between_graphs
-from ..look.facts import Facts, masks, modules_of
+from ..look.facts import Facts, masks, modules_of, text_config
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
 from . import checkpointing, finite, latent, rope, whole_calls
 from .agreement import Agreement
-from .forward import Patch, hook, patch_of
+from .forward import NO_MASK, Patch, hook, patch_of
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
+OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
 # attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
 
@@ -116,11 +121,13 @@ def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
 
 def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    attending = modules_of(inner, facts)
+    before = switch_attention(inner, NAME, attending)
+    keep_name(text_config(inner.config), before)
     if facts.base is not None:
         setattr(inner, BASE, facts.base)
-    attending = modules_of(inner, facts)
     for module, (shape, length) in zip(attending.values(), masks(inner, facts), strict=True):
-        module.config = ConfigView(module.config)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=length if shape == "window" else None))
         setattr(module, CHUNK, length if shape == "chunk" else None)
@@ -247,13 +254,12 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         return model
     for handle in patch.hooks:
         handle.remove()
+    setattr(config := text_config(inner.config), ATTENTION, name_before(config))
     for module in attentions(inner):
-        if hasattr(module, SP):  # modules that were added after the patch have none
-            module.config = module.config.original
-            head_chunks.remove_head_chunks(module)
-            latent.remove_latent(module)
-            for name in (SP, MASK, CHUNK):
-                delattr(module, name)
+        head_chunks.remove_head_chunks(module)
+        latent.remove_latent(module)
+        for name in (SP, MASK, CHUNK):
+            delattr(module, name)
     mixers.unshare(inner)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
@@ -314,35 +320,29 @@ def sees_whole_outputs(model: nn.Module) -> bool:
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sequence_parallel: ForwardContext | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D). Key and
     value of three dims are a latent and what expands it (`latent`)."""
-    if sequence_parallel is None and not torch.compiler.is_compiling():
-        sequence_parallel = current()  # where a model does not pass keywords on
-    if sequence_parallel is None:
+    context: ForwardContext | None = kwargs.pop(KEYWORD, None)
+    if context is None and not torch.compiler.is_compiling():
+        context = current()  # where a model does not pass keywords on
+    sp: Any = getattr(module, SP, None)
+    if context is None and sp is not None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
-    if sequence_parallel.mode == "local":
-        optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        kwargs |= {name: value for name, value in optional.items() if value is not None}
-        return local_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if context is None or context.mode == "local":
+        return local_attention(module, query, key, value, attention_mask, *args, **kwargs)
+    if sp is None:
+        raise ConfigError(
+            f"sequence parallel attention needs layers that patch_attention has found; got a {type(module).__name__} "
+            "that is new, call unpatch_attention(model), then patch it again"
+        )
+    kwargs |= dict(zip(OPTIONS, args, strict=False))
+    dropout, scaling, sliding_window, softcap, sinks = map(kwargs.get, OPTIONS)
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-        query = _scaled_by_position(
-            module, query, kwargs.get("position_ids", sequence_parallel.positions), sequence_parallel
-        )
+        query = _scaled_by_position(module, query, kwargs.get("position_ids", context.positions), context)
     mask, chunk = getattr(module, MASK), getattr(module, CHUNK)
     if sliding_window not in (None, mask.window):  # None: in some models a window is in the mask alone
         raise ConfigError(
@@ -352,14 +352,26 @@ def _attention(
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
     operator = LATENT if value.dim() == 3 else DENSE
     layer = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
-    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux, operator=operator, layer=layer)
+    options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=sinks, operator=operator, layer=layer)
     chunks = getattr(module, CHUNKS, 1)
-    sp, layout, cached = module.sequence_parallel, sequence_parallel.layout, sequence_parallel.cached
+    layout, cached = context.layout, context.cached
     if cached is not None:
         return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
         return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
     return sp.attention_agreed(q, k, v, options, chunks), None
+
+
+def _mask(*, config: Any, **given: Any) -> Any:
+    """transformers' mask interface: what `create_causal_mask` and its like give it makes the unpatched model's mask."""
+    context = None if torch.compiler.is_compiling() else current()
+    if context is not None and context.mode not in (None, "local"):
+        return NO_MASK
+    if (name := name_before(config)) not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    if getattr(config, "num_kv_shared_layers", 0):  # Gemma-4 drops queries unless its attention is called "sdpa"
+        given["allow_is_causal_skip"] = False
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **given)
 
 
 def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, context: ForwardContext) -> Tensor:
@@ -380,6 +392,7 @@ def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, co
     return (query * (factors(positions.to(query.device)) / factors(taken))).to(query.dtype)
 
 
+@between_graphs
 def _attention_with_layout(
     sp: SequenceParallel,
     q: Tensor,
@@ -391,8 +404,6 @@ def _attention_with_layout(
     chunk: int | None,
 ) -> Tensor:
     """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_attention_with_layout)(sp, q, k, v, options, head_chunks, layout, chunk)
     mask, tokens = options.mask, q.shape[1] * sp.size
     if layout is not None:
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens

@@ -383,6 +383,35 @@ class Prefix(OddModel):
         return torch.where((tokens[:, None] >= tokens) | (tokens < 6), 0.0, LOWEST)[None, None]
 
 
+class ByMaker(OddModel):
+    """What transformers' maker of causal masks is called with besides."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        embeds = self.embed_tokens(input_ids)
+        mask = create_causal_mask(self.config, embeds, attention_mask, None, position_ids, **self.overlays())
+        return super().forward(input_ids, attention_mask=mask, position_ids=position_ids, **kwargs)
+
+
+@of("refused", "self_attn")
+class PrefixByMaker(ByMaker):
+    def overlays(self):
+        return {"or_mask_function": lambda row, head, query, key: key < 6}
+
+
+@of("refused", "not one interval")
+class DilatedByMaker(ByMaker):
+    def overlays(self):
+        return {"and_mask_function": lambda row, head, query, key: (query - key) % 2 == 0}
+
+
+@of("refused", "neither all before it")
+class NearByMaker(ByMaker):
+    """A window that its config does not have."""
+
+    def overlays(self):
+        return {"and_mask_function": lambda row, head, query, key: query - key < 7}
+
+
 @of("refused", "self_attn")
 class WindowByBlock(OddModel):
     """A token sees its block and the one before."""

@@ -966,13 +966,13 @@ def two_threads():
 
 @use("local attention in a thread, while another thread is inside of it")
 def attention_in_attention():
-    """That thread's module had read the name of our attention, and now its own config is asked for."""
+    """That thread's module had read the name of our attention, and now the one before is asked for."""
     t, seen = twins(functools.partial(small, attn_implementation="eager")), []
     attention = t.model.model.layers[0].self_attn
 
     def own(module, *args, **kwargs):
         if not seen and module.q_proj is attention.q_proj:  # not the plain model's
-            seen.extend([module.config is t.model.config, attention.config])
+            seen.extend([module.config._attn_implementation, attention.config])
             seen.extend(in_threads(lambda: ours(attention, *args, sequence_parallel=LOCAL_CONTEXT, **kwargs)))
         return eager(module, *args, **kwargs)
 
@@ -983,9 +983,9 @@ def attention_in_attention():
     finally:
         modeling_llama.eager_attention_forward = eager
     assert off(loss, expected) < t.exact
-    assert seen[0]
+    assert seen[0] == "eager"
     assert seen[1]._attn_implementation == "ds_seqpar"
-    assert attention.config is seen[1]
+    assert attention.config is seen[1] is t.model.config
     t.train()
 
 

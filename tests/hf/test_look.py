@@ -38,7 +38,7 @@ from tests.hf.llama import small, with_lora
 from tests.launch import on_each_of, on_engine_ranks, on_ranks
 from tests.words import missing
 
-WINDOW = (("sliding_attention", "window", "sliding_window"),)
+WINDOW = (("sliding_attention", "sliding_window"),)
 # what differs from a Llama
 FOUND = {
     "bert": {"attention": ("encoder.layer.*.attention.self",)},
@@ -49,10 +49,10 @@ FOUND = {
     },
     "jetmoe": {"attention": ("layers.*.self_attention",), "heads": ((4, 4),), "balance": True},
     "laguna": {"heads": ((4, 2), (8, 2)), "balance": True, "masks": WINDOW},
-    "llama4_text": {"base": "model", "masks": (("chunked_attention", "chunk", "attention_chunk_size"),)},
+    "llama4_text": {"base": "model", "masks": (("chunked_attention", "attention_chunk_size"),)},
     "nemotron": {"keywords": False},
     "opt": {"base": "model.decoder", "counts_padding": False},
-    "phimoe": {"masks": (("", "window", "sliding_window"),), "balance": True},
+    "phimoe": {"masks": (("", "sliding_window"),), "balance": True},
     "roberta": {
         "attention": ("encoder.layer.*.attention.self",), "first_position": 2,
         "counts_padding": False,

@@ -93,8 +93,11 @@ def test_what_is_made_of_a_patched_model_is_not_patched():
     model, plain = small().patch_attention(sp).eval(), small().eval()
     with torch.no_grad():
         logits, loss = plain(IDS).logits, plain(IDS, labels=IDS).loss.item()
-    made = [type(model)(model.config), AutoModelForCausalLM.from_config(model.config)]
-    made += [type(model)(copy.deepcopy(model.config)), type(model)(type(model.config)(**model.config.to_dict()))]
+    configs = [copy.deepcopy(model.config), type(model.config)(**model.config.to_dict())]
+    configs.append(pickle.loads(pickled := pickle.dumps(model.config)))
+    assert b"ds_seqpar" not in pickled
+    assert "ds_seqpar" not in f"{model.config} {model.config.to_dict()}"
+    made = [*map(type(model), configs)]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         assert "sequence_parallel" not in Path(folder, "config.json").read_text()
@@ -104,6 +107,11 @@ def test_what_is_made_of_a_patched_model_is_not_patched():
         with torch.no_grad():
             assert torch.equal(other.eval()(IDS).logits, logits), number
         assert other.config._attn_implementation == "sdpa", number
+    for config in (model.config, copy.copy(model.config)):  # which have our name, and layers that are not patched
+        other = AutoModelForCausalLM.from_config(config).eval()
+        other.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            assert torch.equal(other(IDS).logits, logits)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         assert model(**shard(sp)).loss.item() == pytest.approx(loss, rel=1e-5)

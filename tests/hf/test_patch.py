@@ -189,12 +189,17 @@ def come_and_go():
         plain, before, found = model(tokens()).logits, state(), []
     for _ in range(2):
         found += [patch_attention(model, sp) is model, patched_with(model) is sp]
-        found.append(model.config._attn_implementation == "sdpa")  # what is made of the config is not patched
+        found.append(copy.deepcopy(model.config)._attn_implementation == "sdpa")
         patched = state()
         patch_attention(model, sp)
         said.append(refusal(patch_attention, model, other))
         found += [state() == patched, patched_with(model) is sp]
         found.append(error(sharded_logits(model, sp, tokens()), plain) < 1e-5)
+        copied = copy.deepcopy(model)
+        found.append(error(sharded_logits(copied, sp, tokens()), plain) < 1e-5)
+        model.set_attn_implementation("eager")  # of local forwards
+        found.append(error(sharded_logits(model, sp, tokens()), plain) < 1e-5)
+        model.set_attn_implementation("sdpa")
         found += [unpatch_attention(model) is model, patched_with(model) is None, state() == before]
         with torch.no_grad():
             found.append(torch.equal(model(tokens()).logits, plain))
@@ -206,7 +211,7 @@ def come_and_go():
 def test_a_model_is_patched_once_and_given_back():
     """axolotl#3498: partitioned twice."""
     for found, said in on_ranks(2, come_and_go):
-        assert found == [True] * 21
+        assert found == [True] * 25
         for kind, message in said:
             assert kind == "ConfigError"
             assert missing(message, "another SequenceParallel", "unpatch_attention(model)") == []
@@ -218,6 +223,7 @@ def two_models():
     config = llama().config
     torch.manual_seed(1)
     models = [LlamaForCausalLM(config) for _ in range(3)]
+    before = config.to_dict(), config._attn_implementation
     with torch.no_grad():
         plain = [model(tokens()).logits for model in models]
     found = []
@@ -232,9 +238,9 @@ def two_models():
     with torch.no_grad():
         found.append(torch.equal(models[1](tokens()).logits, plain[1]))
     found.append(error(sharded_logits(models[0], sps[0], tokens()), plain[0]) < 1e-5)
-    return found
+    return [*found, models[2].config is config, before == (config.to_dict(), config._attn_implementation)]
 
 
 def test_two_models_with_settings_of_their_own_take_turns():
     """deepspeed#8291: head counts kept once a process gave the second model the first one's split, and hung."""
-    assert on_ranks(WORLD, two_models) == [[True] * 8] * WORLD
+    assert on_ranks(WORLD, two_models) == [[True] * 10] * WORLD
