@@ -36,6 +36,7 @@ from .operators.latent import expanded
 
 if TYPE_CHECKING:
     from .auto import Job
+    from .data.inputs import InputSpec
     from .data.loader import Loader
     from .memory.offload import Store
 
@@ -72,7 +73,8 @@ class SequenceParallel(Sharding):
 
     # mask_users: patched models whose loss counts tokens by an attention_mask; while there is one, `shard_batches`
     # returns this rank's shard of a mask that has zeros. vocabularies: patched model -> a function that reads how many
-    # tokens and labels it knows. store: host memory of offloaded checkpoints.
+    # tokens and labels it knows. inputs: patched model -> how ranks share what it takes. store: host memory of
+    # offloaded checkpoints.
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class SequenceParallel(Sharding):
         self.runtime.observers += [Labels(), *watch(self.config)]
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
-        self.vocabularies = weakref.WeakKeyDictionary()
+        self.vocabularies, self.inputs = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.store: Store | None = None
 
     def close(self) -> None:
@@ -345,6 +347,7 @@ class SequenceParallel(Sharding):
         causal: bool = True,
         training: bool = True,
         device: torch.device | str | None = None,
+        inputs: Mapping[str, InputSpec] | None = None,
     ) -> list[dict[str, Any]]:
         """Shard the micro-batches of an optimizer step: give this rank its tokens of every sequence.
 
@@ -353,11 +356,13 @@ class SequenceParallel(Sharding):
 
         Args:
             microbatches: All micro-batches of the step, the same on all ranks of a sequence. Each has labels, int64
-                (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as input_ids; packed documents
-                are told by position_ids. Whole sequences are best left on the CPU.
+                (B, S), -100 for tokens that do not count, and input_ids; packed documents are told by position_ids.
+                Whole sequences are best left on the CPU.
             causal: Whether attention is causal; False for bidirectional attention.
             training: False takes any number of micro-batches, whose `mean_loss` is the evaluation loss.
             device: Where to put the result, such as `engine.device`; default: where the micro-batches are.
+            inputs: How ranks share tensors of your own, by name, as {"weights": tokens()} of `ds_seqpar.data.inputs`;
+                what a patched model declares is known.
 
         Returns:
             The same number of batches, with this rank's tokens.
@@ -368,7 +373,7 @@ class SequenceParallel(Sharding):
         steps = self.accumulation_steps if training else None
         from .data.batches import shard_microbatches  # attention alone does without
 
-        return shard_microbatches(self, microbatches, causal, steps, device)
+        return shard_microbatches(self, microbatches, causal, steps, device, inputs)
 
     def shard_batch(
         self,
@@ -377,9 +382,10 @@ class SequenceParallel(Sharding):
         causal: bool = True,
         training: bool = True,
         device: torch.device | str | None = None,
+        inputs: Mapping[str, InputSpec] | None = None,
     ) -> dict[str, Any]:
         """Shard one micro-batch, as `shard_batches` does."""
-        return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
+        return self.shard_batches([batch], causal=causal, training=training, device=device, inputs=inputs)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
         """Return torch's DistributedSampler over groups in place of ranks.

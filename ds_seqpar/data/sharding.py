@@ -29,6 +29,7 @@ from ..guards.backward_order import Calls
 from ..guards.consistency import ConsistencyChecker
 from .batch_layout import BatchLayout, positions_held
 from .first_use import FirstUse
+from .inputs import INPUTS, InputSpec, joined
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
@@ -46,6 +47,7 @@ class Sharding:
     checker: ConsistencyChecker
     mask_users: weakref.WeakSet[Any]
     vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
+    inputs: weakref.WeakKeyDictionary[Any, Mapping[str, InputSpec]]
 
     @property
     def groups(self) -> Groups:
@@ -78,6 +80,13 @@ class Sharding:
         """The largest vocabularies (of tokens, of labels) of the models that are patched now; None without any."""
         sizes = [read(model) for model, read in self.vocabularies.items()]
         return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
+
+    def inputs_with(self, declared: Mapping[str, InputSpec] | None = None) -> dict[str, InputSpec]:
+        """Return how ranks share the inputs of a batch: as all patched models and a call declare them.
+
+        Raises ConfigError where two of them say different things of a name.
+        """
+        return joined(INPUTS, *self.inputs.values(), declared)
 
     @property
     def multiple(self) -> int:

@@ -9,7 +9,6 @@ device are compared there, and the next forward raises what was wrong.
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.core.compiler.sharding.handles import handle_of, object_of
 from ds_seqpar.core.runtime.admit import describe, shape_of
 from ds_seqpar.data.batches import whole_error
+from ds_seqpar.data.inputs import InputSpec, refusal
 from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.guards import mismatch_hints
@@ -31,6 +31,7 @@ from ds_seqpar.guards.agreement import Advice, Fields
 
 from ..families import SP, base_of
 from ..generation.forward import has_cache
+from ..inputs import TABLE
 from ..mixers import SHARED
 from ..noise import noise_numbers
 from .checkpointing import is_checkpointed, layers_of
@@ -49,7 +50,6 @@ FORWARD = (
     "a forward of a model that shares sequences (a forward of one rank alone needs "
     "hf_integration.whole_sequences(model))"
 )
-MEDIA = re.compile(r"(pixel|image|video|audio|input_features).*")  # arguments of multimodal models
 
 
 class Agreement:
@@ -63,12 +63,14 @@ class Agreement:
     loss_option_of: str | None = ""
 
     def __init__(
-        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), skips: bool = False
-    ) -> None:
+        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), skips: bool = False,
+        inputs: Mapping[str, InputSpec] = TABLE,
+    ) -> None:  # fmt: skip
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
         self.skips = skips  # whether chance decides which layers run in training
         self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
+        self.inputs = inputs  # how ranks share what the model is called with
         self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
         # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for
@@ -80,7 +82,7 @@ class Agreement:
         model: Any = self.model()
         if model is None:
             return self
-        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.skips)
+        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.skips, self.inputs)
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
@@ -166,7 +168,9 @@ class Agreement:
             # accelerate's autocast is inside of the forward, where ranks do not compare any more
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             noise = ", ".join(f"{count} of {number}" for number, count in noise_numbers(model).items())
-            models = {"noise": noise, **fingerprint(model), "mixed_precision": precision}
+            own = sorted(self.inputs.keys() - TABLE.keys())
+            declared = ", ".join(f"{name} as {self.inputs[name].kind}" for name in own)
+            models = {"noise": noise, "inputs": declared, **fingerprint(model), "mixed_precision": precision}
             checker.check_now("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
         name, advice = "whole batch", _advice_of(self.sp)
@@ -304,8 +308,8 @@ def common_misuse(inputs: Mapping[str, Any]) -> str:
     """Return the sentence for arguments that a forward on shards cannot take; "" where there are none."""
     if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
-    if media := [name for name, x in inputs.items() if isinstance(x, Tensor) and MEDIA.fullmatch(name)]:
-        return f"ranks share sequences of text alone; got {media[0]}, leave pictures, films and sounds out of the batch"
+    if refused := refusal(TABLE, inputs):
+        return refused
     if inputs.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
     return ""

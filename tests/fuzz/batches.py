@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.core.compiler.sharding.layout import divisors
 from ds_seqpar.core.settings import LAYOUTS
+from ds_seqpar.data.inputs import tokens
 from tests.fuzz import ranks
 
 IGNORE = -100
@@ -165,7 +166,8 @@ def _use(sp, case, wrong):
     if case["read only"] and isinstance(window, list):
         window = [types.MappingProxyType(batch) if isinstance(batch, dict) else batch for batch in window]
     given = KINDS[case["kind"]](window) if isinstance(window, list) else window
-    found = sp.shard_batches(given, training=case["training"])
+    inputs = dict.fromkeys(EXTRAS.keys() - {"name", "list"} | {"other", "more"}, tokens())
+    found = sp.shard_batches(given, training=case["training"], inputs=inputs)
     return [fault for batch, mine in zip(good, found, strict=True) for fault in _faults(sp, case, batch, mine)]
 
 
