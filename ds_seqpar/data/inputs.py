@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..base.compat import tree_leaves
 from ..base.errors import ConfigError, InputError
-from ..core.compiler.sharding.masks import Mask
 from .batch_layout import BatchLayout
 from .documents import CUMULATIVE, IMPLIED, NUMBERED, Lengths
 from .value_checks import describe
@@ -31,7 +30,7 @@ class InputSpec:
     """How ranks share an input: what `tokens`, `row`, `replicated`, `own` and `refused` return."""
 
     kind: Literal["tokens", "row", "replicated", "own", "layout", "refused"]
-    dim: int = 1
+    dim: int = 1  # of the tokens, behind that of rows; else that of rows
     fill: float | None = None  # None: it stays with its token; else it is shifted with labels
     divide: Divide | None = None
     sentence: str = ""
@@ -56,7 +55,7 @@ def row() -> InputSpec:
 
     It stays as it is. But where rows lie end to end it becomes (1, local tokens, ...): each token gets its row's.
     """
-    return InputSpec(kind="row")
+    return InputSpec(kind="row", dim=0)
 
 
 def replicated() -> InputSpec:
@@ -71,8 +70,6 @@ def own(divide: Divide) -> InputSpec:
         divide: (the input, the whole batch by name, which tokens this rank has) -> this rank's part. The tokens are
             int64 (all local tokens,) on the CPU, numbered row * tokens + token, in the order of this rank's shard.
     """
-    if not callable(divide):
-        raise ConfigError(f"own needs a function of (input, batch, tokens); got {type(divide).__name__}")
     return InputSpec(kind="own", divide=divide)
 
 
@@ -97,10 +94,8 @@ def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
             raise ConfigError(f"inputs must be declared by name, as {{'weights': tokens()}}; got {describe(declared)}")
         for name, spec in (declared or {}).items():
             if not isinstance(spec, InputSpec):
-                raise ConfigError(
-                    f"an input is declared by tokens(), row(), replicated() or own(divide); got {type(spec).__name__} "
-                    f"for {name!r:.80}"
-                )
+                got = f"{type(spec).__name__} for {name!r:.80}"
+                raise ConfigError(f"an input is declared by tokens(), row(), replicated() or own(divide); got {got}")
             if table.setdefault(name, spec) != spec:
                 raise ConfigError(
                     f"an input must be declared in one way; got {name} as {spec.kind} and as {table[name].kind}, "
@@ -131,30 +126,26 @@ class Part:
         Raises:
             InputError: for an input that is refused, is no tensor of its declared kind, or is not declared.
         """
-        specs = {name: table.get(name) or _undeclared(name, x) for name, x in batch.items()}
         if wrong := refusal(table, batch):
             raise InputError(wrong)
-        return {
-            name: x if x is None else self._of(specs[name], name, x, batch)
-            for name, x in batch.items() if specs[name] != LAYOUT
-        }  # fmt: skip
+        specs = {name: table.get(name) or _undeclared(name, x) for name, x in batch.items()}
+        return {name: self._of(specs[name], name, x, batch) for name, x in batch.items() if specs[name] != LAYOUT}
 
     def _of(self, spec: InputSpec, name: str, x: Any, batch: Mapping[str, Any]) -> Any:
+        if x is None or spec.kind == "replicated":
+            return x
         if spec.divide is not None:
             return spec.divide(x, batch, self._held())
-        if spec.kind == "replicated":
-            return x
-        dim = spec.dim if spec.kind == "tokens" else 0
-        expected = (self.rows, self.seq) if dim else (self.rows,)
-        lead = max(dim - 1, 0)
-        if not isinstance(x, Tensor) or tuple(x.shape[lead : lead + len(expected)]) != expected:
+        dim, is_joined = spec.dim, self.placement is not None and self.placement.rows is not None
+        first, expected = max(dim - 1, 0), (self.rows, self.seq) if dim else (self.rows,)
+        if not isinstance(x, Tensor) or tuple(x.shape[first : dim + 1]) != expected:
             raise InputError(
-                f"{name} must be a tensor with {'an entry for each token' if dim else 'one for each row'}, "
-                f"{expected} from dim {lead} on; got {describe(x)}, give it so, or declare it as what it is"
+                f"{name} must be a tensor with an entry for each {'token' if dim else 'row'}, {expected} from dim "
+                f"{first} on; got {describe(x)}, give it so, or declare it as what it is"
             )
-        if spec.kind == "row":
-            if self.placement is None or self.placement.rows is None:
-                return x
+        if not dim and not is_joined:
+            return x
+        if not dim:
             x, dim = x[:, None].expand(-1, self.seq, *x.shape[1:]), 1
         return self.sp.shard(x if spec.fill is None else self.shifted(x, dim, spec.fill), dim, self.placement)
 
@@ -165,8 +156,7 @@ class Part:
         """
 
         def ends() -> Tensor:
-            starts = Mask.documents_of(self.segments or (self.seq,) * self.rows)
-            last = torch.tensor([*starts[1:], self.rows * self.seq], device="cpu") - 1
+            last = torch.tensor(self.segments or (self.seq,) * self.rows, device="cpu").cumsum(0) - 1
             is_last = torch.zeros(self.rows * self.seq, dtype=torch.bool, device="cpu").index_fill_(0, last, True)
             return is_last.view(self.rows, self.seq)
 
@@ -174,9 +164,8 @@ class Part:
         return x.roll(-1, dim).masked_fill(is_last.view(*is_last.shape, *[1] * (x.dim() - dim - 1)), fill)
 
     def _held(self) -> Tensor:
-        placement = self.placement or self.sp.place(self.seq)
-        held = self.sp.held(self.seq, placement, self.sp.rank)
-        if placement is not None and placement.rows is not None:
+        held = self.sp.held(self.seq, self.placement, self.sp.rank)
+        if self.placement is not None and self.placement.rows is not None:
             return held
         return (torch.arange(self.rows, device="cpu")[:, None] * self.seq + held).flatten()
 

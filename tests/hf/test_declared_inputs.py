@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from ds_seqpar.data.inputs import own, row, tokens
-from hf_integration import patch_attention
+from hf_integration import patch_attention, unpatch_attention
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.in_fp64 import throughout
 from tests.hf.llama import averaged, gap
@@ -103,8 +103,7 @@ def trained(model, batch, sp=None):
     """(loss, gradients), of a sharded batch averaged over ranks."""
     output = model(**batch, use_cache=False)
     output.loss.backward()
-    loss = output.loss.detach() if sp is None else torch.tensor(sp.mean_loss(output.loss))
-    return loss, averaged(model)
+    return output.loss.item() if sp is None else sp.mean_loss(output.loss), averaged(model)
 
 
 def assert_shared(sp, kind, calls):
@@ -150,4 +149,4 @@ def test_an_input_that_is_not_declared_is_named_on_every_rank():
             assert missing(message, *words) == []
         patch_attention(model, sp, {name: INPUTS[name]})  # declared later
         assert torch.isfinite(model(**batch).loss)
-        del model  # of which `sp` knows the inputs
+        unpatch_attention(model)
