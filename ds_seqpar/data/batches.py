@@ -26,7 +26,7 @@ from ..base.on_devices import to_device
 from ..core.compiler.sharding.masks import Mask
 from ..guards import mismatch_hints
 from ..guards.agreement import all_reduce_sum, assert_ranks_agree
-from .batch_layout import BatchLayout
+from .batch_layout import EQUAL, BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import READ, Lengths, documents_of
 from .inputs import INPUTS, InputSpec, Part
@@ -73,9 +73,10 @@ def shard_microbatches(
               end;
             - `position_ids`: int64 (B, local tokens), global, or within documents where there are some;
             - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
-            - `placement`: a BatchLayout, where the configured layout does not say everything: for documents, for left
-              padding (any padding with causal=False), and for a length that ranks cannot share equally. With documents
-              or left padding, rows lie end to end, and tensors are (1, local tokens, ...).
+            - `placement`: EQUAL, by which a patched model knows a shard. Or a BatchLayout, where the configured layout
+              does not say everything: for documents, for left padding (any padding with causal=False), and for a length
+              that ranks cannot share equally. With documents or left padding, rows lie end to end, and tensors are
+              (1, local tokens, ...).
 
     Raises:
         InputError: before training, on a rank whose micro-batches cannot be sharded, or have a tensor that is not
@@ -105,6 +106,7 @@ def shard_microbatches(
     sp.first_use.begin()
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (world * len(microbatches))
+        batch.setdefault("placement", EQUAL)
         if not sp.vocabularies:  # a patched model reads positions
             batch["position_ids"] = sp.first_use.watch(batch["position_ids"])
     return sharded
@@ -327,25 +329,6 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     mask = checked_mask(batch.get("attention_mask"), tokens.shape[:2])
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
-
-
-def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | None:
-    """Return the error of a batch whose position_ids do not count up through its rows, or through documents in them.
-
-    Args:
-        batch: a whole batch.
-        rows: how many rows the batch has.
-        seq: tokens of a row.
-
-    Returns:
-        The error; None where the positions are right.
-    """
-    try:
-        mask = checked_mask(batch.get("attention_mask"), (rows, seq))
-        _documents_of(batch, mask, rows, seq)
-    except InputError as error:
-        return error
-    return None
 
 
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:

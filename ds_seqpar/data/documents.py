@@ -79,7 +79,7 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
         raise InputError(
             "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it, without "
             f"skips (PoSE); got {int(flat[row, token])} at token {token} of row {row}, give such, or none where each "
-            "row is one document"
+            "row is one document, and beside a rank's shard all that sp.shard_batches returns for it"
         )
     return _lengths_of(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 

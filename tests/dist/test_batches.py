@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar.data import inputs
+from ds_seqpar.data.batch_layout import EQUAL
 from tests.dist.ranks import make
 from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
@@ -50,7 +51,8 @@ def test_shards_put_together_are_the_batch(ulysses_size):
             assert torch.equal(torch.cat(gathered(shard[name]), dim=1), x[:, order]), (layout, name)
         assert shard["names"] == ["a", "b"]
         assert all(shard[name] is given[name] for name in ("epoch", "weights"))
-        assert set(shard) == {*expected, "names", "epoch", "weights", "position_ids", "num_items_in_batch"}
+        assert set(shard) == {*expected, "names", "epoch", "weights", "position_ids", "num_items_in_batch", "placement"}
+        assert shard["placement"] is EQUAL
 
 
 def gathered(x):
