@@ -42,6 +42,7 @@ from .operators import decode
 from .operators.latent import LATENT, expanded, sends_latent
 
 if TYPE_CHECKING:
+    from .data.inputs import InputSpec
     from .data.loader import Loader
     from .memory.offload import Store
     from .planning import Job
@@ -388,6 +389,7 @@ class SequenceParallel:
         causal: bool = True,
         training: bool = True,
         device: torch.device | str | None = None,
+        inputs: Mapping[str, InputSpec] | None = None,
     ) -> list[dict[str, Any]]:
         """Shard the micro-batches of an optimizer step: give this rank its tokens of every sequence.
 
@@ -396,11 +398,13 @@ class SequenceParallel:
 
         Args:
             microbatches: All micro-batches of the step, the same on all ranks of a sequence. Each has labels, int64
-                (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as input_ids; packed documents
-                are told by position_ids. Whole sequences are best left on the CPU.
+                (B, S), -100 for tokens that do not count, and input_ids; packed documents are told by position_ids.
+                Whole sequences are best left on the CPU.
             causal: Whether attention is causal; False for bidirectional attention.
             training: False takes any number of micro-batches, whose `mean_loss` is the evaluation loss.
             device: Where to put the result, such as `engine.device`; default: where the micro-batches are.
+            inputs: How ranks share tensors of your own, by name, as {"weights": tokens()} of `ds_seqpar.data.inputs`;
+                what a patched model declares is known.
 
         Returns:
             The same number of batches, with this rank's tokens.
@@ -411,7 +415,7 @@ class SequenceParallel:
         steps = self.accumulation_steps if training else None
         from .data.batches import shard_microbatches  # attention alone does without
 
-        return shard_microbatches(self.sharding, microbatches, causal, steps, device)
+        return shard_microbatches(self.sharding, microbatches, causal, steps, device, inputs)
 
     def shard_batch(
         self,
@@ -420,9 +424,10 @@ class SequenceParallel:
         causal: bool = True,
         training: bool = True,
         device: torch.device | str | None = None,
+        inputs: Mapping[str, InputSpec] | None = None,
     ) -> dict[str, Any]:
         """Shard one micro-batch, as `shard_batches` does."""
-        return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
+        return self.shard_batches([batch], causal=causal, training=training, device=device, inputs=inputs)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
         """Return torch's DistributedSampler over groups in place of ranks.

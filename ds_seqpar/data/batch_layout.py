@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 
 import torch
@@ -18,7 +19,8 @@ class BatchLayout:
     """Which tokens of a batch each rank has, and what they attend to.
 
     It is made where the configured layout does not say everything: for packed documents, for padding that is not
-    plainly on the right, and for lengths that ranks cannot share equally. `shard_batches` returns it as "placement".
+    plainly on the right, and for lengths that ranks cannot share equally. `shard_batches` returns it as "placement", or
+    else `EQUAL`.
     Pass its mask and shards to `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
     """
 
@@ -80,6 +82,18 @@ class BatchLayout:
             return self.mask.documents, self.mask.origins
         starts = (self.mask.documents or (0,)) if after_padding else self.restarts
         return starts, starts
+
+
+class EqualShares(enum.Enum):
+    """The "placement" of a sharded batch of which the configured layout says everything, in graphs a constant."""
+
+    EQUAL = "equal"
+
+    mask = shards = property(lambda self: None)  # what attention is given for it
+
+
+EQUAL = EqualShares.EQUAL
+Placement = BatchLayout | EqualShares
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,17 +26,13 @@ from ..base.on_devices import to_device
 from ..core.compiler.sharding.masks import Mask
 from ..guards import mismatch_hints
 from ..guards.agreement import all_reduce_sum, assert_ranks_agree
-from .batch_layout import BatchLayout
+from .batch_layout import EQUAL, BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
-from .documents import READ, Lengths, documents_of, without_documents
+from .documents import READ, Lengths, documents_of
+from .inputs import INPUTS, InputSpec, Part
 from .sharding import Sharding
 from .shared_prompts import SharedPrompts
 from .value_checks import ValueChecks, describe, fingerprint_of
-
-TOKENS = ("input_ids", "inputs_embeds")
-# masks and weights of token losses, by their names elsewhere: they would stay where labels leave
-OF_LOSSES = ("loss_mask", "loss_weights", "loss_scale", "token_weights", "label_mask", "completion_mask",
-             "response_mask", "action_mask", "assistant_masks")  # fmt: skip
 
 
 def shard_microbatches(
@@ -45,6 +41,7 @@ def shard_microbatches(
     causal: bool,
     steps: int | None,
     device: torch.device | str | None = None,
+    inputs: Mapping[str, InputSpec] | None = None,
 ) -> list[dict[str, Any]]:
     """Return this rank's shard of every micro-batch of an optimizer step.
 
@@ -58,28 +55,32 @@ def shard_microbatches(
         sp: the SequenceParallel.
         microbatches: G mappings of names to values:
             - `labels`: int64 (B, S), -100 for tokens that do not count; not shifted;
-            - `input_ids` and other tensors (B, S, ...), with an entry for each token;
+            - `input_ids` (B, S) or `inputs_embeds` (B, S, hidden);
             - `attention_mask`: (B, S), 0 for padding, which is before or after a row's tokens but not between them;
             - documents, as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, or
               `seq_idx`;
-            - values that are not tensors, tensors (B,) and tensors of no dimension, which are returned as they are.
+            - other tensors, which `inputs` declares, or a patched model;
+            - values that are not tensors, and tensors of no dimension, which are returned as they are.
         causal: whether attention is causal.
         steps: G, where it is known.
         device: where this rank's tensors are copied to; None leaves each on its device.
+        inputs: how ranks share further tensors, by name (`data.inputs`).
 
     Returns:
         A dict for each micro-batch:
-            - every tensor (B, S, ...), sharded to (B, local tokens, ...);
+            - every input in the part that is declared: those with an entry for each token as (B, local tokens, ...);
             - `shift_labels`: labels, moved before sharding to the token that predicts them; -100 across a document's
               end;
             - `position_ids`: int64 (B, local tokens), global, or within documents where there are some;
             - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
-            - `placement`: a BatchLayout, where the configured layout does not say everything: for documents, for left
-              padding (any padding with causal=False), and for a length that ranks cannot share equally. With documents
-              or left padding, rows lie end to end, and tensors are (1, local tokens, ...).
+            - `placement`: EQUAL, by which a patched model knows a shard. Or a BatchLayout, where the configured layout
+              does not say everything: for documents, for left padding (any padding with causal=False), and for a length
+              that ranks cannot share equally. With documents or left padding, rows lie end to end, and tensors are
+              (1, local tokens, ...).
 
     Raises:
-        InputError: before training, on a rank whose micro-batches cannot be sharded, or have one of `OF_LOSSES`.
+        InputError: before training, on a rank whose micro-batches cannot be sharded, or have a tensor that is not
+            declared.
         DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches,
             or ranks different numbers of them.
     """
@@ -88,7 +89,8 @@ def shard_microbatches(
     advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
     try:
         microbatches = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
-        sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device)
+        table = sp.inputs_with(inputs)
+        sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device, table)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_seqpar_error("making the micro-batches of a step failed", reason)
     assert_ranks_agree(
@@ -103,6 +105,7 @@ def shard_microbatches(
     sp.unused.begin()
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (sp.size * sp.data_size * len(microbatches))
+        batch.setdefault("placement", EQUAL)
         if not sp.vocabularies:  # a patched model reads positions
             batch["position_ids"] = sp.unused.watch(batch["position_ids"])
     return sharded
@@ -114,6 +117,7 @@ def _prepare(
     causal: bool,
     steps: int | None,
     device: torch.device | str | None,
+    table: Mapping[str, InputSpec],
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
     """Return what a rank needs from its micro-batches, without communication.
 
@@ -123,13 +127,7 @@ def _prepare(
         compare).
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
-    for name, x in itertools.chain(*(batch.tensors.items() for batch in checked)):
-        if name in OF_LOSSES and isinstance(x, Tensor) and x.dim() > 1:
-            raise InputError(
-                "labels are shifted to the tokens that predict them before a batch is sharded, and nothing else is; "
-                f"got {name}, set labels to -100 where it is 0, or give weights that are shifted, by another name"
-            )
-    sharded = [_shard(sp, batch, batch.tensors["labels"].device) for batch in checked]
+    sharded = [_shard(batch, table, batch.inputs["labels"].device) for batch in checked]
     if not microbatches or (steps is not None and len(microbatches) != steps):
         raise InputError(
             f"shard_batches needs the {steps or 'at least 1'} micro-batches of an optimizer step "
@@ -142,7 +140,11 @@ def _prepare(
 
 
 def shard_call(
-    sp: Sharding, batch: Mapping[str, Any], checks: ValueChecks, on_cpu: Mapping[str, Tensor] | None = None
+    sp: Sharding,
+    batch: Mapping[str, Any],
+    checks: ValueChecks,
+    on_cpu: Mapping[str, Tensor] | None = None,
+    table: Mapping[str, InputSpec] = INPUTS,
 ) -> tuple[dict[str, Any], float | Tensor]:
     """Return this rank's shard of a whole batch that a model is called with. It does not communicate.
 
@@ -154,6 +156,7 @@ def shard_call(
             `input_ids`.
         checks: judges the batch's values.
         on_cpu: name -> the same values on the CPU, for tensors on a device.
+        table: how ranks share each input.
 
     Returns:
         (the shard, without `num_items_in_batch`, on the tokens' device; how many labels count in the whole batch: a
@@ -170,7 +173,7 @@ def shard_call(
     checked = _checked(sp, whole, known, True, shape, checks)
     if checked.from_padding is not None:
         checks.require(checked.from_padding, _warn_if_any)
-    return _on_device(_shard(sp, checked, tokens.device), tokens.device), checked.counted
+    return _on_device(_shard(checked, table, tokens.device), tokens.device), checked.counted
 
 
 def shard_shared_prompts(
@@ -224,23 +227,21 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
     These are the first of each row, and those predicted across a document's end or from padding. It does not
     communicate. Raises InputError where the batch cannot be sharded.
     """
-    checked = check_batch(sp, batch, causal=True)
+    checked = check_batch(sp, {name: x for name, x in batch.items() if name in INPUTS}, causal=True)
     if checked.from_padding is not None:
         _warn_if_any(checked.from_padding.tolist())
-    return torch.nn.functional.pad(checked.tensors["shift_labels"][:, :-1], (1, 0), value=IGNORE)
+    return torch.nn.functional.pad(checked.inputs["shift_labels"][:, :-1], (1, 0), value=IGNORE)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedBatch:
     """A whole batch that was checked."""
 
-    # (B, S, ...) or 0-dim, and all other values, without mask, positions and documents; with shift_labels, if it has
-    # labels: each moved to the token that predicts it, -100 at the last token of a document
-    tensors: dict[str, Any]
-    rows: int
-    seq: int  # tokens of a row
+    # by name; with shift_labels, if it has labels: each moved to the token that predicts it, -100 at the last token of
+    # a document
+    inputs: dict[str, Any]
     mask: Tensor | None  # bool (B, S), False for padding; None: no padding
-    placement: BatchLayout | None  # None where the configured layout is enough
+    part: Part  # which of its tokens this rank has
     counted: float | Tensor  # labels that count: a float where they are on the CPU
     from_padding: Tensor | None  # labels that only left padding could predict, int64 (1,); None: no padding
 
@@ -265,32 +266,22 @@ def _checked(
             f"a batch needs at least one row and one token; got {rows} rows of {seq} tokens, leave it out on all "
             "ranks, or give a group that has no sequence left one whose labels are all -100"
         )
-    tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
-    for name, value in tensors.items():
-        by_row = isinstance(value, Tensor) and value.shape == (rows,) and name not in TOKENS
-        has_tokens = isinstance(value, Tensor) and not by_row and (value.dim() > 0 or name in TOKENS)
-        if has_tokens and value.shape[:2] != shape:
-            raise InputError(
-                f"every tensor of a batch must begin with labels' shape {tuple(shape)}, or be ({rows},), one "
-                f"number a row; got {name} {tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or "
-                "pass it to the model yourself"
-            )
+    if isinstance(ids := known.get("input_ids"), Tensor) and ids.shape != shape:
+        raise InputError(f"input_ids must be of labels' shape {tuple(shape)}; got {describe(ids)}, give such")
     usable = check_range(known, sp.vocabulary, checks)
-    tensors, labels = {**tensors, **usable}, {**known, **usable}.get("labels")
+    inputs, labels = {**batch, **usable}, {**known, **usable}.get("labels")
     mask, segments, placement = _layout_of(sp, known, rows, seq, causal)
+    part, from_padding = Part(sp, rows, seq, segments, placement), None
     counted: float | Tensor = 0.0
-    from_padding = None
     if labels is not None:
-        ends = rows, seq, segments
-        tensors["shift_labels"] = _shifted(sp, tensors["labels"], *ends)
-        shifted = tensors["shift_labels"] if labels is tensors["labels"] else _shifted(sp, labels, *ends)
-        counts = shifted != IGNORE
+        inputs["shift_labels"] = part.shifted(inputs["labels"], 1, IGNORE)
+        counts = (inputs["shift_labels"] if labels is inputs["labels"] else part.shifted(labels, 1, IGNORE)) != IGNORE
         counted = float(counts.sum()) if checks.reads(counts) else counts.sum()
         if mask is not None:
             mask = to_device(mask, labels.device)
             checks.require(counts.masked_fill(mask, False).sum()[None], _padding_error)
             from_padding = predicted_from_padding(labels, mask)
-    return CheckedBatch(tensors, rows, seq, mask, placement, counted, from_padding)
+    return CheckedBatch(inputs, mask, part, counted, from_padding)
 
 
 def _layout_of(
@@ -309,18 +300,6 @@ def _layout_of(
     if segments and placement is not None:
         placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
     return mask, segments, placement
-
-
-def _shifted(sp: Sharding, labels: Tensor, rows: int, seq: int, segments: Lengths | None) -> Tensor:
-    """Return labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
-
-    def ends() -> Tensor:
-        starts = Mask.documents_of(segments or (seq,) * rows)
-        last = torch.tensor([*starts[1:], rows * seq], device="cpu") - 1
-        return torch.zeros(rows * seq, dtype=torch.bool, device="cpu").index_fill_(0, last, True).view(rows, seq)
-
-    key = "ends", rows, seq, segments
-    return labels.roll(-1, 1).masked_fill(sp.layout_tensors.get(key, labels.device, ends), IGNORE)
 
 
 def _padding_error(values: list[int]) -> InputError | None:
@@ -349,25 +328,6 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     mask = checked_mask(batch.get("attention_mask"), tokens.shape[:2])
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
-
-
-def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | None:
-    """Return the error of a batch whose position_ids do not count up through its rows, or through documents in them.
-
-    Args:
-        batch: a whole batch.
-        rows: how many rows the batch has.
-        seq: tokens of a row.
-
-    Returns:
-        The error; None where the positions are right.
-    """
-    try:
-        mask = checked_mask(batch.get("attention_mask"), (rows, seq))
-        _documents_of(batch, mask, rows, seq)
-    except InputError as error:
-        return error
-    return None
 
 
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
@@ -425,15 +385,13 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
-def _shard(sp: Sharding, batch: CheckedBatch, device: torch.device) -> dict[str, Any]:
+def _shard(batch: CheckedBatch, table: Mapping[str, InputSpec], device: torch.device) -> dict[str, Any]:
     """Return this rank's shard of a batch. device: for positions, and for a mask."""
-    placement = batch.placement
-    # tensors of one dimension are of whole rows
-    by_token = {name for name, x in batch.tensors.items() if isinstance(x, Tensor) and x.dim() > 1}
-    sharded = {name: sp.shard(x, 1, placement) if name in by_token else x for name, x in batch.tensors.items()}
-    positions = sp.local_positions(batch.seq if placement is None else placement, device).clone()[None]
+    part, sp, placement = batch.part, batch.part.sp, batch.part.placement
+    sharded = part.of(table, batch.inputs)
+    positions = sp.local_positions(part.seq if placement is None else placement, device).clone()[None]
     if placement is None or placement.rows is None:
-        positions = positions.expand(batch.rows, -1)
+        positions = positions.expand(part.rows, -1)
     sharded["position_ids"] = positions
     if sp.keeps_masks and batch.mask is not None:
         sharded["attention_mask"] = to_device(sp.shard(batch.mask.long(), 1, placement), device)

@@ -64,12 +64,6 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
     return None if lengths[first] == (seq,) * rows else lengths[first]
 
 
-def without_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch without what `documents_of` reads: values of whole sequences, which must not be sharded."""
-    document_names = {"position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED}
-    return {name: x for name, x in batch.items() if name not in document_names}
-
-
 def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
     values = _integers(name, positions)
     if values.shape not in ((seq,), (1, seq), (rows, seq)):
@@ -85,7 +79,7 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
         raise InputError(
             "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it, without "
             f"skips (PoSE); got {int(flat[row, token])} at token {token} of row {row}, give such, or none where each "
-            "row is one document"
+            "row is one document, and beside a rank's shard all that sp.shard_batches returns for it"
         )
     return _lengths_of(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 

@@ -102,7 +102,7 @@ def _wrong_positions(layout: BatchLayout | None, got: str = "those of other toke
             f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
         )
     return (
-        "a batch with shift_labels, or with this rank's position_ids, looks sharded: a patched model needs this rank's "
+        "a batch with shift_labels or a placement looks sharded: a patched model needs this rank's "
         f"tokens with their global position_ids; got {got}, {HOW}"
     )
 

@@ -28,7 +28,8 @@ from ..guards.backward_order import Calls
 from ..guards.consistency import ConsistencyChecker
 from ..guards.one_thread import check_thread
 from ..guards.waits import explaining_failure
-from .batch_layout import BatchLayout, positions_held
+from .batch_layout import EQUAL, BatchLayout, Placement, positions_held
+from .inputs import INPUTS, InputSpec, joined
 from .unused_sharding import UnusedSharding
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
@@ -53,6 +54,7 @@ class Sharding:
         unused: Detects a model that does not use what was sharded.
         mask_users: Patched models whose loss counts tokens by an attention_mask.
         vocabularies: Patched model -> a function that reads how many tokens and labels it knows.
+        inputs: Patched model -> how ranks share what it takes.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Sharding:
         self.layout_tensors, self.unused = DeviceCache(), UnusedSharding(calls)
         self.mask_users = weakref.WeakSet[Any]()
         self.vocabularies = weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]()
+        self.inputs = weakref.WeakKeyDictionary[Any, Mapping[str, InputSpec]]()
 
     def __deepcopy__(self, memo: dict) -> Sharding:
         return self  # process groups cannot be copied
@@ -91,6 +94,13 @@ class Sharding:
         """The largest vocabularies (of tokens, of labels) of the models that are patched now; None without any."""
         sizes = [read(model) for model, read in self.vocabularies.items()]
         return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
+
+    def inputs_with(self, declared: Mapping[str, InputSpec] | None = None) -> dict[str, InputSpec]:
+        """Return how ranks share the inputs of a batch: as all patched models and a call declare them.
+
+        Raises ConfigError where two of them say different things of a name.
+        """
+        return joined(INPUTS, *self.inputs.values(), declared)
 
     @property
     def multiple(self) -> int:
@@ -131,7 +141,7 @@ class Sharding:
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
         return BatchLayout(mask, shards, restarts=starts)
 
-    def position_ids(self, seq: int, placement: BatchLayout | None = None) -> Tensor:
+    def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
         """Return the positions of this rank's tokens in a sequence.
 
         Args:
@@ -143,7 +153,7 @@ class Sharding:
             seq / size is no whole number, ranks differ in how many tokens they have.
         """
         self.unused.read()
-        return self._position_ids(seq, placement)
+        return self._position_ids(seq, layout_of(placement))
 
     def _position_ids(self, seq: int, placement: BatchLayout | None) -> Tensor:
         if placement is not None:
@@ -166,7 +176,7 @@ class Sharding:
             lambda: self._position_ids(layout, None) if isinstance(layout, int) else self._position_ids(0, layout),
         )
 
-    def shard(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
+    def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """Return this rank's tokens of a tensor of the whole sequence. It does not communicate.
 
         Args:
@@ -180,18 +190,18 @@ class Sharding:
         Raises:
             InputError: if x has no such dim, or not the tokens of the placement.
         """
-        dim = _as_int(dim)
+        dim, layout = _as_int(dim), layout_of(placement)
         if not _has_dim(x, dim):
             raise InputError(f"shard needs a tensor and one of its dims; got {operator.shape_of(x)} and dim {dim!r}")
-        if placement is not None:
-            _check_tokens(x, dim, placement)
-        if placement is not None and placement.rows is not None:
+        if layout is not None:
+            _check_tokens(x, dim, layout)
+        if layout is not None and layout.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
         # torch cannot select from 1-d uint16, 32 and 64
-        return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, placement, x.device))[0]
+        return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, layout, x.device))[0]
 
-    def gather(self, x: Tensor, dim: int, placement: BatchLayout | None = None) -> Tensor:
+    def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """Return the whole tensor, in global order, on every rank: the inverse of `shard`.
 
         Collective over the ranks that share the sequence.
@@ -209,36 +219,36 @@ class Sharding:
                 gradients that ranks send are terms to be summed or copies of one another.
             DisagreementError: on all ranks, if they pass other dims, shapes, dtypes, devices or placements.
         """
-        dim = _as_int(dim)
+        dim, layout = _as_int(dim), layout_of(placement)
         compared: dict[str, object] = {"dim": dim}
-        error = self._gather_error(x, dim, placement)
+        error = self._gather_error(x, dim, layout)
         if error is None:
             other_dims = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
             compared |= {"shape beside the tokens": other_dims, **_dtype_and_device(x)}
-        if placement is not None:
-            compared["placement"] = str(placement)
-        # without a placement only the ranks together know the length
-        compare = self.checker.check_now if placement is None else self.checker.check_deferred
+        if layout is not None:
+            compared["placement"] = str(layout)
+        # without a layout only the ranks together know the length
+        compare = self.checker.check_now if layout is None else self.checker.check_deferred
         compare("tensor to gather", compared, error=error, call="gather")
-        if placement is None:
+        if layout is None:
             seq = x.shape[dim] * self.size
             if self.groups.control is not None:
                 seq = int(all_reduce_sum(self.groups.control, [x.shape[dim]], "gather")[0])
-            placement = self.place(seq)
-            error = self._gather_error(x, dim, placement, seq)
+            layout = self.place(seq)
+            error = self._gather_error(x, dim, layout, seq)
             self.checker.check_now("tokens to gather", seq, error=error, call="gather")
         else:
-            seq = placement.tokens
+            seq = layout.tokens
         order = self.layout_tensors.get(
-            ("whole", seq if placement is None else placement),
+            ("whole", seq if layout is None else layout),
             x.device,
-            lambda: order_of([self.held(seq, placement, rank) for rank in self.groups.sp_order]),
+            lambda: order_of([self.held(seq, layout, rank) for rank in self.groups.sp_order]),
         )
         whole = assembled(x.movedim(dim, 0), order, self.group_for(x), "gather")
         whole = whole.movedim(0, dim)
-        if placement is not None and placement.rows is not None:
+        if layout is not None and layout.rows is not None:
             token_dim = dim % whole.dim()
-            whole = whole.unflatten(token_dim, (placement.rows, -1)).squeeze(token_dim - 1)
+            whole = whole.unflatten(token_dim, (layout.rows, -1)).squeeze(token_dim - 1)
         return whole
 
     def held(self, seq: int, placement: BatchLayout | None, rank: int) -> Tensor:
@@ -313,6 +323,11 @@ class Sharding:
                 f"{operator.shape_of(x)} and dim {dim}, give it (1, tokens, ...) as sharded tensors are"
             )
         return None
+
+
+def layout_of(placement: Any) -> Any:
+    """Return what a batch's "placement" says beside the configured layout; None for EQUAL."""
+    return None if placement is EQUAL else placement
 
 
 class WholeOrder(NamedTuple):

@@ -147,7 +147,7 @@ def _cases(job: Job) -> list[_Case]:
     real = torch.ones(2, tokens // 2, dtype=torch.int64)  # two rows, padded on the left and on the right
     real[0, : tokens // 8] = real[1, -tokens // 8 :] = 0
     batch = {"labels": torch.full_like(real, IGNORE), "attention_mask": real}
-    padded: Any = check_batch(sp.sharding, batch, True).placement
+    padded: Any = check_batch(sp.sharding, batch, True).part.placement
     counts, rows = real.flatten().bool().to(device), at // (tokens // 2)
     queries = causal & counts[:, None]
     in_row = queries & (rows[:, None] == rows)

@@ -27,13 +27,13 @@ from ds_seqpar.core.runtime.admit import AttentionOptions
 from ds_seqpar.core.runtime.kernels.accumulate import merge_
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.value_checks import ValueChecks
 
 from ..graph_breaks import between_graphs
+from ..inputs import POSITIONS
 from ..look.facts import Facts, text_config
 from .cache import SERVES, Held, KeptTokens, Row, sharded, slices_of
-
-POSITIONS = "position_ids of the model"  # under this name they are sharded with a batch's other tensors
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -253,7 +253,12 @@ def _first_seen(window: int | None, chunk: int | None, position: int) -> int:
 
 
 def cached_forward(
-    sp: SequenceParallel, config: Any, facts: Facts, inputs: Mapping[str, Any], checks: ValueChecks
+    sp: SequenceParallel,
+    config: Any,
+    facts: Facts,
+    inputs: Mapping[str, Any],
+    checks: ValueChecks,
+    table: Mapping[str, InputSpec],
 ) -> tuple[CachedForward, dict[str, Any]]:
     """Read what a forward with a cache is. It does not communicate.
 
@@ -266,9 +271,10 @@ def cached_forward(
         facts: The model's.
         inputs: The forward's arguments by name.
         checks: Of the call's values.
+        table: How ranks share each argument.
 
     Returns:
-        (the forward; its arguments without cache and mask, with padding left out and with position_ids).
+        (the forward; its arguments without cache and mask, with padding left out and with positions).
 
     Raises:
         InputError: The cache or the mask does not fit.
@@ -297,10 +303,10 @@ def cached_forward(
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
     elif 1 < columns < sp.multiple:
         places = torch.arange(columns, device="cpu").expand(rows, columns)
-    if places is not None and "labels" in inputs:
+    own = (name for name in inputs if name in table and (name == "labels" or table[name].kind == "own"))
+    if places is not None and (name := next(own, None)) is not None:
         raise InputError(
-            f"{SERVES}, with padding or with fewer than {sp.multiple} tokens, takes no labels; got labels, leave them "
-            "out"
+            f"{SERVES}, with padding or with fewer than {sp.multiple} tokens, takes no {name}; got some, leave it out"
         )
     positions = inputs.pop("position_ids", None)
     if positions is None:
@@ -310,13 +316,16 @@ def cached_forward(
             counted = positions - kept.columns if places is None else places.clamp(min=0).to(tokens.device)
             positions = before + counted
         positions = positions + facts.first_position
-    inputs["position_ids"] = positions.expand(rows, columns)
+    inputs[POSITIONS] = positions.expand(rows, columns)
     forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places, real=all_real)
     if places is not None:
         order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
         order = forward.order = functional.pad(order, (0, forward.tokens - columns))  # cut, or with the first token
-        inputs = {name: _compacted(x, order, (rows, columns)) for name, x in inputs.items()}
-    forward.positions = inputs["position_ids"]
+        inputs = {
+            name: _compacted(x, order, table[name].dim) if name in table and table[name].kind == "tokens" else x
+            for name, x in inputs.items()
+        }
+    forward.positions = inputs[POSITIONS]
     return forward, inputs
 
 
@@ -333,12 +342,10 @@ def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
     )
 
 
-def _compacted(x: Any, order: Tensor, shape: tuple[int, int]) -> Any:
-    """Return a tensor (rows, columns, ...) with each row's tokens in an order; anything else as it is."""
-    if not isinstance(x, Tensor) or x.shape[:2] != shape:
-        return x
-    index = order.to(x.device).view(*order.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
+    """Return a tensor (..., rows, columns, ...) with each row's tokens in an order. dim: that of the columns."""
+    index = order.to(x.device).view(*order.shape, *[1] * (x.dim() - dim - 1))
+    return x.take_along_dim(index, dim)
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:

@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,7 +120,9 @@ def _agreed(
     try:
         others = {name: x for name, x in given.items() if name not in named}
         config, _ = generation_config_of(model)(given.get("generation_config"), **others)
-        if misuse := _misuse(given, config):
+        table = base_of(model)._sequence_parallel_patch.agreement.inputs
+        taken = {*TOKENS, *named, *(name for name, spec in table.items() if spec.kind not in ("own", "refused"))}
+        if misuse := _misuse(given, config, taken):
             raise ConfigError(f"generate of a model that shares sequences needs {misuse}, leave it out, or {ALONE}")
         if config.use_cache and base_of(model)._sequence_parallel_patch.facts.mixers:
             raise ConfigError(
@@ -146,14 +148,15 @@ def _agreed(
     return given, zero.parameters_of(model, parameters, gather=not fetches)
 
 
-def _misuse(given: Mapping[str, Any], config: Any) -> str:
-    """Return "NEEDED; got GIVEN" for an argument with which ranks cannot share a generation; "" where there is none."""
+def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> str:
+    """Return "NEEDED; got GIVEN" for an argument with which ranks cannot share a generation; "" where there is none.
+
+    taken: The names of tensors that it may have.
+    """
     mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
-    rows = next((len(given[name]) for name in TOKENS if given.get(name) is not None), None)
     others = [
         name for name, x in given.items()
-        if isinstance(x, Tensor) and name not in TOKENS and not hasattr(config, name)
-        and (x.dim() > 2 or (x.dim() and rows not in (None, len(x))))
+        if isinstance(x, Tensor) and x.dim() and name not in taken and not hasattr(config, name)
     ]  # fmt: skip
     search, own_cache = "greedy search, sampling or beam search", "the DynamicCache that it makes itself"
     wrong = {

@@ -9,10 +9,9 @@ device are compared there, and the next forward raises what was wrong.
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
@@ -24,14 +23,16 @@ from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.base.fingerprint import Fields
 from ds_seqpar.core.compiler.sharding.handles import handle_of, object_of
 from ds_seqpar.core.runtime.operator import describe, shape_of
-from ds_seqpar.data.batches import whole_error
+from ds_seqpar.data.inputs import InputSpec, refusal
 from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens
+from ds_seqpar.data.sharding import layout_of
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.guards import mismatch_hints
 from ds_seqpar.guards.agreement import Advice
 
 from ..families import SP, base_of
 from ..generation.forward import has_cache
+from ..inputs import TABLE
 from ..mixers import SHARED
 from ..noise import noise_numbers
 from .checkpointing import is_checkpointed, layers_of
@@ -50,7 +51,6 @@ FORWARD = (
     "a forward of a model that shares sequences (a forward of one rank alone needs "
     "hf_integration.whole_sequences(model))"
 )
-MEDIA = re.compile(r"(pixel|image|video|audio|input_features).*")  # arguments of multimodal models
 
 
 class Agreement:
@@ -64,16 +64,16 @@ class Agreement:
     loss_option_of: str | None = ""
 
     def __init__(
-        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), skips: bool = False
-    ) -> None:
+        self, sp: SequenceParallel, model: PreTrainedModel, patched: tuple[str, ...] = (), skips: bool = False,
+        inputs: Mapping[str, InputSpec] = TABLE,
+    ) -> None:  # fmt: skip
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
         self.skips = skips  # whether chance decides which layers run in training
         self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
+        self.inputs = inputs  # how ranks share what the model is called with
         self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
-        # (shapes, dtype and device of position_ids on a device) -> the kind of batch that ranks took them for
-        self.modes: dict[object, Literal["sharded", "whole"]] = {}
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
@@ -81,41 +81,9 @@ class Agreement:
         model: Any = self.model()
         if model is None:
             return self
-        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.skips)
+        copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.skips, self.inputs)
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
-
-    def vote(self, inputs: Mapping[str, Any], refusal: str) -> Literal["sharded", "whole"]:
-        """Decide with all ranks whether position_ids are those of a shard or of a whole batch.
-
-        On a device they are read once for each shape. What ranks decide then is what later ones are compared with.
-
-        Args:
-            inputs: The call's arguments by name.
-            refusal: Why this call can have no shard, as a sentence; "" where it can.
-
-        Raises:
-            InputError, DisagreementError: On all ranks, if a rank's are neither, or those of a shard that is refused.
-        """
-        tokens, positions = tokens_of(inputs), inputs["position_ids"]
-        key = positions.device.type != "cpu" and (tokens.shape, positions.shape, positions.dtype, positions.device)
-        if key in self.modes:
-            return self.modes[key]
-        wrong_whole, fits_shard = whole_error(inputs, *tokens.shape[:2]), True
-        try:
-            check_tokens(self.sp.sharding, tokens, None)
-            check_shard(self.sp.sharding, tokens, positions, None, None, ValueChecks())
-        except InputError:
-            fits_shard = False
-        error, neither = None, "(or give the part of a batch, with all that sp.shard_batches returns for it)"
-        if wrong_whole is not None and (refusal or not fits_shard):
-            error = InputError(refusal if fits_shard else f"{wrong_whole} {neither}")
-        votes = int(fits_shard and wrong_whole is not None)
-        sharded = self.sp.checker.check_now("position_ids of a batch", None, error=error, number=votes, call=FORWARD)
-        mode: Literal["sharded", "whole"] = "sharded" if sharded else "whole"
-        if key:
-            self.modes[key] = mode
-        return mode
 
     def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
         """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
@@ -140,7 +108,8 @@ class Agreement:
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
         """
-        model, checker, layout, like = self.model(), self.sp.checker, inputs.get("placement"), dict[str, Any]()
+        model, checker, like = self.model(), self.sp.checker, dict[str, Any]()
+        layout = layout_of(inputs.get("placement"))
         if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
@@ -169,7 +138,9 @@ class Agreement:
             # accelerate's autocast is inside of the forward, where ranks do not compare any more
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             noise = ", ".join(f"{count} of {number}" for number, count in noise_numbers(model).items())
-            models = {"noise": noise, **fingerprint(model), "mixed_precision": precision}
+            own = sorted(self.inputs.keys() - TABLE.keys())
+            declared = ", ".join(f"{name} as {self.inputs[name].kind}" for name in own)
+            models = {"noise": noise, "inputs": declared, **fingerprint(model), "mixed_precision": precision}
             checker.check_now("models", models, error=error, call=FORWARD, advice=mismatch_hints.of_models)
             self.compared = True
         name, advice = "whole batch", _advice_of(self.sp)
@@ -307,14 +278,14 @@ def common_misuse(inputs: Mapping[str, Any]) -> str:
     """Return the sentence for arguments that a forward on shards cannot take; "" where there are none."""
     if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
-    if media := [name for name, x in inputs.items() if isinstance(x, Tensor) and MEDIA.fullmatch(name)]:
-        return f"ranks share sequences of text alone; got {media[0]}, leave pictures, films and sounds out of the batch"
+    if refused := refusal(TABLE, inputs):
+        return refused
     if inputs.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
     return ""
 
 
-UNSHIFTED = f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
+UNSHIFTED = f"a batch with a placement looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
 WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; got a sharded one, give it the whole"
 
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import InputError
 from ds_seqpar.base.log import log_once
+from ds_seqpar.data.sharding import layout_of
 from ds_seqpar.guards.one_thread import check_thread
 
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
@@ -112,38 +113,24 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)
-    sharded = inputs.get("shift_labels") is not None or inputs.get("placement") is not None
     moved = inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs))
     shares = may_share(patch.sp, unwrapped(module), patch.facts, inputs)
-    return not (sharded or moved or shares) or takes_cache(module, inputs)
+    return not (_is_sharded(inputs) or moved or shares) or takes_cache(module, inputs)
 
 
-def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any], is_whole: bool = False) -> Mode:
-    """Return the mode of a forward.
+def _is_sharded(inputs: Mapping[str, Any]) -> bool:
+    """Return whether arguments have what `shard_batches` adds to every shard."""
+    return inputs.get("placement") is not None or inputs.get("shift_labels") is not None
 
-    Shards have what `shard_batches` adds. position_ids alone may be those of a shard or of a whole batch, and on one
-    rank may fit both; then the other ranks' positions decide.
 
-    Args:
-        is_whole: Whether it is known that a batch with position_ids alone is whole.
-    """
-    positions, compiled = inputs.get("position_ids"), torch.compiler.is_compiling()
+def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Mode:
     if _is_local(patch, module, inputs):
         return "local"
-    if not compiled:
+    if not torch.compiler.is_compiling():
         check_thread()
-    # what is wrong the agreement will say
-    if wrong_inputs(inputs) or inputs.get("shift_labels") is not None or inputs.get("placement") is not None:
+    if wrong_inputs(inputs) or _is_sharded(inputs):  # what is wrong the agreement will say
         return "sharded"
-    if takes_cache(module, inputs):
-        return "decode" if tokens_of(inputs).shape[1] == 1 else "whole"
-    if positions is None or is_whole:
-        return "whole"
-    if compiled:
-        return "sharded"
-    if whole_calls.is_moved_batch(positions):
-        return "whole"
-    return patch.agreement.vote(inputs, _wrong_shard(unwrapped(module), inputs) if module in patch.heads else "")
+    return "decode" if takes_cache(module, inputs) and tokens_of(inputs).shape[1] == 1 else "whole"
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
@@ -197,7 +184,7 @@ def _complete(
         if mistake := wrong_inputs(inputs):
             raise InputError(mistake)
     else:
-        layout, backward = inputs.get("placement"), torch.is_grad_enabled() and module.training
+        layout, backward = layout_of(inputs.get("placement")), torch.is_grad_enabled() and module.training
         patch.agreement.agree(inputs, wrong, backward, compiled, context.compared)
         if patch.ropes and cached is not None:
             rope_tokens = int(cached.positions.max()) + 1
@@ -237,7 +224,7 @@ def _begin_head(
     context = _begin(patch, module, inputs)
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
         return None
-    mode, wrong = _mode(patch, module, inputs, is_whole=context.is_in_whole), ""
+    mode, wrong = _mode(patch, module, inputs), ""
     if mode == "decode" and module in patch.above:
         mode = "whole"
     context = context.replace(mode=mode)
@@ -271,7 +258,7 @@ def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
     patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
     keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
     checkpointing.keep_attention(patch.layers, module, patch.sp)
-    if patch.in_graph and inputs.get("placement") is None and KEYWORD not in inputs:
+    if patch.in_graph and layout_of(inputs.get("placement")) is None and KEYWORD not in inputs:
         mode = _mode(patch, module, inputs)
         if mode in ("local", "sharded"):
             return (), _in_graph(patch, module, inputs, mode)
@@ -296,7 +283,7 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
     if given is not None:
         context = given.replace(module=module, outer=given, within=True)
     if context.mode is None:
-        context = context.replace(mode=_mode(patch, module, inputs, is_whole=context.is_in_whole))
+        context = context.replace(mode=_mode(patch, module, inputs))
         inputs, context = _complete(patch, module, inputs, context, "", compiled)
     context.state.begun = True
     set_current(context)

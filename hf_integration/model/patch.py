@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ds_seqpar.core.runtime.admit import AttentionOptions
 from ds_seqpar.core.runtime.buffers import sum_dtype
 from ds_seqpar.core.runtime.operator import DENSE
 from ds_seqpar.data.batch_layout import BatchLayout
+from ds_seqpar.data.inputs import InputSpec, joined
 from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
@@ -50,6 +51,7 @@ from ..families import (
 )
 from ..generation import generate
 from ..graph_breaks import between_graphs
+from ..inputs import TABLE
 from ..look.facts import Facts, masks, modules_of, text_config
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
@@ -66,23 +68,27 @@ OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a c
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
 
 
-def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
+def patch_attention(
+    model: PreTrainedModel, sp: SequenceParallel, inputs: Mapping[str, InputSpec] | None = None
+) -> PreTrainedModel:
     """Make every attention of a model exact over sequences that are shared by `sp.size` ranks.
 
     Call the patched model with whole batches, the same on the ranks that share them, to get whole outputs; or with what
     `sp.shard_batches` returns, to get this rank's shards. A model that is already patched with `sp` is returned
-    unchanged.
+    unchanged, but for `inputs` that are new.
 
     Args:
         model: A transformers model, also inside a peft model or `torch.compile`. It is patched in place.
         sp: The SequenceParallel whose ranks share each sequence.
+        inputs: How ranks share arguments of the model's own, by name, as {"weights": tokens()} of
+            `ds_seqpar.data.inputs`. Those of transformers are known.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: The model cannot be patched (see `families`), its heads do not fit, or it is patched with another
-            SequenceParallel.
+        ConfigError: The model cannot be patched (see `families`), its heads do not fit, it is patched with another
+            SequenceParallel, or `inputs` say something else of a name that is known.
 
     Examples:
         >>> sp = SequenceParallel(SequenceParallelConfig(size=2), heads=heads(model))
@@ -95,12 +101,15 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     inner = unwrapped(model)
     if (patch := patch_of(inner)) is not None:
         check_patch(model, sp)
+        patch.agreement.inputs = joined(patch.agreement.inputs, inputs)
+        patch.agreement.compared &= not inputs
         _patch_heads(patch, model)
         return model
+    declared = joined(TABLE, inputs)
     facts, is_new = _checked(model, inner, sp), not is_tested(inner)
     if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and is_new)):
         prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
-    return patch_by(model, inner, sp, facts)
+    return patch_by(model, inner, sp, facts, declared)
 
 
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
@@ -119,7 +128,9 @@ def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
     return facts
 
 
-def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts) -> PreTrainedModel:
+def patch_by(
+    model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts, inputs: Mapping[str, InputSpec] = TABLE
+) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     attending = modules_of(inner, facts)
@@ -145,7 +156,7 @@ def patch_by(model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Fa
             *hook(base_of(inner), True),
             *(handle for module in ropes for handle in rope.hook(module)),
         ],
-        agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips),
+        agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips, inputs),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
@@ -172,10 +183,13 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x, patch.sp)]
     patch.sp.sharding.vocabularies[inner] = vocabulary
+    patch.sp.sharding.inputs[inner] = patch.agreement.inputs
     generate.install(inner)
 
 
-def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel:
+def share_sequences(
+    model: PreTrainedModel, *, inputs: Mapping[str, InputSpec] | None = None, **settings: Any
+) -> SequenceParallel:
     """Make a SequenceParallel, and patch a model with it.
 
     The model is then called as before, with whole batches that are the same on the ranks of a sequence: those of
@@ -183,6 +197,7 @@ def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel
 
     Args:
         model: As for `patch_attention`.
+        inputs: As for `patch_attention`.
         **settings: Settings by name, as in the "sequence_parallel" section of a DeepSpeed JSON.
 
     Returns:
@@ -203,7 +218,7 @@ def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
     try:
-        patch_attention(model, sp)
+        patch_attention(model, sp, inputs)
     except Exception as reason:
         error = as_seqpar_error("patching a model failed", reason)
     assert_ranks_agree(
@@ -264,6 +279,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.sharding.vocabularies.pop(head, None)
+        patch.sp.sharding.inputs.pop(head, None)
         generate.remove(head)
     if patch.experts is not None:
         patch.experts.close()

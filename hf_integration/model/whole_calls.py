@@ -29,8 +29,9 @@ from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState, current
 from ..families import base_of, is_of_liger, unwrapped
-from ..generation.forward import POSITIONS, cached_forward, takes_cache
+from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
+from ..inputs import POSITIONS
 from ..look.facts import Facts
 from ..noise import own_stream
 from .agreement import Agreement, common_misuse, tokens_of
@@ -45,7 +46,6 @@ COMPILED = (
     "a model that is given whole outputs of its base model needs to run uncompiled; got one inside torch.compile, "
     "compile its layers instead (layer.compile())"
 )
-PASSED = ("num_items_in_batch", "logits_to_keep")  # arguments that are not sharded even where they are tensors
 
 # tensor of a whole batch on a device -> (the same on the CPU, the version of the tensor then)
 _on_cpu = WeakTensorKeyDictionary()
@@ -122,7 +122,7 @@ def with_cache(
     try:
         checks = _compared(inputs)
         model: Any = unwrapped(context.module)  # type: ignore[arg-type]
-        cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks)
+        cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks, agreement.inputs)
         cached.begin()
     except Exception as reason:
         agreement.compare_batch(None, as_seqpar_error("reading a cache failed", reason))
@@ -139,38 +139,36 @@ def _sharded(
     sp, labelled = agreement.sp, inputs.get("labels") is not None
     checks, cached = _compared(inputs), None
     if takes_cache(context.module, inputs):
-        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks)
+        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, agreement.inputs)
         checks.fields["cache"] = str(cached.kept)
-        inputs[POSITIONS] = inputs.pop("position_ids")
     if wrong := _misuse(inputs):
         raise InputError(wrong)
     has_own_loss = labelled and model is not base_of(model) and not wants_token_numbers(inputs)
     tries_loss = has_own_loss and agreement.loss_option_of is not None
     if tries_loss and (wrong_loss := loss_function_error(model, agreement.loss_option_of or "")):
         raise wrong_loss
-    others = {name: x for name, x in inputs.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
-    batch = {name: x for name, x in inputs.items() if name not in others}
-    on_cpu, (rows, tokens) = _copies(batch), tokens_of(inputs).shape[:2]
+    on_cpu, (rows, tokens) = _copies(inputs), tokens_of(inputs).shape[:2]
     if shared := prompts_of_call(sp, model, facts, inputs, on_cpu):
-        batch.pop("attention_mask", None)
+        batch = {name: inputs.pop(name) for name in ("input_ids", "labels")}
         shard, counted = shard_shared_prompts(sp.sharding, batch, shared, checks, on_cpu)
+        shard |= {name: x for name, x in inputs.items() if name != "attention_mask"}
         rows, tokens = 1, len(shared.tokens)
         checks.fields["shared prompts"] = str(shard["placement"])
     else:
-        shard, counted = shard_call(sp.sharding, batch, checks, on_cpu)
+        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, agreement.inputs)
     if labelled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
         cached.begin(shard.get("placement"))
         shard["position_ids"] = shard.pop(POSITIONS)
     spec = logits = ShardSpec.of(sp.sharding, rows, tokens, shard.get("placement"), "outputs")
-    if keep := others.pop("logits_to_keep", 0):
+    if keep := shard.pop("logits_to_keep", 0):
         chosen: slice | tuple[int, ...] = slice(-keep, None)
         if cached is not None:
             cached.logits = tuple(range(cached.columns)[-keep:])
             chosen = cached.picked(cached.logits)
-        logits, others["logits_to_keep"] = spec.narrow(slice(None), chosen, tokens_of(inputs).device)
-    return {**shard, **others}, context.replace(
+        logits, shard["logits_to_keep"] = spec.narrow(slice(None), chosen, tokens_of(shard).device)
+    return shard, context.replace(
         positions=shard["position_ids"],
         spec=spec,
         logits=logits,

@@ -32,6 +32,7 @@ from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpa
 from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.data.documents import documents_of
+from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.loader import loading_error
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.cpu_launch import op_lock
@@ -103,13 +104,14 @@ class SequenceParallelMixin(rollouts.Rollouts):
         gather_logits: bool = True,
         check_loss: bool = True,
         group_generation_over: int | None = None,
+        inputs: Mapping[str, InputSpec] | None = None,
         **kwargs: Any,
     ) -> None:
         wait_at_exit()
         compat.check_trainer(Trainer)
         checks.check_kind(type(self))
         rollouts.check_length(self, group_generation_over)
-        self.gather_logits, self.check_loss = gather_logits, check_loss
+        self.gather_logits, self.check_loss, self._inputs = gather_logits, check_loss, inputs
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
         self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
@@ -192,6 +194,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
         trainer: Any = weakref.proxy(self)  # the job may be asked for as long as the process lives
         job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
+        patch_attention(base, self.sp, self._inputs)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
         if checks.extends(type(self), "RewardTrainer"):
@@ -275,7 +278,7 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
         assert_ranks_agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
         if self.args.use_liger_kernel:  # `train` has put Liger's kernels into the patched model, over any tiles
-            patch_attention(unpatch_attention(self.model), self.sp)
+            patch_attention(unpatch_attention(self.model), self.sp, self._inputs)
             self._set_loss_check(unwrapped(self.model))
         if self.sp.config.doctor:
             require_sound(self.sp, self.model, self.accelerator.state.deepspeed_plugin.deepspeed_config, loader)

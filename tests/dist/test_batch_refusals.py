@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from ds_seqpar.data.inputs import refused, replicated, row, tokens
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one
 from tests.launch import on_each_of
 
@@ -30,14 +31,14 @@ def mask(*zeros):
     return whole
 
 
-def given(**other):
+def given(declared=None, **other):
     """A case in which every rank's batch has something else."""
-    return lambda sp, rank: sp.shard_batch(batch(**other))
+    return lambda sp, rank: sp.shard_batch(batch(**other), inputs=declared)
 
 
-def one_given(**other):
+def one_given(declared=None, **other):
     """A case in which only the wrong rank's batch has it."""
-    return lambda sp, rank: sp.shard_batch(batch(**(other if rank == WRONG else {})))
+    return lambda sp, rank: sp.shard_batch(batch(**(other if rank == WRONG else {})), inputs=declared)
 
 
 def one_window(make):
@@ -58,7 +59,7 @@ class Failing(dict):
 
 
 def nested():
-    return [batch(weights=torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]))]
+    return [batch(labels=torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]))]
 
 
 def of_two(call):
@@ -71,6 +72,7 @@ def of_two(call):
     return configured
 
 
+WEIGHTS = {"weights": tokens()}
 PADDED = {"attention_mask": mask(13, 14, 15)}
 COMPLEX = torch.ones(2, 16, dtype=torch.complex64)
 ONE_GROUP = {
@@ -88,18 +90,31 @@ ONE_GROUP = {
     "such padding on one rank": (one_given(**PADDED), only_one("labels", "got 2")),
     "a generator that fails": (one_window(failing_generator), only_one("OSError: the disk is gone")),
     "a batch that cannot be read": (one_window(lambda: [Failing(batch())]), only_one("RuntimeError: no such sample")),
-    "a sparse tensor": (one_given(weights=torch.ones(2, 16).to_sparse()), only_one("RuntimeError: ")),
+    "a sparse tensor": (one_given(WEIGHTS, weights=torch.ones(2, 16).to_sparse()), only_one("RuntimeError: ")),
     "a nested tensor": (one_window(nested), only_one("RuntimeError: ")),
-    "a tensor without content": (one_given(weights=torch.ones(2, 16, device="meta")), only_one("NotImplementedError")),
-    "names that cannot be sorted": (one_window(lambda: [{**batch(), 3: torch.ones(2, 16)}]), only_one("TypeError: ")),
+    "a tensor without content": (
+        one_given(WEIGHTS, weights=torch.ones(2, 16, device="meta")), only_one("NotImplementedError")
+    ),
+    "names that cannot be sorted": (one_window(lambda: [{**batch(), 3: torch.ones(2, 16)}]), only_one("got 3 float")),
     "complex labels": (one_given(labels=COMPLEX), only_one("complex64 (2, 16)")),
     "labels in fp32": (given(labels=torch.ones(2, 16)), everywhere("float32 (2, 16)")),
     "mask of four dims": (given(attention_mask=torch.ones(2, 1, 16, 16)), everywhere("(2, 1, 16, 16)")),
     "mask that is a list": (one_given(attention_mask=[[1] * 16] * 2), only_one("got list")),
     # Megatron's and Automodel's, whose labels are shifted before: off by one here
-    "a mask of losses": (given(loss_mask=torch.ones(2, 16)), everywhere("got loss_mask", "shifted", "-100")),
-    "weights of losses": (one_given(loss_scale=torch.ones(2, 16)), only_one("got loss_scale", "shifted")),
-    "tensor of another shape": (given(pixel_values=torch.zeros(3, 5)), everywhere("pixel_values (3, 5)")),
+    "a mask of losses": (given(loss_mask=torch.ones(2, 16)), everywhere("got loss_mask", "tokens(shifted=True)")),
+    "weights of losses": (one_given(loss_scale=torch.ones(2, 16)), only_one("got loss_scale", "tokens(shifted=True)")),
+    "a list of tensors": (given(films=[torch.zeros(3)]), everywhere("got films list", "'films': tokens()")),
+    "a tensor of another shape": (given(WEIGHTS, weights=torch.zeros(3, 5)), everywhere("weights", "float32 (3, 5)")),
+    "no tensor": (given(WEIGHTS, weights=[1.0]), everywhere("weights", "(2, 16) from dim 0 on", "got list")),
+    "a number of each row of others": (
+        given({"scores": row()}, scores=torch.zeros(3)), everywhere("scores", "(2,)", "got float32 (3,)")
+    ),
+    "refused by name": (given({"films": refused("no {}, leave it")}, films=1), everywhere("no films, leave it")),
+    "declared otherwise": (
+        given({"input_ids": replicated()}), everywhere("got input_ids as replicated and as tokens", kind="ConfigError")
+    ),
+    "declared by no spec": (given({"weights": 1}), everywhere("got int for 'weights'", kind="ConfigError")),
+    "declared by no name": (given([tokens()]), everywhere("by name", "got list", kind="ConfigError")),
     # a group without a sequence left, as at the end of an epoch; torch's sentence was of a storage
     "no rows": (lambda sp, rank: sp.shard_batch(cut(0, 16)), everywhere("one row", "got 0 rows of 16 tokens", "-100")),
     "no rows on one rank": (one_window(lambda: [cut(0, 16)]), only_one("got 0 rows of 16 tokens")),
@@ -123,7 +138,7 @@ ONE_GROUP = {
     "one batch of a window": (of_two(lambda sp: sp.shard_batch(batch())), everywhere("2 micro-batches", "got 1")),
     "empty window": (lambda sp, rank: sp.shard_batches([]), everywhere("1 micro-batch", "got 0")),
     "empty window on one rank": (one_window(list), only_one("1 micro-batch", "got 0")),
-}
+}  # fmt: skip
 GAP = ("attention_mask", "zeros between")
 # two groups of two ranks, of which only the second is given something wrong: the world trains together, so all four
 # raise, and say which rank it is

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_seqpar.data import inputs
+from ds_seqpar.data.batch_layout import EQUAL
 from tests.dist.ranks import make
 from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
@@ -38,7 +40,7 @@ def test_shards_put_together_are_the_batch(ulysses_size):
         sp = make(ulysses=ulysses_size, layout=layout)
         given = {**whole, "extra": EXTRA, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]}
         given |= {"epoch": torch.tensor(3), "weights": torch.tensor([0.5, 2.0])}  # of the batch; of each row
-        shard = sp.shard_batch(given)
+        shard = sp.shard_batch(given, inputs={"extra": inputs.tokens(), "weights": inputs.row()})
         assert set(given) == {"input_ids", "labels", "extra", "position_ids", "names", "epoch", "weights"}
         assert all(torch.equal(whole[name], x) for name, x in a_batch(0).items())
         places = shard["position_ids"]
@@ -49,7 +51,8 @@ def test_shards_put_together_are_the_batch(ulysses_size):
             assert torch.equal(torch.cat(gathered(shard[name]), dim=1), x[:, order]), (layout, name)
         assert shard["names"] == ["a", "b"]
         assert all(shard[name] is given[name] for name in ("epoch", "weights"))
-        assert set(shard) == {*expected, "names", "epoch", "weights", "position_ids", "num_items_in_batch"}
+        assert set(shard) == {*expected, "names", "epoch", "weights", "position_ids", "num_items_in_batch", "placement"}
+        assert shard["placement"] is EQUAL
 
 
 def gathered(x):

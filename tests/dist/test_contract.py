@@ -418,7 +418,7 @@ class ScheduleOptions(nn.Module):
         self.q, self.kv, self.out = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 64)
         self.head = nn.Linear(64, 64)
 
-    def forward(self, input_ids, position_ids, shift_labels, num_items_in_batch, labels=None):
+    def forward(self, input_ids, position_ids, shift_labels, num_items_in_batch, **_):
         x = self.tokens(input_ids) + self.places(position_ids)
         q = self.q(x).unflatten(2, (8, 8))
         k, v = self.kv(x).unflatten(2, (4, 8)).chunk(2, dim=2)

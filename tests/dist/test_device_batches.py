@@ -13,6 +13,7 @@ from ds_seqpar.base.errors import DisagreementError, InputError
 from ds_seqpar.base.on_devices import DeviceCache
 from ds_seqpar.data import batches
 from ds_seqpar.data.batches import shard_call
+from ds_seqpar.data.inputs import INPUTS, joined, row, tokens
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.guards.consistency import ConsistencyChecker
 from ds_seqpar.whole import whole_of
@@ -45,12 +46,13 @@ def changed(x, value, *index):
 
 
 PADDING = changed(torch.ones(2, SEQ, dtype=torch.int64), 0, 1, slice(SEQ - 3, None))
+TABLE = joined(INPUTS, {"weights": row(), "seen": tokens()})
 RIGHT = {
     "plain": batch(),
     "without labels": {"input_ids": batch()["input_ids"]},
     "embeddings": {"inputs_embeds": torch.randn(2, SEQ, 3), "labels": batch()["labels"]},
     "another length": {name: x[:, 1:] for name, x in batch().items()},
-    "a pack": batch(position_ids=torch.arange(4).repeat(2, SEQ // 4), weights=torch.rand(2), tokens=torch.rand(2, SEQ)),
+    "a pack": batch(position_ids=torch.arange(4).repeat(2, SEQ // 4), weights=torch.rand(2), seen=torch.rand(2, SEQ)),
     "padding": batch(labels=batch()["labels"].masked_fill(PADDING == 0, -100), attention_mask=PADDING),
     "padding on the left": batch(attention_mask=PADDING.flip(1), labels=changed(batch()["labels"], -100, 1)),
 }
@@ -69,7 +71,9 @@ def test_what_is_read_later_is_sharded_as_what_is_read_at_once():
     model = vocabulary(sp)
     for name, given in RIGHT.items():
         later = ValueChecks(at_once=())
-        (shard, counted), (other, other_counted) = (shard_call(sp.sharding, given, x) for x in (ValueChecks(), later))
+        (shard, counted), (other, other_counted) = (
+            shard_call(sp.sharding, given, x, None, TABLE) for x in (ValueChecks(), later)
+        )
         assert shard.keys() == other.keys(), name
         for key, x in shard.items():
             assert torch.equal(x, other[key]) if isinstance(x, torch.Tensor) else x == other[key], (name, key)
@@ -89,8 +93,8 @@ def test_values_that_are_on_the_cpu_too_are_read_there_at_once():
         on_cpu = {name: x for name, x in given.items() if not x.is_floating_point()}
         on_device = {name: x + 1 if name in batches.READ else x for name, x in given.items()}  # these are not read
         later = ValueChecks(at_once=())
-        expected, counted = shard_call(sp.sharding, given, ValueChecks())
-        shard, other = shard_call(sp.sharding, on_device, later, on_cpu)
+        expected, counted = shard_call(sp.sharding, given, ValueChecks(), None, TABLE)
+        shard, other = shard_call(sp.sharding, on_device, later, on_cpu, TABLE)
         assert float(other) == counted
         assert all(torch.equal(x, shard[name]) for name, x in expected.items() if isinstance(x, torch.Tensor))
         assert shard["placement"] == expected["placement"]
@@ -182,7 +186,7 @@ def on_fake_cuda():
             for _ in range(2):
                 checks = ValueChecks(at_once=("cpu",))
                 with Moves() as moves:
-                    shard, _ = shard_call(sp.sharding, batch, checks)
+                    shard, _ = shard_call(sp.sharding, batch, checks, None, TABLE)
                     checks.compare({key: x for key, x in batch.items() if x.is_cuda})
                     checks.post(ConsistencyChecker(None))  # which is not asked, since nothing here has values
                 assert {x.device.type for x in shard.values() if isinstance(x, torch.Tensor)} == {"cuda"}

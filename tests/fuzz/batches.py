@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.core.compiler.sharding.layout import divisors
 from ds_seqpar.core.settings import LAYOUTS
+from ds_seqpar.data.batch_layout import EQUAL
+from ds_seqpar.data.inputs import tokens
 from tests.fuzz import ranks
 
 IGNORE = -100
@@ -165,7 +167,8 @@ def _use(sp, case, wrong):
     if case["read only"] and isinstance(window, list):
         window = [types.MappingProxyType(batch) if isinstance(batch, dict) else batch for batch in window]
     given = KINDS[case["kind"]](window) if isinstance(window, list) else window
-    found = sp.shard_batches(given, training=case["training"])
+    inputs = dict.fromkeys(EXTRAS.keys() - {"name", "list"} | {"other", "more"}, tokens())
+    found = sp.shard_batches(given, training=case["training"], inputs=inputs)
     return [fault for batch, mine in zip(good, found, strict=True) for fault in _faults(sp, case, batch, mine)]
 
 
@@ -175,6 +178,7 @@ def _faults(sp, case, batch, mine):
     wanted = {name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")}
     wanted["shift_labels"] = _shifted(batch)
     wanted = {name: x[:, places] if isinstance(x, torch.Tensor) else x for name, x in wanted.items()}
+    wanted["placement"] = EQUAL
     wanted["position_ids"] = places.expand(case["batch"], -1)
     windows = [window_of(case, sp, group) for group in range(sp.data_size)]
     counting = sum(int((_shifted(batch) != IGNORE).sum()) for window in windows for batch in window)

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from ds_seqpar.data.batch_layout import EQUAL
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from hf_integration.context import LOCAL as LOCAL_CONTEXT
@@ -176,7 +177,8 @@ def by_position(model, given):
 
 
 def base_by_position(model, given):
-    return model.base_model(given["input_ids"], None, given.get("position_ids"))
+    placement = {name: x for name, x in given.items() if name == "placement"}
+    return model.base_model(given["input_ids"], None, given.get("position_ids"), **placement)
 
 
 def of_base(model, given):
@@ -268,16 +270,18 @@ def ambiguous_positions():
     ids, positions = batch()["input_ids"], torch.arange(8)[None]
     found = t.model(input_ids=ids[:, :8], position_ids=positions).logits
     assert off(found, t.plain(ids[:, :8]).logits) < t.exact
-    found = t.model(input_ids=t.sp.shard(ids, 1), position_ids=positions + 8 * t.sp.rank).logits
+    places = positions + 8 * t.sp.rank
+    found = t.model(input_ids=t.sp.shard(ids, 1), position_ids=places, placement=EQUAL).logits
     assert_sharded(t, found, ids)
 
 
-@use("sp.position_ids alone", rest=True)
-def position_ids_alone():
+@use("a shard that its user has made", rest=True)
+def shard_by_hand():
     t = twins()
     ids = batch()["input_ids"]
     for call in (t.model, t.model.eval()):
-        found = call(input_ids=t.sp.shard(ids, 1), position_ids=t.sp.position_ids(16)[None]).logits
+        places = t.sp.position_ids(16, EQUAL)[None]
+        found = call(input_ids=t.sp.shard(ids, 1, EQUAL), position_ids=places, placement=EQUAL).logits
         assert_sharded(t, found, ids)
 
 
@@ -762,7 +766,7 @@ def classified(sp, mode):
 
 def assert_takes_no_shards(t):
     shard = t.sp.shard_batch(batch())
-    said = refusal(t.model, input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    said = refusal(t.model, **{name: shard[name] for name in ("input_ids", "position_ids", "placement")})
     assert lacking(said, "InputError", "needs whole batches") == []
 
 

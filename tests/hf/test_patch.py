@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import ds_seqpar
+from ds_seqpar.data.batch_layout import EQUAL
 from hf_integration import patch_attention, patched_with, unpatch_attention, whole_sequences
 from tests.dist.ranks import make, refusal
 from tests.hf import llama as helpers
@@ -34,7 +35,9 @@ def tokens(rows=2, seq=SEQ, seed=1):
 @torch.no_grad()
 def sharded_logits(model, sp, ids, **kwargs):
     """Logits of the patched model for whole sequences, in global order."""
-    local = model(input_ids=sp.shard(ids, 1), position_ids=sp.position_ids(ids.shape[1])[None], **kwargs).logits
+    local = model(
+        input_ids=sp.shard(ids, 1), position_ids=sp.position_ids(ids.shape[1])[None], placement=EQUAL, **kwargs
+    ).logits
     return sp.gather(local, 1)
 
 

@@ -114,7 +114,6 @@ MODELS = {
 }
 # deepspeed#5419, #7473: every shard rotated as if it began at 0; axolotl#3498. In evaluation too (transformers#48167,
 # axolotl#3026), where a cache must not make a forward on shards local
-UNSHIFTED = "labels that nobody shifted"
 SPOILT = {
     "no positions": (
         lambda sp, batch: {"position_ids": None},
@@ -124,7 +123,7 @@ SPOILT = {
         lambda sp, batch: {"position_ids": torch.tensor([held(SECTION)[1 - sp.rank]])},
         ("global position_ids", "other tokens"),
     ),
-    UNSHIFTED: (
+    "labels that nobody shifted": (
         lambda sp, batch: {"shift_labels": None},
         ("looks sharded", "got no shift_labels", "sp.shard_batches", "or a whole batch"),
     ),
@@ -153,8 +152,7 @@ CALLS = {
         for name, (model, words) in MODELS.items()
     },
     **{
-        # rank 0's positions may be those of a whole batch too: it is told what rank 1 says
-        f"{name}, training {training}": (forward(spoil, training), (everywhere, only_one)[name == UNSHIFTED](*words))
+        f"{name}, training {training}": (forward(spoil, training), everywhere(*words))
         for name, (spoil, words) in SPOILT.items()
         for training in (True, False)
     },

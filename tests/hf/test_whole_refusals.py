@@ -50,8 +50,12 @@ WRONG = {
         lambda sp: half(sp, "input_ids"),
         ["same whole batch", "parts of one sequence need all that sp.shard_batches"],
     ),
+    "parts without a placement": (
+        lambda sp: half(sp, "input_ids", "position_ids"),
+        ["must count 0, 1, 2", "all that sp.shard_batches returns"],
+    ),
     "parts with labels that are not shifted": (
-        lambda sp: half(sp, "input_ids", "labels", "position_ids"),
+        lambda sp: half(sp, "input_ids", "labels", "position_ids", "placement"),
         ["looks sharded", "no shift_labels", "or a whole batch"],
     ),
     "whole ones with shifted labels": (
@@ -109,7 +113,7 @@ WRONG = {
     ),
     "a tensor of something else": (
         lambda sp: {"input_ids": ids(), "weights": torch.ones(3)},
-        ["weights (3,)", "or be (2,), one number a row", "take it out"],
+        ["got weights float32 (3,)", "'weights': tokens()"],
     ),
 }
 
