@@ -267,7 +267,8 @@ def _checked(
             "ranks, or give a group that has no sequence left one whose labels are all -100"
         )
     if isinstance(ids := known.get("input_ids"), Tensor) and ids.shape != shape:
-        raise InputError(f"input_ids must be of labels' shape {tuple(shape)}; got {describe(ids)}, give such")
+        got = f"input_ids {tuple(ids.shape)} and labels {tuple(shape)}"
+        raise InputError(f"a batch needs a label for each token, -100 where it does not count; got {got}, give as many")
     usable = check_range(known, sp.vocabulary, checks)
     inputs, labels = {**batch, **usable}, {**known, **usable}.get("labels")
     mask, segments, placement = _layout_of(sp, known, rows, seq, causal)
