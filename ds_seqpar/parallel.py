@@ -24,6 +24,7 @@ from .core.runtime.admit import AdmittedCall, AttentionOptions, admitted_call
 from .core.runtime.groups import Groups
 from .core.runtime.transport import TorchComm
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .data.inputs import InputSpec
 from .data.sharding import Sharding, WithValue, mean_of
 from .guards.agreement import assert_ranks_agree
 from .guards.backward_order import Calls
@@ -42,7 +43,6 @@ from .operators import decode
 from .operators.latent import LATENT, expanded, sends_latent
 
 if TYPE_CHECKING:
-    from .data.inputs import InputSpec
     from .data.loader import Loader
     from .memory.offload import Store
     from .planning import Job

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ..base.errors import ConfigError, InputError
 from .batch_layout import BatchLayout
 from .documents import CUMULATIVE, IMPLIED, NUMBERED, Lengths
 from .value_checks import describe
-
-if TYPE_CHECKING:
-    from .sharding import Sharding
 
 Divide = Callable[[Any, Mapping[str, Any], Tensor], Any]
 
@@ -114,7 +111,7 @@ def refusal(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> str:
 class Part:
     """Which tokens of a whole batch of rows x seq this rank has."""
 
-    sp: Sharding
+    sp: Any  # the Sharding
     rows: int
     seq: int
     segments: Lengths | None  # tokens of each document and stretch of padding; None: each row is one document

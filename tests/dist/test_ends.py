@@ -43,7 +43,7 @@ SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
 import os, threading, time
-from ds_seqpar.core.runtime import process_exit
+from ds_seqpar.guards import process_exit
 from ds_seqpar.guards.process_exit import wait_until_idle
 
 done = []
