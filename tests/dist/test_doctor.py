@@ -162,7 +162,7 @@ def test_faults_are_named():
              {"versions": ("ranks 0, 2-3: torch 2.", "rank 1: torch 2.1.0")}),
             (on_rank(2, other_layout(sp)), "agreement",
              {"settings": ("ranks 0-1, 3: layout 'balanced'", "rank 2: layout 'striped'")}),
-            (on_rank(2, striped), "agreement", {"settings": ("rank 2: tokens of SP rank 0 0-12 by 4",)}),
+            (on_rank(2, striped), "agreement", {"settings": ("rank 2: tokens of SP rank 0 0-28 by 4",)}),
             (held_twice, "agreement", {"shares": ("32 tokens must be held once; got 32, of which 8 are different",)}),
             (wrong_kernel(37), "kernels",
              {"kernels": ("cpu_flash, causal, 37 queries and 67 keys: out is 1.01 times",)}),
