@@ -23,7 +23,8 @@ from .small import PATCHES, call, parameters_of, tokens_for
 Batch = dict[str, Tensor]
 ROWS = ((), (0,), (1, 0))  # of a batch: the sizes of the pictures in each row
 PLAIN = 5  # tokens of text before each picture, and behind the last one at least
-SIZED = re.compile(r".*grid_(thw|hws?)|.*sizes|spatial_shapes|.*position_ids")  # inputs that say how large a picture is
+# inputs that say where patches are
+SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
 GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # two sizes: rows and columns of patches
 WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
 TILES = ((1, 2), (3, 5), (2, 3))  # two numbers of tiles of a picture
@@ -72,14 +73,15 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
         if tokens[1] is None:
             reasons.append(f"its config names no token that stands for {medium.noun}")
             continue
-        failed = []
-        for both in _examples(model.config, owner, medium):
-            for examples in (both, both[:1]):
+        first = ""
+        for found in _examples(model.config, owner, medium):
+            for number in range(len(found), 0, -1):
                 try:
-                    return _batch(model, owner, medium, examples, tokens, rows), ""
+                    return _batch(model, owner, medium, found[:number], tokens, rows), ""
                 except Exception as error:
-                    failed.append(f"{type(error).__name__}: {' '.join(str(error).split()):.200}")
-        reasons.append(f"no {medium.noun} were found that its {medium.method} takes ({failed[0]})")
+                    said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            first = first or said  # that of one size in the likeliest class
+        reasons.append(f"no {medium.noun} were found that its {medium.method} takes ({first})")
     return None, reasons[0] if reasons else "it has no get_image_features, whose results take the places of tokens"
 
 
@@ -107,6 +109,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
     required = [name for name in others if parameters[name].default is inspect.Parameter.empty]
     if medium is SOUNDS:
         bins = _number(config, "num_mel_bins|n_mel_bins|input_dim|feature_size", 80)
+        bins *= _number(config, "num_stacked_frames", 1)
         masks = [name for name in others if name in required or "mask" in name]
         for frames in (2 * _number(config, "max_source_positions", 50), *FRAMES):
             for shape in ((1, bins, frames), (1, frames, bins)):
@@ -124,19 +127,27 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
             r"image_sizes": torch.tensor([grid]) * patch,
             r".*position_ids": torch.cartesian_prod(*map(torch.arange, grid)).flip(-1)[None],
             r".*mask": torch.ones(*shape[:2], dtype=torch.bool),
+            r".*pixel_values": _drawn(shape),
             r".*": torch.tensor([grid]),
         }
         named = {name: next(x for key, x in known.items() if re.fullmatch(key, name)) for name in {*sizes, *required}}
         return {values: _drawn(shape), **named}
 
-    one, number = channels * patch**2, PATCHES**2
-    if {*sizes} - {"image_sizes"}:  # patches: of all pictures in one dimension, or of each in a row
+    one, pool = channels * patch**2, _number(config, "pooling_kernel_size", 1)
+    if sizes:  # patches: of all pictures in one dimension, or of each in a row
+        shapes = (
+            (-1, times * one),
+            (-1, channels, patch, patch),
+            (1, -1, one),
+            (1, -1, one * pool**2),
+            (-1, merge * patch, merge * patch, channels),
+        )
         for pair in GRIDS:
-            for shape in ((-1, times * one), (-1, channels, patch, patch), (1, channels, patch, -patch), (1, -1, one)):
+            for shape in shapes:
                 yield [picture([x if x > 0 else -x * math.prod(grid) for x in shape], grid) for grid in pair]
         return
     yield [picture((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
-    yield [picture((1, number, one), WHOLE[0])]
+    yield [picture((1, PATCHES**2, one), WHOLE[0])]
     for tiles in TILES:
         shapes = [(1, x, channels, PATCHES * patch, PATCHES * patch) for x in tiles]
         yield [picture(shape, (PATCHES * x, PATCHES * x)) for x, shape in enumerate(shapes, 1)]

@@ -31,7 +31,8 @@ from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
-HEAD, PATCHES, FRAMES = 8, 8, 100  # channels of a head; patches along a picture's side; positions of a sound
+HEAD, CHANNELS = 8, 32  # of a head; of a layer that convolves
+PATCHES, FRAMES = 8, 100  # along a picture's side; of a sound
 LARGEST = 1 << 27  # parameters of a copy
 WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
 # names of a config's numbers
@@ -166,10 +167,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
     text = text_config(config)
     for part, cut in _cuts(config, number, layers):
         part.__dict__ |= {name: noise if x else 0.0 for name, x in noise_of(part).items()}
-        depths, rules = (
-            (DEPTHS, TEXT) if part is text else (TOWER_DEPTHS, TOWER if part is not config else TOWER + TEXT)
-        )
-        _shrink(part, cut, depths, rules if sizes else [])
+        _shrink(part, cut, sizes)
     if sizes and config is not text:
         _renumber([config, *_parts(config)])
     with _own_world(seed):
@@ -211,19 +209,16 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(part)
 
 
+Rules = list[tuple[re.Pattern[str], Callable[["_Cut", str, int], int]]]
+
+
 class _Cut:
     """How the numbers of one config become small."""
 
-    def __init__(self, config: PreTrainedConfig, widths: dict[int, int], number: int = 0, layers: int = 0) -> None:
-        """Read a config.
-
-        Args:
-            config: That of the text model, or of a tower.
-            widths: Those of all parts, and what is left of them: equal ones stay equal.
-            number: Of the text model's layers.
-            layers: How many of them are left.
-        """
-        self.values, self.widths, self.is_text = vars(config), widths, number > 0
+    def __init__(
+        self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
+    ):
+        self.values, self.rules, self.widths, self.is_text = vars(config), rules, widths, rules is TEXT
         self.number = number or self._first(name for name in self.values if LAYERS.fullmatch(name))
         lists = [x for x in self.values.values() if isinstance(x, list | tuple) and len(x) == self.number]
         self.layers = layers or _prefix([*zip(*lists, strict=True)] or [()] * self.number)
@@ -233,7 +228,7 @@ class _Cut:
         # a head has width / heads where nothing says it; several axes of positions share its channels
         head = HEAD * (2 if "mrope_section" in str(self.values.get("rope_parameters")) else 1)
         self._narrow = WIDTH if self.sized else self.heads * min(head, max(1, self.width // self.heads))
-        if self.width:
+        if self.width:  # widths that are equal stay equal
             widths[self.width] = min(self.width, math.lcm(self._narrow, widths.get(self.width, 1)))
         side, patch = self._first(["image_size"]), self._first(["patch_size"])
         self.side = Fraction(PATCHES * patch, side) if side and patch else Fraction(1)
@@ -252,20 +247,27 @@ class _Cut:
         return value // self.number * self.layers if value >= self.number > 2 else min(value, self.layers)
 
     def layer_index(self, name: str, value: int) -> int:
-        return value * self.layers // max(self.number, self.layers) if value >= 0 else max(value, -self.layers)
+        return value * self.layers // max(self.number, self.layers, 1) if value >= 0 else max(value, -self.layers)
 
     def window(self, name: str, value: int) -> int:
         windows = [name for name, x in self.values.items() if type(x) is int and WINDOWS.fullmatch(name)]
         return min(value, WINDOW + windows.index(name))
 
     def scaled(self, name: str, value: int) -> int:
-        exact = self.width and (value * self.narrow % self.width == 0 or INNERS.fullmatch(name))
-        return self.widths.get(value) or (value * self.narrow // self.width if exact else value)
+        """Return a size that has the same ratio to what is left of a width as before, where that is a whole number."""
+        others = sorted((x for x in self.widths if value % x == 0), reverse=True)
+        for width in [value, self.width, *others]:
+            small = self.narrow if width == self.width else self.widths.get(width, 0)
+            if width and small and value * small % width == 0:
+                return value * small // width
+        return value * self.narrow // self.width if self.width and INNERS.fullmatch(name) else value
 
 
-Rules = list[tuple[re.Pattern[str], Callable[[_Cut, str, int], int]]]
 # (names of a config's numbers, the rule that makes one small); the first that fits
-DEPTHS: Rules = [(LAYERS, _Cut.layer_count)]
+DEPTHS: Rules = [
+    (LAYERS, _Cut.layer_count),
+    (re.compile(r".*(feature_layers?|_(indexes|indices|target_layers)|insert_layer_id)"), _Cut.layer_index),
+]
 TEXT: Rules = [
     (WINDOWS, _Cut.window),
     # of the model's input beside its states
@@ -279,41 +281,38 @@ TEXT: Rules = [
     (CHUNKS, lambda cut, name, value: min(value, CHUNK)),
 ]
 # of towers, which make features of pictures and sounds, and of the config around them and the text model's
-TOWER_DEPTHS: Rules = [
-    *DEPTHS,
-    (re.compile(r".*(feature_layers?|_(indexes|indices|target_layers)|insert_layer_id)"), _Cut.layer_index),
-]
 TOWER: Rules = [
     (re.compile(r"image_size|.*pinpoints"), lambda cut, name, value: int(value * cut.side)),
     (re.compile(r"(mm|num_image)_tokens.*|.*query_dict"), lambda cut, name, value: math.ceil(value * cut.area)),
+    (re.compile(r"base_channels"), lambda cut, name, value: min(value, CHANNELS)),
     (re.compile(r"max_source_positions"), lambda cut, name, value: min(value, FRAMES)),
     (re.compile(r".*(hidden_size|_dim|d_model|_channels|intermediate_size|input_size)"), _Cut.scaled),
 ]
 
 
-def _cuts(config: PreTrainedConfig, number: int, layers: int) -> Iterator[tuple[PreTrainedConfig, _Cut]]:
-    """Yield each part of a config, and how its numbers become small."""
+def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreTrainedConfig, _Cut]]:
+    """Return how the numbers of each part of a config become small, of whose text model so many layers are left."""
     text, widths = text_config(config), dict[int, int]()
-    towers = [part for part in _parts(config) if part is not text]
-    cuts = [_Cut(part, widths) for part in towers]
-    of_text = _Cut(text, widths, number, layers)
-    yield from zip([*towers, text], [*cuts, of_text], strict=True)
-    if config is not text:  # it speaks of the text model's widths, and of a tower's layers and pictures
-        around = _Cut(config, {})
-        around.widths, around.width = widths, of_text.width
-        tower = next((cut for cut in cuts if cut.number), of_text)
+    cuts = [(part, _Cut(part, TOWER, widths)) for part in _parts(config) if part is not text]
+    cuts.append((text, _Cut(text, TEXT, widths, number, layers)))
+    if config is not text:  # it speaks of the text model's width, and of a tower's layers and pictures
+        around = _Cut(config, [*TOWER, *TEXT], {})
+        around.widths, around.width = widths, cuts[-1][1].width
+        tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))
         around.number, around.layers, around.side, around.area = tower.number, tower.layers, tower.side, tower.area
-        yield config, around
+        cuts.append((config, around))
+    return cuts
 
 
-def _shrink(config: PreTrainedConfig, cut: _Cut, depths: Rules, sizes: Rules) -> None:
+def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
     """Cut a config's layers, and make its sizes small."""
     values = vars(config)
     for name, value in list(values.items()):
-        rule = next((rule for pattern, rule in (*depths, *sizes) if pattern.fullmatch(name)), None)
+        rules = [*DEPTHS, *cut.rules] if sizes else DEPTHS
+        rule = next((rule for pattern, rule in rules if pattern.fullmatch(name)), None)
         if isinstance(value, list | tuple) and len(value) == cut.number:
             setattr(config, name, value[: cut.layers])
-        elif rule and (type(value) is int or not cut.is_text):
+        elif rule and (type(value) is int or INNERS.fullmatch(name) or not cut.is_text):
             setattr(config, name, _of_each(functools.partial(rule, cut, name), value))
         elif sizes and name in ("rope_parameters", "rope_scaling") and cut.is_text and not cut.sized:
             setattr(config, name, _sections(value, cut.narrow // cut.heads, cut.width // cut.heads))
