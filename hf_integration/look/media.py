@@ -135,15 +135,15 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
 
     one, pool = channels * patch**2, _number(config, "pooling_kernel_size", 1)
     if sizes:  # patches: of all pictures in one dimension, or of each in a row
-        shapes = (
+        flat: list[tuple[int, ...]] = [
             (-1, times * one),
             (-1, channels, patch, patch),
             (1, -1, one),
             (1, -1, one * pool**2),
             (-1, merge * patch, merge * patch, channels),
-        )
+        ]
         for pair in GRIDS:
-            for shape in shapes:
+            for shape in flat:
                 yield [picture([x if x > 0 else -x * math.prod(grid) for x in shape], grid) for grid in pair]
         return
     yield [picture((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
@@ -162,7 +162,7 @@ def _batch(
     owner: nn.Module,
     medium: _Medium,
     examples: list[Batch],
-    tokens: list[int | None],
+    tokens: list[Any],
     rows: Sequence[Sequence[int]],
 ) -> Batch:
     """Return inputs that a model has been called with."""
@@ -181,7 +181,7 @@ def _batch(
             at += PLAIN + len(new)
             ids[row, at - len(new) : at] = torch.tensor(new)
         behind[row, :at] = 0
-    stands = (ids == tokens[1]).long()
+    stands = torch.eq(ids, tokens[1]).long()
     # what is bidirectional: pictures, or all that is before an answer
     prefix = getattr(text_config(config), "use_bidirectional_attention", False)
     types = {
