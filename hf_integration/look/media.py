@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -174,14 +173,15 @@ def _batch(
     sizes = [[min(size, len(examples) - 1) for size in row] for row in rows]
     ids = tokens_for(config, len(rows), PLAIN + max(sum(PLAIN + numbers[x] + 2 for x in row) for row in sizes))
     behind = torch.ones_like(ids)
-    for row, (before, place, after) in zip(range(len(rows)), itertools.repeat(tokens), strict=False):
+    before, place, after = tokens
+    for row, pictures in enumerate(sizes):
         at = 0
-        for size in sizes[row]:
+        for size in pictures:
             new = [x for x in (before, *[place] * numbers[size], after) if x is not None]
             at += PLAIN + len(new)
             ids[row, at - len(new) : at] = torch.tensor(new)
         behind[row, :at] = 0
-    stands = torch.eq(ids, tokens[1]).long()
+    stands = torch.eq(ids, place).long()
     # what is bidirectional: pictures, or all that is before an answer
     prefix = getattr(text_config(config), "use_bidirectional_attention", False)
     types = {
@@ -191,7 +191,9 @@ def _batch(
     }
     batch = {"input_ids": ids, "labels": ids.masked_fill(stands == 1, IGNORE)}
     batch |= {name: x for name, x in types.items() if name in forward}
-    batch = {name: x.to(device) for name, x in batch.items()} | _joined([examples[x] for row in sizes for x in row])
+    chosen = enumerate(examples[size] for row in sizes for size in row)
+    different = [{key: x.roll(n, -1) if x.is_floating_point() else x for key, x in each.items()} for n, each in chosen]
+    batch = {name: x.to(device) for name, x in batch.items()} | _joined(different)
     with torch.no_grad():
         loss = call(model, **batch).loss
     if not loss.isfinite():

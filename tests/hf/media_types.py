@@ -18,7 +18,6 @@ NO_COPY = {
     **dict.fromkeys(("muse_spark", "nemo_speechlm", "qwen2_5_omni", "vibevoice_asr"), "a copy is not small"),
     "inkling_mm_model": "needs scipy",
     "kyutai_speech_to_text": "its padding is outside a small vocabulary",
-    "molmo2": "its image size is a list",
     "vision-encoder-decoder": "an encoder and a decoder",
 }
 # why types have no batch: their forward puts no features in place of tokens
