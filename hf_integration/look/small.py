@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import math
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
+HEAD, CHANNELS = 8, 32  # of a head; of a layer that convolves
+PATCHES, FRAMES = 8, 100  # along a picture's side; of a sound
 LARGEST = 1 << 27  # parameters of a copy
 WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
 # names of a config's numbers
@@ -45,6 +50,9 @@ EXPANDED = [
     for x in (r"(mamba_)?expand", r"mamba_n_heads|n_mamba_heads|num_heads", r"mamba_d_head|mamba_headdim|head_dim")
 ]
 HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_head_size|dim_head")
+TOWER_WIDTHS = ("embed_dim", "d_model", "hidden_size", "hidden_dim")
+TOWER_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "attention_heads")
+MEDIA_TOKENS = re.compile(r"(?!pad|eos|bos).*(token|start|end|newline|patch)_(id|index|ids)")
 NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
 
 
@@ -112,7 +120,8 @@ def parameters_of(model: nn.Module) -> set[str]:
 def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
     """Return (rows, tokens) random token ids, none of them special unless all are."""
     text = text_config(config)
-    special = {x for c in (config, text) for name, x in vars(c).items() if name.endswith("_id") and isinstance(x, int)}
+    named = [x for c in (config, text) for n, x in vars(c).items() if n.endswith("_id") or MEDIA_TOKENS.fullmatch(n)]
+    special = {y for x in named for y in (x if isinstance(x, list | tuple) else [x]) if isinstance(y, int)}
     known = range(getattr(text, "vocab_size", VOCABULARY))
     plain = torch.tensor([x for x in known if x not in special][:VOCABULARY] or [*known])
     return plain[torch.randint(len(plain), (rows, tokens), generator=torch.Generator().manual_seed(seed))]
@@ -120,8 +129,10 @@ def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of a model's text model: the largest stack whose length is a number of its config."""
-    numbers = [x for name, x in vars(text_config(model.config)).items() if type(x) is int and LAYERS.fullmatch(name)]
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) in numbers]
+    text = text_config(model.config)
+    numbers = [x for name, x in vars(text).items() if type(x) is int and LAYERS.fullmatch(name)]
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is type(text)]
+    stacks = [m for m in (models or [model])[0].modules() if isinstance(m, nn.ModuleList) and len(m) in numbers]
     return list(max(stacks, key=lambda stack: len(list(stack.modules())), default=()))
 
 
@@ -153,10 +164,12 @@ def _classes(layers: list[nn.Module]) -> set[tuple]:
 
 def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int, noise: float) -> Any:
     config = copy.deepcopy(model.config)
-    text = (config, text_config(config))
-    for part in [config, *_parts(config)]:
+    text = text_config(config)
+    for part, cut in _cuts(config, number, layers):
         part.__dict__ |= {name: noise if x else 0.0 for name, x in noise_of(part).items()}
-        _shrink(part, *(number, layers, sizes) if part in text else (2, 2, False))
+        _shrink(part, cut, sizes)
+    if sizes and config is not text:
+        _renumber([config, *_parts(config)])
     with _own_world(seed):
         with torch.device("meta"):
             if (numbers := sum(x.numel() for x in type(model)(copy.deepcopy(config)).parameters())) > LARGEST:
@@ -170,7 +183,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
                 parameter.mul_(wanted / spread)
             if parameter.dim() > 1:  # padding in an embedding: what divides by its size has no gradient
                 parameter.add_((parameter == 0).all(-1, keepdim=True) * wanted * torch.randn_like(parameter))
-    for part in text:  # after the model is made, whose modules may read it: heads take one row alone without
+    for part in (config, text):  # after the model is made, whose modules may read it: heads take one row alone without
         if getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
     return small.float().eval()
@@ -196,34 +209,144 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(part)
 
 
-def _shrink(config: PreTrainedConfig, number: int, layers: int, sizes: bool) -> None:
+Rules = list[tuple[re.Pattern[str], Callable[["_Cut", str, int], int]]]
+
+
+class _Cut:
+    """How the numbers of one config become small."""
+
+    def __init__(
+        self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
+    ):
+        self.values, self.rules, self.widths, self.is_text = vars(config), rules, widths, rules is TEXT
+        self.number = number or self._first(name for name in self.values if LAYERS.fullmatch(name))
+        lists = [x for x in self.values.values() if isinstance(x, list | tuple) and len(x) == self.number]
+        self.layers = layers or _prefix([*zip(*lists, strict=True)] or [()] * self.number)
+        self.width = self._first(["hidden_size"] if self.is_text else TOWER_WIDTHS)
+        self.heads = self._first(["num_attention_heads"] if self.is_text else TOWER_HEADS) or 1
+        self.sized = self.is_text and any(type(x) is int and HEAD_SIZE.fullmatch(n) for n, x in self.values.items())
+        # a head has width / heads where nothing says it; several axes of positions share its channels
+        head = HEAD * (2 if "mrope_section" in str(self.values.get("rope_parameters")) else 1)
+        self._narrow = WIDTH if self.sized else self.heads * min(head, max(1, self.width // self.heads))
+        if self.width:  # widths that are equal stay equal
+            widths[self.width] = min(self.width, math.lcm(self._narrow, widths.get(self.width, 1)))
+        side, patch = self._first(["image_size"]), self._first(["patch_size"])
+        self.side = Fraction(PATCHES * patch, side) if side and patch else Fraction(1)
+        self.area = Fraction(PATCHES, side // patch) ** 2 if side and patch else Fraction(1)
+
+    def _first(self, names: Iterable[str]) -> int:
+        """Return the first whole number of these names, or in a list, 0 where there is none."""
+        found = (x[0] if isinstance(x, list | tuple) and x else x for x in map(self.values.get, names))
+        return next((x for x in found if type(x) is int), 0)
+
+    @property
+    def narrow(self) -> int:
+        return self.widths.get(self.width, self._narrow)
+
+    def layer_count(self, name: str, value: int) -> int:
+        return value // self.number * self.layers if value >= self.number > 2 else min(value, self.layers)
+
+    def layer_index(self, name: str, value: int) -> int:
+        return value * self.layers // max(self.number, self.layers, 1) if value >= 0 else max(value, -self.layers)
+
+    def window(self, name: str, value: int) -> int:
+        windows = [name for name, x in self.values.items() if type(x) is int and WINDOWS.fullmatch(name)]
+        return min(value, WINDOW + windows.index(name))
+
+    def scaled(self, name: str, value: int) -> int:
+        """Return a size that has the same ratio to what is left of a width as before, where that is a whole number."""
+        others = sorted((x for x in self.widths if value % x == 0), reverse=True)
+        for width in [value, self.width, *others]:
+            small = self.narrow if width == self.width else self.widths.get(width, 0)
+            if width and small and value * small % width == 0:
+                return value * small // width
+        return value * self.narrow // self.width if self.width and INNERS.fullmatch(name) else value
+
+
+# (names of a config's numbers, the rule that makes one small); the first that fits
+DEPTHS: Rules = [
+    (LAYERS, _Cut.layer_count),
+    (re.compile(r".*(feature_layers?|_(indexes|indices|target_layers)|insert_layer_id)"), _Cut.layer_index),
+]
+TEXT: Rules = [
+    (WINDOWS, _Cut.window),
+    # of the model's input beside its states
+    (re.compile(r"attention_hidden_size"), lambda cut, name, value: value // cut.width * cut.narrow),
+    (re.compile(r"pad_token_id"), lambda cut, name, value: value if value < VOCABULARY else 0),
+    (TOKENS, lambda cut, name, value: min(value, VOCABULARY)),
+    (WIDTHS, lambda cut, name, value: min(value, cut.narrow)),
+    (INNERS, lambda cut, name, value: min(value, INNER)),
+    (RANKS, lambda cut, name, value: min(value, RANK)),
+    (INDEXED, lambda cut, name, value: min(value, FEW)),
+    (CHUNKS, lambda cut, name, value: min(value, CHUNK)),
+]
+# of towers, which make features of pictures and sounds, and of the config around them and the text model's
+TOWER: Rules = [
+    (re.compile(r"image_size|.*pinpoints"), lambda cut, name, value: int(value * cut.side)),
+    (re.compile(r"(mm|num_image)_tokens.*|.*query_dict"), lambda cut, name, value: math.ceil(value * cut.area)),
+    (re.compile(r"base_channels"), lambda cut, name, value: min(value, CHANNELS)),
+    (re.compile(r"max_source_positions"), lambda cut, name, value: min(value, FRAMES)),
+    (re.compile(r".*(hidden_size|_dim|d_model|_channels|intermediate_size|input_size)"), _Cut.scaled),
+]
+
+
+def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreTrainedConfig, _Cut]]:
+    """Return how the numbers of each part of a config become small, of whose text model so many layers are left."""
+    text, widths = text_config(config), dict[int, int]()
+    cuts = [(part, _Cut(part, TOWER, widths)) for part in _parts(config) if part is not text]
+    cuts.append((text, _Cut(text, TEXT, widths, number, layers)))
+    if config is not text:  # it speaks of the text model's width, and of a tower's layers and pictures
+        around = _Cut(config, [*TOWER, *TEXT], {})
+        around.widths, around.width = widths, cuts[-1][1].width
+        tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))
+        around.number, around.layers, around.side, around.area = tower.number, tower.layers, tower.side, tower.area
+        cuts.append((config, around))
+    return cuts
+
+
+def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
     """Cut a config's layers, and make its sizes small."""
     values = vars(config)
-    windows = [name for name, x in values.items() if type(x) is int and WINDOWS.fullmatch(name)]
-    heads, width = values.get("num_attention_heads") or 1, values.get("hidden_size", 0)
-    sized = any(type(x) is int and HEAD_SIZE.fullmatch(name) for name, x in values.items())
-    # a head has width / heads where nothing says it
-    narrow = WIDTH if sized else heads * min(8, max(1, width // heads))
-    limits = ((TOKENS, VOCABULARY), (WIDTHS, narrow), (INNERS, INNER), (RANKS, RANK), (INDEXED, FEW), (CHUNKS, CHUNK))
     for name, value in list(values.items()):
-        if isinstance(value, list | tuple) and len(value) == number:
-            value = value[:layers]
-        elif type(value) is int and LAYERS.fullmatch(name):
-            value = value // number * layers if value >= number > 2 else min(value, layers)
-        elif type(value) is int and sizes and name in windows:
-            value = min(value, WINDOW + windows.index(name))
-        elif type(value) is int and sizes and name == "attention_hidden_size":  # of the model's input beside its states
-            value = value // width * narrow
-        elif type(value) is int and sizes and name == "pad_token_id":
-            value = value if value < VOCABULARY else 0
-        elif type(value) is int and sizes:
-            value = min([value, *(limit for pattern, limit in limits if pattern.fullmatch(name))])
-        else:
-            continue
-        setattr(config, name, value)
+        rules = [*DEPTHS, *cut.rules] if sizes else DEPTHS
+        rule = next((rule for pattern, rule in rules if pattern.fullmatch(name)), None)
+        if isinstance(value, list | tuple) and len(value) == cut.number:
+            setattr(config, name, value[: cut.layers])
+        elif rule and (type(value) is int or INNERS.fullmatch(name) or not cut.is_text):
+            setattr(config, name, _of_each(functools.partial(rule, cut, name), value))
+        elif sizes and name in ("rope_parameters", "rope_scaling") and cut.is_text and not cut.sized:
+            setattr(config, name, _sections(value, cut.narrow // cut.heads, cut.width // cut.heads))
     expand, inner_heads, head_dim = ([name for name in values if x.fullmatch(name)] for x in EXPANDED)
     if sizes and expand and inner_heads and head_dim:  # a Mamba-2 layer's heads are `expand` times as wide as the model
         setattr(config, head_dim[0], values[expand[0]] * values["hidden_size"] // values[inner_heads[0]])
+
+
+def _of_each(rule: Callable[[int], int], value: Any) -> Any:
+    """Return a value with a rule on each whole number in it."""
+    if isinstance(value, dict):
+        return {rule(key): _of_each(rule, x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_of_each(rule, x) for x in value)
+    return rule(value) if type(value) is int else value
+
+
+def _sections(rope: Any, head: int, before: int) -> Any:
+    """Return a config of rotation in which axes of positions share the channels of a head that was larger before."""
+    if not isinstance(rope, dict):
+        return rope
+    axes = rope.get("mrope_section") or []
+    parts = [x * head // before for x in axes]
+    cut = {"mrope_section": [*parts[:-1], sum(axes) * head // before - sum(parts[:-1])]} if axes else {}
+    return {name: _sections(x, head, before) for name, x in rope.items()} | cut
+
+
+def _renumber(parts: list[PreTrainedConfig]) -> None:
+    """Give tokens that stand for media a place in the small vocabulary."""
+    ids: dict[int, int] = {}
+    for part in parts:
+        for name in [name for name in vars(part) if MEDIA_TOKENS.fullmatch(name)]:
+            rule = lambda x: x if x < VOCABULARY else ids.setdefault(x, VOCABULARY - 1 - len(ids))  # noqa: E731
+            setattr(part, name, _of_each(rule, getattr(part, name)))
 
 
 def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:

@@ -1,0 +1,220 @@
+"""Inputs with pictures, or with sounds, for a small copy: found by the class of input that its forward takes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ds_seqpar.data.batches import IGNORE
+
+from .facts import text_config
+from .look import tensors_in
+from .small import PATCHES, call, parameters_of, tokens_for
+
+Batch = dict[str, Tensor]
+ROWS = ((), (0,), (1, 0))  # of a batch: the sizes of the pictures in each row
+PLAIN = 5  # tokens of text before each picture, and behind the last one at least
+# inputs that say where patches are
+SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
+GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # two sizes: rows and columns of patches
+WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
+TILES = ((1, 2), (3, 5), (2, 3))  # two numbers of tiles of a picture
+FRAMES = (200, 400, 80)  # of a sound
+
+
+class _Medium(NamedTuple):
+    noun: str
+    method: str  # that makes features
+    tokens: tuple[str, str, str]  # names in a config of those before, in place of and behind features
+
+
+PICTURES = _Medium(
+    "pictures",
+    "get_image_features",
+    (
+        r"(vision_start|image_start|image_bos|boi)_token_(id|index)|im_start_id",
+        r"image_(token|patch)_(id|index)",
+        r"(vision_end|image_end|eoi)_token_(id|index)|im_end_id",
+    ),
+)
+SOUNDS = _Medium(
+    "sounds",
+    "get_audio_features",
+    (r"(audio_start|audio_bos|boa)_token_(id|index)", r"audio_token_(id|index)", r"(audio_end|eoa)_token_(id|index)"),
+)
+
+
+def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) -> tuple[Batch | None, str]:
+    """Make inputs with pictures, or with sounds where a model has no way to make features of pictures.
+
+    Args:
+        model: A small copy.
+        rows: For each row of the batch, for each of its pictures: 0, or 1 for one of another size where the class of
+            input has sizes.
+
+    Returns:
+        (inputs of the forward with labels, ""), or (None, why there are none, as a clause).
+    """
+    reasons: list[str] = []
+    for medium in (PICTURES, SOUNDS):
+        owner = next((module for module in reversed([*model.modules()]) if _takes(module, medium)), None)
+        tokens = [_token(model.config, names) for names in medium.tokens]
+        if owner is None:
+            continue
+        if tokens[1] is None:
+            reasons.append(f"its config names no token that stands for {medium.noun}")
+            continue
+        first = ""
+        for found in _examples(model.config, owner, medium):
+            for number in range(len(found), 0, -1):
+                try:
+                    return _batch(model, owner, medium, found[:number], tokens, rows), ""
+                except Exception as error:
+                    said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            first = first or said  # that of one size in the likeliest class
+        reasons.append(f"no {medium.noun} were found that its {medium.method} takes ({first})")
+    return None, reasons[0] if reasons else "it has no get_image_features, whose results take the places of tokens"
+
+
+def _takes(module: nn.Module, medium: _Medium) -> bool:
+    """Return whether a module makes features, and says of which inputs."""
+    method = getattr(module, medium.method, None)
+    return method is not None and "args" not in inspect.signature(method).parameters
+
+
+def _token(config: PreTrainedConfig, names: str) -> int | None:
+    return next((x for name, x in vars(config).items() if re.fullmatch(names, name) and isinstance(x, int)), None)
+
+
+def _number(config: PreTrainedConfig, names: str, default: int) -> int:
+    """Return the first number of these names in a config and in those in it."""
+    parts = [config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))]
+    found = [x for part in parts for name, x in vars(part).items() if x and re.fullmatch(names, name)]
+    return next((x[0] if isinstance(x, list | tuple) else x for x in found), default)
+
+
+def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> Iterator[list[Batch]]:
+    """Yield inputs of a method that makes features, each time of two pictures that differ in size, or of one sound."""
+    parameters = inspect.signature(getattr(owner, medium.method)).parameters
+    values, *others = [name for name in parameters if name not in ("self", "kwargs")]
+    required = [name for name in others if parameters[name].default is inspect.Parameter.empty]
+    if medium is SOUNDS:
+        bins = _number(config, "num_mel_bins|n_mel_bins|input_dim|feature_size", 80)
+        bins *= _number(config, "num_stacked_frames", 1)
+        masks = [name for name in others if name in required or "mask" in name]
+        for frames in (2 * _number(config, "max_source_positions", 50), *FRAMES):
+            for shape in ((1, bins, frames), (1, frames, bins)):
+                yield [{values: _drawn(shape)} | {name: torch.ones(1, frames).long() for name in masks}]
+        return
+    patch, channels = _number(config, "patch_size", 16), _number(config, "(in|num)_channels", 3)
+    times, merge = _number(config, "temporal_patch_size|patch_temporal", 1), _number(config, ".*merge_size", 2)
+    sizes = [name for name in others if SIZED.fullmatch(name)]
+
+    def picture(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
+        """Return the inputs for a picture of so many rows and columns of patches."""
+        known = {
+            r".*merge_sizes": torch.tensor([merge]),
+            r".*thw": torch.tensor([[1, *grid]]),
+            r"image_sizes": torch.tensor([grid]) * patch,
+            r".*position_ids": torch.cartesian_prod(*map(torch.arange, grid)).flip(-1)[None],
+            r".*mask": torch.ones(*shape[:2], dtype=torch.bool),
+            r".*pixel_values": _drawn(shape),
+            r".*": torch.tensor([grid]),
+        }
+        named = {name: next(x for key, x in known.items() if re.fullmatch(key, name)) for name in {*sizes, *required}}
+        return {values: _drawn(shape), **named}
+
+    one, pool = channels * patch**2, _number(config, "pooling_kernel_size", 1)
+    if sizes:  # patches: of all pictures in one dimension, or of each in a row
+        flat: list[tuple[int, ...]] = [
+            (-1, times * one),
+            (-1, channels, patch, patch),
+            (1, -1, one),
+            (1, -1, one * pool**2),
+            (-1, merge * patch, merge * patch, channels),
+        ]
+        for pair in GRIDS:
+            for shape in flat:
+                yield [picture([x if x > 0 else -x * math.prod(grid) for x in shape], grid) for grid in pair]
+        return
+    yield [picture((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
+    yield [picture((1, PATCHES**2, one), WHOLE[0])]
+    for tiles in TILES:
+        shapes = [(1, x, channels, PATCHES * patch, PATCHES * patch) for x in tiles]
+        yield [picture(shape, (PATCHES * x, PATCHES * x)) for x, shape in enumerate(shapes, 1)]
+
+
+def _drawn(shape: Sequence[int]) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _batch(
+    model: PreTrainedModel,
+    owner: nn.Module,
+    medium: _Medium,
+    examples: list[Batch],
+    tokens: list[Any],
+    rows: Sequence[Sequence[int]],
+) -> Batch:
+    """Return inputs that a model has been called with."""
+    config, forward = model.config, parameters_of(model)
+    device = next(model.parameters()).device
+    examples = [{name: x.to(device) for name, x in example.items()} for example in examples]
+    with torch.no_grad():
+        numbers = [_number_of_features(getattr(owner, medium.method)(**example)) for example in examples]
+    sizes = [[min(size, len(examples) - 1) for size in row] for row in rows]
+    ids = tokens_for(config, len(rows), PLAIN + max(sum(PLAIN + numbers[x] + 2 for x in row) for row in sizes))
+    behind = torch.ones_like(ids)
+    before, place, after = tokens
+    for row, pictures in enumerate(sizes):
+        at = 0
+        for size in pictures:
+            new = [x for x in (before, *[place] * numbers[size], after) if x is not None]
+            at += PLAIN + len(new)
+            ids[row, at - len(new) : at] = torch.tensor(new)
+        behind[row, :at] = 0
+    stands = torch.eq(ids, place).long()
+    # what is bidirectional: pictures, or all that is before an answer
+    prefix = getattr(text_config(config), "use_bidirectional_attention", False)
+    types = {
+        "mm_token_type_ids": stands,
+        "moe_mm_token_type_ids": stands,
+        "token_type_ids": behind if prefix else stands,
+    }
+    batch = {"input_ids": ids, "labels": ids.masked_fill(stands == 1, IGNORE)}
+    batch |= {name: x for name, x in types.items() if name in forward}
+    chosen = enumerate(examples[size] for row in sizes for size in row)
+    different = [{key: x.roll(n, -1) if x.is_floating_point() else x for key, x in each.items()} for n, each in chosen]
+    batch = {name: x.to(device) for name, x in batch.items()} | _joined(different)
+    with torch.no_grad():
+        loss = call(model, **batch).loss
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {float(loss)}")
+    return batch
+
+
+def _number_of_features(found: Any) -> int:
+    """Return in how many tokens' places the results of a method come."""
+    pooled = getattr(found, "pooler_output", None)
+    features = tensors_in(getattr(found, "last_hidden_state", found) if pooled is None else pooled)
+    return sum(x[..., 0].numel() for x in features)
+
+
+def _joined(pictures: list[Batch]) -> Batch:
+    """Return pictures as one batch, each padded to the largest."""
+    joined = {}
+    for name in pictures[0]:
+        given = [picture[name] for picture in pictures]
+        most = [max(sizes) for sizes in zip(*(x.shape[1:] for x in given), strict=True)]
+        fill = -1 if "position" in name else 0
+        pads = [[y for size, to in zip(x.shape[:0:-1], most[::-1], strict=True) for y in (0, to - size)] for x in given]
+        joined[name] = torch.cat([functional.pad(x, pad, value=fill) for x, pad in zip(given, pads, strict=True)])
+    return joined
