@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from ds_seqpar.base.compat import tree_map
-from ds_seqpar.base.errors import InputError, SeqParError, as_seqpar_error
-from ds_seqpar.data.batches import IGNORE
-from ds_seqpar.data.documents import documents_of
+from ds_seqpar.base.errors import SeqParError, as_seqpar_error
+from ds_seqpar.data.batches import IGNORE, labels_without
 from ds_seqpar.guards.agreement import all_reduce_sum, assert_ranks_agree
 from ds_seqpar.whole import plain
 
@@ -28,13 +27,20 @@ from .rollouts import Behind
 
 
 class Evaluation(Behind):
-    """The methods of `SequenceParallelMixin` that evaluate."""
+    """Part of `SequenceParallelMixin` that evaluates."""
+
+    _agree_on_batches: Any
+    _class_compute_loss: Any
+    _class_prediction_step: Any
+    _eval_steps: dict[str, int]
+    _preprocess: Any
+    _watch: Any
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
         assert_ranks_agree(self.sp.control_world, "evaluation data", length, error=error)
         self._watch(dataloader)
-        self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
+        stream = stream_of(getattr(dataloader, "dataset", None))
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         self.sp.checker.flush(last=True)
         if stream is not None:  # the Trainer counts the examples of one group
@@ -54,9 +60,8 @@ class Evaluation(Behind):
         """
         loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
         (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([copy.copy(inputs)]))
-        real = self._real_sequences()
         if not custom_loss and batch.get("labels") is not None:
-            batch["labels"] = self._unrepeated_labels(batch, real)
+            batch["labels"] = self._unrepeated_labels(batch)
             items = all_reduce_sum(
                 self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation"
             )[0]
@@ -84,9 +89,10 @@ class Evaluation(Behind):
             raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         except Exception as reason:
             error = as_seqpar_error("prediction_step failed", reason)
-        assert_ranks_agree(self.sp.groups.control, "evaluation step", None, error=error)
         shape = tuple(result[0].shape) if isinstance(result[0], Tensor) else type(result[0]).__name__
-        assert_ranks_agree(self.sp.control_world, "evaluation losses", {"loss": shape})
+        assert_ranks_agree(
+            self.sp.control_world, "evaluation losses", {"loss": shape}, error=error, peers=self.sp.groups.control
+        )
         return result
 
     def _counted_loss(
@@ -98,43 +104,18 @@ class Evaluation(Behind):
             num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
         return self._class_compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
 
-    def _real_sequences(self) -> int | None:
-        """Return how many of the step's sequences, over all groups, are not repetitions; None means all of them."""
-        return self.accelerator.real_examples()
-
-    def _unrepeated_labels(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
-        """Return the labels, with -100 for examples that fill up the last batch. `real` is of `_real_sequences`."""
-        labels, error = batch["labels"], None
+    def _unrepeated_labels(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the labels, with -100 for examples that fill up the last batch."""
+        labels, real, error = batch["labels"], self.accelerator.real_examples(), None
         if real is None or self.sp.data_size == 1:  # a single group gets a shorter last batch instead
             return labels
+        first = self.sp.data_rank * self.args.eval_batch_size
         try:
-            labels = self._mask_repeated(batch, labels, real)
+            labels = labels_without(batch, torch.arange(first, first + self.args.eval_batch_size) >= real)
         except Exception as reason:
             error = as_seqpar_error("telling the last examples apart failed", reason)
         assert_ranks_agree(self.sp.control_world, "evaluation step", None, error=error)
         return labels
-
-    def _mask_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
-        """Return the labels, with -100 for examples from number `real` on, counted over all groups.
-
-        Raises InputError if a collator has packed examples and their documents do not tell them apart.
-        """
-        examples = self.args.eval_batch_size
-        first = self.sp.data_rank * examples
-        repeated = torch.arange(first, first + examples, device=labels.device) >= real
-        if len(labels) == examples:
-            return labels.masked_fill(repeated[:, None], IGNORE)
-        if bool(repeated.all()) or not bool(repeated.any()):
-            return labels.masked_fill(repeated[0], IGNORE)
-        lengths = documents_of(batch, *labels.shape) or (labels.shape[1],) * len(labels)
-        if len(lengths) != examples:
-            raise InputError(
-                f"evaluation of packs needs to know whose tokens are whose, where the last batch repeats some; got "
-                f"{examples} examples in {len(lengths)} documents, set per_device_eval_batch_size=1, or "
-                "dataloader_drop_last=True"
-            )
-        of_example = torch.repeat_interleave(repeated.cpu(), torch.tensor(lengths)).view(labels.shape)
-        return labels.masked_fill(of_example.to(labels.device), IGNORE)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         output = super().predict(*args, **kwargs)
