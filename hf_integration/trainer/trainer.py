@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,14 +39,14 @@ from ds_seqpar.guards import mismatch_hints
 from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.guards.process_exit import wait_at_exit
 
-from .. import compat
-from ..accelerators import GroupAccelerator
+from .. import accelerate_config, compat
+from ..accelerators import GroupAccelerator, GroupState
 from ..families import unwrapped
-from ..loaders import Stream, stream_of
+from ..loaders import stream_of
 from ..model import whole_calls
 from ..model.agreement import common_misuse
 from ..model.patch import patch_attention, unpatch_attention
-from . import accelerate_config, checks, preemption, resume, rng_state, rollouts
+from . import checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
 from .evaluation import Evaluation
 from .job import job_of_trainer
@@ -109,7 +110,6 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
         self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
         self._aside: Aside | None = None  # the checkpoint that is being written
-        self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
         # wrap a subclass's methods, whether it comes before or after this class among the bases
@@ -134,14 +134,15 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         checks.check_arguments(self.args)
         checks.check_json(self.args)
         op_lock.prepare_start()
-        with accelerate_config.taken_from(self.args) as parallelism:
-            super().create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
         json = DeepSpeedJson.read(plugin.deepspeed_config)
         json.check_settings()
-        self._section = accelerate_config.joined(json.section, parallelism, self.accelerator.num_processes)
-        size, world = SequenceParallelConfig.from_dict(self._section).size, self.accelerator.num_processes
+        self._section, world = json.section, self.accelerator.num_processes
+        for parallelism in (accelerate_config.removed_from(self.accelerator), self.args.parallelism_config):
+            self._section = accelerate_config.joined(self._section, parallelism, world)
+        size = SequenceParallelConfig.from_dict(self._section).size
         if rollouts.rolls_out(self):
             rollouts.check(self)
             if isinstance(size, int):  # else the groups are known once the model is patched
@@ -244,6 +245,13 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         )  # fmt: skip
         return batches
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        own, self.args.distributed_state = self.args.distributed_state, GroupState(self.args.distributed_state, self.sp)
+        try:  # batch_rebalance deals by cost to the processes that the arguments count
+            return super()._get_train_sampler(*args)
+        finally:
+            self.args.distributed_state = own
+
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return compat.train_batch_size(self) * args.gradient_accumulation_steps * self.sp.data_size
 
@@ -260,10 +268,8 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         error = checks.columns_error(self)
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
-        run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
-        folder, self._writers = resume.checkpoint_of(
-            self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run
-        )
+        content = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        folder, self._writers = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, self.args, content)
         with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
             return super().train(folder, *args, **kwargs)
 
@@ -299,8 +305,9 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         if checkpoint is None:
             return
         path = resume.random_state(Path(checkpoint), self.args.process_index, self._writers)
-        if not is_whole(path):  # `train` has warned of a missing or damaged file
-            pass
+        if not is_whole(path):
+            drawn = "what this rank draws (dropout, random changes of examples) may be other numbers"
+            warnings.warn(f"resuming without random states, since {path} cannot be read: {drawn}", stacklevel=2)
         elif self._writers == self.args.world_size:
             super()._load_rng_state(checkpoint)
         else:

@@ -2,13 +2,13 @@
 
 from .atomic import Aside, is_whole, recover, written_aside
 from .engine import EngineCheckpoints
-from .resuming import LoadingRun, fault_of, inspect_engine
+from .resuming import EngineReport, LoadingRun, inspect_engine
 
 __all__ = [
     "Aside",
     "EngineCheckpoints",
+    "EngineReport",
     "LoadingRun",
-    "fault_of",
     "inspect_engine",
     "is_whole",
     "recover",
