@@ -7,6 +7,7 @@ from typing import Any
 from packaging.version import Version
 
 from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.data.packing import PackingCollator, Packs
 from ds_seqpar.deepspeed.cpu_launch import op_lock as op_lock
 from ds_seqpar.guards.process_exit import LIBRARIES
 from ds_seqpar.models import HOW, imported
@@ -30,8 +31,6 @@ from .trainer.job import job_of
 # (major, minor), both of which `make test-all` runs; setup.cfg says the same
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
-    "Packs": "trainer.collator",
-    "PackingCollator": "trainer.collator",
     "SequenceParallelCallback": "trainer.callback",
     "SequenceParallelMixin": "trainer.trainer",
     "SequenceParallelTrainer": "trainer.trainer",
@@ -43,6 +42,8 @@ for method in (patch_attention, unpatch_attention):
     setattr(PreTrainedModel, method.__name__, method)
 
 __all__ = [
+    "PackingCollator",
+    "Packs",
     "check_patch",
     "heads",
     "job_of",

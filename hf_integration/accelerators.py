@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ from torch.utils.data import DataLoader
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.base.log import log_once
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.counts import count_by_rank
 from ds_seqpar.engine import assert_same_training, hook_engine
 from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.process_exit import is_of_library
 from ds_seqpar.whole import plain
 
-from . import compat
+from . import accelerate_config, compat
 from .loaders import examples_of, prepare_loader, stream_of
 
 TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes beside a model to train it
@@ -298,7 +301,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
         The Accelerator that counts groups.
 
     Raises:
-        ConfigError: If the Accelerator is of fewer ranks, or has a ParallelismConfig.
+        ConfigError: If the Accelerator is of fewer ranks, or has a ParallelismConfig with other sizes.
 
     Examples:
         ```python
@@ -318,24 +321,20 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
             f"share_accelerator needs an Accelerator of all {sp.topology.world_size} ranks; got one of "
             f"{accelerator.state.num_processes}, on a machine without GPUs make it by Accelerator(cpu=True)"
         )
-    if getattr(accelerator, "parallelism_config", None) is not None:
+    parallelism, given = accelerate_config.removed_from(accelerator), {"size": sp.size, "kernel": sp.config.kernel}
+    accelerate_config.joined(given, parallelism, sp.topology.world_size)
+    if parallelism is not None and parallelism.sp_size == 1:
         raise ConfigError(
-            "share_accelerator needs an Accelerator without a ParallelismConfig, which would shard a second time; got "
-            "one, leave it out"
+            "share_accelerator takes sp_size of a ParallelismConfig, and no meshes; got one without, leave it out"
         )
     return GroupAccelerator(accelerator, sp)
 
 
 # ---- Accelerators that count ranks where they should count groups
 
-# member of an Accelerator that counts processes -> whether it does so with its arguments
-COUNTS: dict[str, Callable[..., bool]] = {
-    "prepare": lambda *args: any(isinstance(x, LRScheduler | DummyScheduler) for x in args),
-    **dict.fromkeys(
-        ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes", "num_processes"),
-        lambda *_: True,
-    ),
-}
+# members of an Accelerator that count processes; `prepare` does with a scheduler among its arguments
+COUNTS = ("prepare", "prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes",
+          "num_processes")  # fmt: skip
 # packages that call them where ranks are meant, or with their own Accelerator
 EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
@@ -343,25 +342,33 @@ _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that 
 
 
 def watch(model: nn.Module) -> None:
-    """Make Accelerators raise where they would count each rank of a sequence. `model` is a patched base model."""
+    """Make Accelerators tell where they would count each rank of a sequence. `model` is a patched base model."""
     _guard()
     _patched.add(model)
 
 
 @functools.cache
 def _guard() -> None:
-    for name, counts in COUNTS.items():
-        compat.watch_member(name, functools.partial(_check, name, counts))
+    for name in COUNTS:
+        compat.watch_member(name, functools.partial(_check, name))
 
 
-def _check(name: str, counts: Callable[..., bool], accelerator: Accelerator, caller: str, args: tuple) -> None:
-    """Raise ConfigError where a caller uses a member that counts ranks, of an Accelerator that shares sequences."""
-    if not counts(*args) or (caller.partition(".")[0] in EXEMPT_CALLERS and caller != "accelerate.local_sgd"):
+def _check(name: str, accelerator: Accelerator, frame: FrameType, args: tuple) -> None:
+    """Raise ConfigError where a user's code uses a member that counts ranks, of an Accelerator that shares sequences;
+    warn once where a library does, whose code the user cannot change."""
+    caller = frame.f_globals.get("__name__", "")
+    is_exempt = caller.partition(".")[0] in EXEMPT_CALLERS
+    counts = name != "prepare" or any(isinstance(x, LRScheduler | DummyScheduler) for x in args)
+    if not counts or (is_exempt and caller != "accelerate.local_sgd"):
         return
     patches = [getattr(model, "_sequence_parallel_patch", None) for model in _patched]
-    if accelerator not in _counted and any(patch and patch.sp.size > 1 and not patch.whole for patch in patches):
-        subject = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"
-        raise ConfigError(
-            f"{subject} needs an Accelerator that counts groups of ranks, since a model shares sequences; got one that "
-            "counts every rank, write accelerator = share_accelerator(accelerator, sp) before"
-        )
+    if accelerator in _counted or not any(patch and patch.sp.size > 1 and not patch.whole for patch in patches):
+        return
+    subject = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"
+    if is_of_library(frame) and not is_exempt:
+        log_once(f"sequence_parallel: {subject} counts every rank where {caller} calls it, and not groups of ranks")
+        return
+    raise ConfigError(
+        f"{subject} needs an Accelerator that counts groups of ranks, since a model shares sequences; got one that "
+        "counts every rank, write accelerator = share_accelerator(accelerator, sp) before"
+    )

@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,8 +35,6 @@ CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
 checkpoint_of = attribute(
     "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func", "a checkpointed layer"
 )
-# set by enable_input_require_grads; model flops would be counted too low
-INPUT_GRADS = mark("transformers.modeling_utils:_require_grads_hook")
 # the size of NEFTune's noise, an attribute of embeddings, which would then depend on the number of ranks
 NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
@@ -73,10 +72,11 @@ EXTENDED = {
     "_prepare_for_training": "Liger's kernels in a patched model",
     "_finalize_training": "`train_loss`",
     "_load_rng_state": "the random state of a resumed run",
-    "_get_output_dir": "checkpoints that are whole or not there",
-    "_save": "checkpoints that are whole or not there",
-    "_save_checkpoint": "checkpoints that are whole or not there",
-    "_push_from_checkpoint": "checkpoints that are whole or not there",
+    **dict.fromkeys(
+        ("_get_output_dir", "_save", "_save_checkpoint", "_push_from_checkpoint"),
+        "checkpoints that are whole or not there",
+    ),
+    "_get_train_sampler": 'train_sampling_strategy="batch_rebalance"',
 }
 EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}  # which would run unpatched models
 # methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
@@ -181,19 +181,19 @@ def counting_processes(number: int) -> Iterator[None]:
         AcceleratorState()  # copies it from PartialState
 
 
-def watch_member(name: str, check: Callable[[Accelerator, str, tuple], None]) -> None:
+def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], None]) -> None:
     """Call a check before each use of a method or property of any Accelerator.
 
     Args:
         name: Of the member.
-        check: Called with the Accelerator, the name of the calling module and the arguments.
+        check: Called with the Accelerator, the caller's frame and the arguments.
     """
     member = vars(Accelerator)[name]
     function: Any = member.fget if isinstance(member, property) else member
 
     @functools.wraps(function)
     def watched(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        check(self, sys._getframe(1).f_globals.get("__name__", ""), args)
+        check(self, sys._getframe(1), args)
         return function(self, *args, **kwargs)
 
     setattr(Accelerator, name, property(watched) if isinstance(member, property) else watched)

@@ -331,6 +331,32 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
 
 
+def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
+    """Return the labels of a whole batch, with -100 for some of its examples.
+
+    Args:
+        batch: a whole batch, whose rows are its examples, or packs of them.
+        left_out: bool (examples,), whether an example's labels are not to count.
+
+    Raises:
+        InputError: if examples are packed, and the batch's documents do not tell them apart.
+    """
+    labels = batch["labels"]
+    lengths: Lengths = (labels.shape[1],) * len(labels)
+    if len(lengths) != len(left_out):
+        if bool((left_out == left_out[0]).all()):
+            return labels.masked_fill(left_out[0].to(labels.device), IGNORE)
+        lengths = documents_of(batch, *labels.shape) or lengths
+    if len(lengths) != len(left_out):
+        raise InputError(
+            f"evaluation of packs needs to know whose tokens are whose, where the last batch repeats some; got "
+            f"{len(left_out)} examples in {len(lengths)} documents, set per_device_eval_batch_size=1, or "
+            "dataloader_drop_last=True"
+        )
+    by_token = left_out.repeat_interleave(torch.tensor(lengths, device="cpu")).view(labels.shape)
+    return labels.masked_fill(by_token.to(labels.device), IGNORE)
+
+
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
     """Return the lengths of the documents that the batch names, padding included; None where it names none."""
     continued = dict(batch)

@@ -194,7 +194,6 @@ def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
 def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
     """Return what ranks compare of a generation: its settings, its prompts, and arguments as far as they can be told
     apart."""
-    fields: dict[str, object] = {name: _described(x) for name, x in config.to_diff_dict().items()}
     checks = ValueChecks()
     checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
     others = {
@@ -202,21 +201,20 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
         if x is not None and not isinstance(x, Tensor) and name not in UNCOMPARED and not hasattr(config, name)
     }  # fmt: skip
     tokenizer = config.stop_strings and type(given.get("tokenizer")).__name__
-    return {**fields, **others, "tokenizer": tokenizer, **checks.fields}
+    return {**_described(config.to_diff_dict()), **others, "tokenizer": tokenizer, **checks.fields}
 
 
-def _described(x: Any, depth: int = 1) -> object:
+def _described(x: Any, depth: int = 1) -> Any:
     """Return what is known of an argument: its value; of an object its type and its plain attributes."""
-    if x is None or isinstance(x, bool | int | float | str):
-        return x
     if isinstance(x, Tensor):
         return fingerprint_of(x)
-    if isinstance(x, Mapping):
-        return {str(name): _described(value, depth) for name, value in x.items()}
     if isinstance(x, list | tuple):
         return [_described(value, depth) for value in x]
-    attributes = vars(x).items() if depth and hasattr(x, "__dict__") else ()
-    return {"": type(x).__name__, **{name: _described(value, depth - 1) for name, value in attributes}}
+    if depth and hasattr(x, "__dict__"):
+        x, depth = {"": type(x).__name__, **vars(x)}, 0
+    if isinstance(x, Mapping):
+        return {str(name): _described(value, depth) for name, value in x.items()}
+    return x if isinstance(x, bool | int | float | str | None) else type(x).__name__
 
 
 def _advice(by_rank: Mapping[int, Fields]) -> str:

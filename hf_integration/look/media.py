@@ -142,8 +142,8 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
             (-1, merge * patch, merge * patch, channels),
         ]
         for pair in GRIDS:
-            for shape in flat:
-                yield [picture([x if x > 0 else -x * math.prod(grid) for x in shape], grid) for grid in pair]
+            for sides in flat:
+                yield [picture([x if x > 0 else -x * math.prod(grid) for x in sides], grid) for grid in pair]
         return
     yield [picture((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
     yield [picture((1, PATCHES**2, one), WHOLE[0])]

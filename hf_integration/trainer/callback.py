@@ -7,7 +7,6 @@ Recomputation by checkpoints or kernels does not count.
 
 from __future__ import annotations
 
-import math
 import re
 import resource
 import sys
@@ -25,11 +24,10 @@ from ds_seqpar.base.errors import InputError
 from ds_seqpar.data.batches import lengths_of
 from ds_seqpar.guards.agreement import all_gather_objects
 
-from ..compat import INPUT_GRADS, whole_numel
+from ..compat import whole_numel
 from ..families import unwrapped
 from ..look.facts import modules_of
 from ..look.known import facts_of, heads, windows
-from ..memory.weight_slices import INWARD, OUTWARD
 
 # pattern of a device's name -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
 PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
@@ -44,28 +42,18 @@ def peak(device: torch.device, half: bool) -> float | None:
 class FlopCounter:
     """Count the flops of a patched model's training steps.
 
-    For each weight and token, a matrix takes two flops in forward, and two for its weight's gradient if it is trained.
-    It takes two more for its input's gradient if that input depends on a trained parameter. An expert's matrix is used
-    for the tokens that are routed to it. Attention computes all its gradients if q, k or v needs one. Every norm is
-    placed before the matrices of its layer.
+    A weight of a matrix takes six for each token, and a frozen one four: two in forward, two for the gradient of its
+    input and two for its own. An expert's weights count for the tokens that are routed to it, and an embedding's not at
+    all. Attention takes two products for each pair of a query and a key in forward, and four in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         base = unwrapped(model)
         # where peft trains a copy of a module, it leaves the original in place
         parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
-        lowest = min((_place(name) for name, x in parameters if x.requires_grad), default=(math.inf, math.inf))
-        if hasattr(base, INPUT_GRADS):
-            lowest = (-math.inf,)
-        self.flops_of_token = sum(
-            _weights(base, name, x) * (2 + 2 * x.requires_grad + 2 * (_place(name) > lowest)) for name, x in parameters
-        )
+        self.flops_of_token = sum(_weights(base, name, x) * (4 + 2 * x.requires_grad) for name, x in parameters)
         self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()
-        # forward has two products for each pair, backward four
-        passes = heads(base)[0]
-        self.flops_of_pair = [
-            passes * _dims(module) * (6 if lowest < (module.layer_idx, OUTWARD_PART) else 2) for module in modules
-        ]
+        self.flops_of_pair = [6 * heads(base)[0] * _dims(module) for module in modules]
 
     def of_documents(self, lengths: Sequence[int]) -> float:
         """Return the flops of training on documents of these lengths, in tokens."""
@@ -81,23 +69,6 @@ class FlopCounter:
 def _dims(module: Any) -> int:
     """Return the sum of the head_dims of keys and of values, which differ in latent attention."""
     return module.qk_head_dim + module.v_head_dim if hasattr(module, "qk_head_dim") else 2 * module.head_dim
-
-
-# module names of a layer's parts, in the order of its forward; a norm is part 0
-LAYER_PARTS = ({*INWARD, "lm_head"}, {OUTWARD}, {"mlp"}, {"down_proj"})
-OUTWARD_PART = 2
-
-
-def _place(name: str) -> tuple[float, ...]:
-    """Return a key that sorts parameters by their use in forward: layer, part of the layer, part of an adapter.
-
-    Parameters with equal keys read the same input.
-    """
-    if "embed" in name:
-        return (-1,)
-    layer, modules = re.search(r"\blayers\.(\d+)\.", name), set(name.split("."))
-    part = max((number for number, names in enumerate(LAYER_PARTS, 1) if names & modules), default=0)
-    return (int(layer[1]) if layer else math.inf, part, "lora_B" in modules)
 
 
 def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:

@@ -38,11 +38,6 @@ ARGUMENTS = {
         False,
         "average_tokens_across_devices=True, ranks hold different numbers of label tokens and must divide by their sum",
     ),
-    "train_sampling_strategy": (
-        "batch_rebalance",
-        "a train_sampling_strategy that gives the ranks of a sequence the same examples; use random, sequential or "
-        "group_by_length",
-    ),
     "predict_with_generate": (True, "predict_with_generate=False, it would generate from a part"),
     "eval_use_gather_object": (True, "eval_use_gather_object=False, results are gathered as tensors"),
     "auto_find_batch_size": (
@@ -147,12 +142,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "SequenceParallelTrainer needs DeepSpeed; got none, pass TrainingArguments(deepspeed=...) a JSON with a "
             '"sequence_parallel" section, or use accelerate launch --use_deepspeed'
         )
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        raise ConfigError(
-            "sequence parallel training needs an Accelerator without a ParallelismConfig, which would shard a second "
-            "time; got one that the script made, give the ParallelismConfig to "
-            "TrainingArguments(parallelism_config=...), from where the Trainer takes its sizes"
-        )
     wrong = [(name, *x) for name, x in BATCHING.items() if bool(getattr(accelerator, name)) is not x[0]]
     _refuse_all(
         [(f"{name}={needed}, {why}", f"{name}={not needed} in accelerator_config") for name, needed, why in wrong]
@@ -162,16 +151,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def _world_size() -> int:
     """Return the number of ranks. Raises ConfigError if no launcher started them."""
     world = all_ranks().size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
-    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # only accelerate's launcher sets it
-        raise ConfigError(
-            "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
-            "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
-        )
     if not world:
-        raise ConfigError(
-            "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
-            "accelerate launch or torchrun"
-        )
+        got = "no launcher, start the script with deepspeed, accelerate launch or torchrun"
+        if "ACCELERATE_MIXED_PRECISION" in os.environ:  # only accelerate's launcher sets it
+            got = "one of accelerate launch alone, add --use_deepspeed, --num_processes and --deepspeed_config_file"
+        raise ConfigError(f"SequenceParallelTrainer needs DeepSpeed and a process a rank; got {got}")
     return world
 
 
@@ -256,31 +240,15 @@ class CheckedCollator:
         except SeqParError:
             raise
         except Exception as reason:
-            raise text_error(rows[0]) or self._error(rows, reason) from reason
+            name = getattr(self.collate, "__name__", type(self.collate).__name__)
+            unequal = len({sum(len(x) for x in _ids(row) if hasattr(x, "__len__")) for row in rows}) > 1
+            hint = ", where examples of unequal lengths need one that pads and a tokenizer.pad_token," * unequal
+            raise text_error(rows[0]) or as_seqpar_error(f"making a batch by {name}{hint} failed", reason) from reason
         if isinstance(batch, list):  # rows of prompts
             check_row(rows[0])
         elif isinstance(batch, Mapping) and not TOKENS.intersection(batch) and (error := text_error(rows[0])):
             raise error
         return batch
-
-    def _error(self, rows: list[Any], reason: Exception) -> SeqParError:
-        lengths = sorted(map(_length, rows))
-        if lengths[0] == lengths[-1] or not all(map(self._makes_batch, rows)):
-            return as_seqpar_error("making a batch failed", reason)
-        collate = getattr(self.collate, "data_collator", self.collate)
-        return ConfigError(
-            f"examples of different lengths need a collator that pads, and a pad token; got {lengths[0]} to "
-            f"{lengths[-1]} tokens and {getattr(collate, '__name__', type(collate).__name__)}, which raised "
-            f"{type(reason).__name__} (see above), use DataCollatorForLanguageModeling(tokenizer, mlm=False) with "
-            "tokenizer.pad_token set"
-        )
-
-    def _makes_batch(self, example: Any) -> bool:
-        try:
-            self.collate([example])
-        except Exception:
-            return False
-        return True
 
 
 def text_error(example: object) -> ConfigError | None:
@@ -297,7 +265,3 @@ def text_error(example: object) -> ConfigError | None:
 def _ids(example: object) -> list[Any]:
     """Return the columns of ids of an example: trl's preferences have "prompt_ids", "chosen_ids" and others."""
     return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []
-
-
-def _length(example: object) -> int:
-    return sum(len(x) for x in _ids(example) if hasattr(x, "__len__"))

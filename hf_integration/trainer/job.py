@@ -26,6 +26,7 @@ from ds_seqpar.base.errors import ConfigError, did_you_mean
 from ds_seqpar.base.files import call_library, read_json, shown
 from ds_seqpar.base.log import log_once
 from ds_seqpar.core.compiler.schedules.base import is_count
+from ds_seqpar.data.packing import PackingCollator, Packs
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.planner.limits import check_model
 
@@ -33,7 +34,6 @@ from ..compat import whole_numel
 from ..look.facts import TESTED
 from ..look.known import windows
 from ..model.checkpointing import layers_of
-from .collator import PackingCollator, Packs
 
 if TYPE_CHECKING:
     from ds_seqpar.planner.request import Job, Model, Objective, StateLayers

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -19,102 +18,60 @@ from ds_seqpar.base.errors import ConfigError, as_seqpar_error
 from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
-from ds_seqpar.deepspeed.saving.resuming import LoadingRun, fault_of, inspect_engine
+from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine
 from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResumingRun(LoadingRun):
-    """The Trainer's run that is to read a checkpoint."""
-
-    leads: bool  # whether this rank writes what belongs to all
-    scheduler: bool  # whether the Trainer, and not DeepSpeed, reads the state of the learning rate scheduler
-    universal: bool  # whether DeepSpeed reads its universal format, which fits any number of ranks
-
-    @staticmethod
-    def of(args: TrainingArguments, content: Mapping[str, Any]) -> ResumingRun:
-        """Return the run of a Trainer. `content` is its DeepSpeed configuration, with every "auto" filled in."""
-        settings = DeepSpeedJson.read(content).known
-        return ResumingRun(
-            rank=dist.get_rank(),
-            leads=args.should_save,
-            ranks=all_ranks().size(),
-            stage=settings.zero_optimization.stage,
-            dtype=settings.dtype,
-            # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
-            scheduler=not content.keys() & {"optimizer", "scheduler"},
-            universal=bool(content.get("checkpoint", {}).get("load_universal")),
-        )
-
-
-@dataclasses.dataclass(kw_only=True)
-class CheckpointReport:
-    """One rank's findings about a checkpoint. The texts are "" if nothing is wrong."""
-
-    step: int = 0  # the optimizer step after which it was written
-    ranks: int  # that wrote it
-    fault: str = ""  # what is missing or damaged
-    mismatch: str = ""  # why it belongs to another kind of run
-    random: str = ""  # name of the rank's file of random states, if that is missing or damaged
-
-
 def checkpoint_of(
-    group: dist.ProcessGroup, resume_from_checkpoint: object, output: str, run: ResumingRun
+    group: dist.ProcessGroup, resume_from_checkpoint: object, args: TrainingArguments, content: Mapping[str, Any]
 ) -> tuple[str | None, int]:
     """Return (the folder to resume from, or None to start anew; how many ranks wrote it).
 
-    Collective over the group of all ranks.
-
-    Rank 0 warns of newer checkpoints that are incomplete, and of random states that cannot be restored.
+    Collective over the group of all ranks. Rank 0 warns of newer checkpoints that are incomplete.
 
     Args:
         group: The group of all ranks.
         resume_from_checkpoint: The argument of `train`, which may be a string from a command line. True and "last" mean
-            the last complete checkpoint in the folder `output`.
-        output: The output folder.
-        run: The run that is to read the checkpoint.
+            the last complete checkpoint in the output folder.
+        args: The Trainer's.
+        content: Its DeepSpeed configuration, with every "auto" filled in.
 
     Raises:
         ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or this run cannot
             continue the one that wrote it.
     """
-    target, error = None, None
+    output, target, error = str(args.output_dir), None, None
     try:
         target = parse_resume_argument(resume_from_checkpoint)
-        if run.leads:
+        if args.should_save:
             recover(Path(target).parent if isinstance(target, str) else Path(output), remove=False)
     except (ConfigError, OSError) as reason:
         error = as_seqpar_error("reading a folder of checkpoints failed", reason)
     description = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
     assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": description}, error=error)
     if target is None:
-        return None, run.ranks
+        return None, all_ranks().size()
     if isinstance(target, str):
         folders = [target]
     else:
         gathered = all_gather_objects(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
         steps = sorted({step for _, steps in gathered for step in steps}, reverse=True)
         folders = [os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}") for step in steps]
-    passed_over: dict[str, str] = {}
+    passed_over: list[str] = []
     for folder in folders:
-        reports = _reports(group, folder, run)
-        if not (fault := _fault_of(reports)):
-            if run.rank == 0:
-                _warn(folder, passed_over, [report.random for report in reports if report.random])
-            return folder, reports[0].ranks
-        passed_over[os.path.basename(folder)] = fault
-    if isinstance(target, str):
-        raise ConfigError(
-            f"resume_from_checkpoint needs a whole checkpoint; got {target}, where {fault}, "
-            "resume_from_checkpoint=True takes the last whole one of the output folder"
-        )
-    got = "; ".join(f"{name}, where {fault}" for name, fault in passed_over.items()) or "none"
+        fault, ranks = _inspected(group, folder, content)
+        if not fault:
+            if passed_over and dist.get_rank() == 0:
+                newer = "; ".join(passed_over)
+                warnings.warn(f"resuming from {folder}, the last checkpoint that is whole, not {newer}", stacklevel=2)
+            return folder, ranks
+        passed_over.append(f"{folder}, where {fault}")
     raise ConfigError(
-        f"resuming from the last checkpoint needs a whole one in {output}; got {got}, leave "
-        "resume_from_checkpoint out to begin anew"
+        f"resume_from_checkpoint needs a whole checkpoint; got {'; '.join(passed_over) or f'none in {output}'}, name "
+        "another, say True for the last whole one of the output folder, or leave it out to begin anew"
     )
 
 
@@ -131,42 +88,30 @@ def parse_resume_argument(value: object) -> str | bool | None:
     return WORDS[text.lower()] if text.lower() in WORDS and not os.path.isdir(text) else text
 
 
-def _reports(group: dist.ProcessGroup, folder: str, run: ResumingRun) -> list[CheckpointReport]:
-    """Return the reports of all ranks on a checkpoint. Raise ConfigError for one of another kind of run."""
-    try:
-        local_report = inspect_checkpoint(Path(folder), run)
-    except Exception as reason:  # a damaged file may raise anything
-        local_report = CheckpointReport(ranks=run.ranks, fault=f"reading it failed ({type(reason).__name__})")
-    reports = [report for _, report in all_gather_objects(group, ("the checkpoint", local_report))]
-    if mismatch := next((report.mismatch for report in reports if report.mismatch), ""):
-        raise ConfigError(f"{mismatch}; got {folder}")
-    return reports
-
-
-def _fault_of(reports: list[CheckpointReport]) -> str:
-    """Return what is wrong with a checkpoint, and on which ranks; "" where it is complete on all."""
-    if len({report.step for report in reports if not report.fault}) > 1:
-        return "ranks see different steps in it"
-    ranks_by_fault: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        if report.fault:
-            ranks_by_fault.setdefault(report.fault, []).append(rank)
-    return ", ".join(
-        fault if len(ranks) == len(reports) else f"{fault} ({ranks_in_words(ranks)})"
-        for fault, ranks in ranks_by_fault.items()
+def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]) -> tuple[str, int]:
+    """Return (what is wrong with a checkpoint, and on which ranks, "" where it is complete on all; how many ranks wrote
+    it). Raise ConfigError for one of another kind of run."""
+    settings = DeepSpeedJson.read(content).known
+    run = LoadingRun(
+        rank=dist.get_rank(),
+        ranks=all_ranks().size(),
+        stage=settings.zero_optimization.stage,
+        dtype=settings.dtype,
+        universal=bool(content.get("checkpoint", {}).get("load_universal")),
     )
-
-
-def _warn(folder: str, passed_over: Mapping[str, str], random: list[str]) -> None:
-    if passed_over:
-        newer = "; ".join(f"{name} is not ({fault})" for name, fault in passed_over.items())
-        warnings.warn(f"resuming from {folder}, the last checkpoint that is whole: {newer}", stacklevel=2)
-    if random:
-        warnings.warn(
-            f"resuming from {folder} without random states, since {', '.join(random)} cannot be read: what those ranks "
-            "draw (dropout, random changes of examples) may be other numbers than without the interruption",
-            stacklevel=2,
-        )
+    try:
+        # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
+        report = inspect_checkpoint(Path(folder), run, scheduler=not content.keys() & {"optimizer", "scheduler"})
+    except Exception as reason:  # a damaged file may raise anything
+        report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
+    reports = [x for _, x in all_gather_objects(group, ("the checkpoint", report))]
+    if mismatch := next((x.mismatch for x in reports if x.mismatch), ""):
+        raise ConfigError(f"{mismatch}; got {folder}")
+    if len({x.name for x in reports if not x.fault}) > 1:
+        return "ranks see different steps in it", 0
+    faults = {x.fault: [rank for rank, other in enumerate(reports) if other.fault == x.fault] for x in reports}
+    told = [f"{fault} ({ranks_in_words(ranks)})" for fault, ranks in faults.items() if fault]
+    return ", ".join(told), reports[0].ranks
 
 
 def _checkpoint_steps(folder: str) -> list[int]:
@@ -175,45 +120,18 @@ def _checkpoint_steps(folder: str) -> list[int]:
     return [int(match[1]) for match in matches if match and os.path.isdir(os.path.join(folder, match[0]))]
 
 
-def inspect_checkpoint(folder: Path, run: ResumingRun) -> CheckpointReport:
-    """Return a report on the files of a checkpoint that this rank would read."""
-    report = CheckpointReport(ranks=run.ranks)
-    report.fault = next(filter(None, _faults(folder, run, report)), "")
-    random = random_state(folder, run.rank, report.ranks)
-    report.random = "" if is_whole(random) else random.name
-    return report
+def inspect_checkpoint(folder: Path, run: LoadingRun, scheduler: bool) -> EngineReport:
+    """Return a report on the files of a checkpoint that this rank would read.
 
-
-def _faults(folder: Path, run: ResumingRun, report: CheckpointReport) -> Iterator[str]:
-    """Check file by file, and yield what is missing or damaged, or "" for an intact file.
-
-    The caller stops at the first fault, so later checks may rely on earlier files. Sets the report's step and mismatch.
+    Args:
+        folder: The checkpoint.
+        run: The run that is to read it.
+        scheduler: Whether the Trainer, and not DeepSpeed, reads the state of the learning rate scheduler.
     """
-    if not folder.is_dir():
-        yield "there is no such folder"
-    try:
-        report.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-    except FileNotFoundError:
-        yield f"{TRAINER_STATE_NAME} is missing"
-    except (OSError, ValueError, TypeError) as reason:
-        yield f"{TRAINER_STATE_NAME} is damaged ({type(reason).__name__})"
-    if type(report.step) is not int or report.step < 1:
-        yield f"{TRAINER_STATE_NAME} is damaged (global_step {report.step!r})"
-    if run.scheduler:
-        yield fault_of(folder / SCHEDULER_NAME)
-    # DeepSpeed reads the files that follow
-    latest, tag = folder / ("latest_universal" if run.universal else "latest"), ""
-    try:
-        tag = latest.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        yield f"{latest.name} is missing or damaged"
-    if not tag or not (folder / tag).is_dir():
-        yield f"the folder that {latest.name} names is missing"
-    if run.universal:
-        return
-    engine = inspect_engine(folder / tag, run)
-    yield engine.fault
-    report.mismatch, report.ranks = engine.mismatch, engine.ranks
+    latest = folder / ("latest_universal" if run.universal else "latest")
+    engine = folder / (latest.read_text(encoding="utf-8").strip() if is_whole(latest) else "")
+    others = [folder / SCHEDULER_NAME] if scheduler else []
+    return inspect_engine(engine, run, [folder, folder / TRAINER_STATE_NAME, *others, latest, engine])
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:

@@ -9,11 +9,10 @@ gets one value for each group (`GroupAccelerator`). So the Trainer's counting, l
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
-import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,11 +26,9 @@ from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length, rotate_checkpoints, set_seed
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.base.compat import tree_map
-from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.base.log import log_once
-from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
-from ds_seqpar.data.documents import documents_of
+from ds_seqpar.data.batches import counted_labels, fingerprint
 from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.loader import loading_error
 from ds_seqpar.deepspeed.config import DeepSpeedJson
@@ -40,25 +37,24 @@ from ds_seqpar.deepspeed.saving.atomic import AtomicCheckpoint, atomic_checkpoin
 from ds_seqpar.doctor import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.guards import mismatch_hints
-from ds_seqpar.guards.agreement import all_reduce_sum, assert_ranks_agree
+from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.guards.process_exit import wait_at_exit
-from ds_seqpar.whole import plain
 
-from .. import compat
-from ..accelerators import GroupAccelerator
+from .. import accelerate_config, compat
+from ..accelerators import GroupAccelerator, GroupState
 from ..families import unwrapped
-from ..loaders import Stream, examples_of, stream_of
-from ..memory.tiled_modules import evaluating_loss
+from ..loaders import stream_of
 from ..model import whole_calls
 from ..model.agreement import common_misuse
 from ..model.patch import patch_attention, unpatch_attention
-from . import accelerate_config, checks, preemption, resume, rng_state, rollouts
+from . import checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
+from .evaluation import Evaluation
 from .job import job_of_trainer
 from .vllm import ServerOfGroups
 
 
-class SequenceParallelMixin(rollouts.Rollouts):
+class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
     """Mixin that makes a `Trainer`, or a subclass of it, share every sequence among a group of ranks.
 
     List it before `Trainer` in the bases of a class. The shape comes from the `"sequence_parallel"` section of the
@@ -116,7 +112,6 @@ class SequenceParallelMixin(rollouts.Rollouts):
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
         self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
         self._unfinished: AtomicCheckpoint | None = None  # the checkpoint that is being written
-        self._stream: Stream | None = None  # the data set being evaluated, if it is iterable
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
         # wrap a subclass's methods, whether it comes before or after this class among the bases
@@ -141,14 +136,15 @@ class SequenceParallelMixin(rollouts.Rollouts):
         checks.check_arguments(self.args)
         checks.check_json(self.args)
         op_lock.prepare_start()
-        with accelerate_config.taken_from(self.args) as parallelism:
-            super().create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
         json = DeepSpeedJson.read(plugin.deepspeed_config)
         json.check_settings()
-        self._section = accelerate_config.joined(json.section, parallelism, self.accelerator.num_processes)
-        size, world = SequenceParallelConfig.from_dict(self._section).size, self.accelerator.num_processes
+        self._section, world = json.section, self.accelerator.num_processes
+        for parallelism in (accelerate_config.removed_from(self.accelerator), self.args.parallelism_config):
+            self._section = accelerate_config.joined(self._section, parallelism, world)
+        size = SequenceParallelConfig.from_dict(self._section).size
         if rollouts.rolls_out(self):
             rollouts.check(self)
             if isinstance(size, int):  # else the groups are known once the model is patched
@@ -252,6 +248,13 @@ class SequenceParallelMixin(rollouts.Rollouts):
         )  # fmt: skip
         return batches
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        own, self.args.distributed_state = self.args.distributed_state, GroupState(self.args.distributed_state, self.sp)
+        try:  # batch_rebalance deals by cost to the processes that the arguments count
+            return super()._get_train_sampler(*args)
+        finally:
+            self.args.distributed_state = own
+
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return compat.train_batch_size(self) * args.gradient_accumulation_steps * self.sp.data_size
 
@@ -268,10 +271,8 @@ class SequenceParallelMixin(rollouts.Rollouts):
         error = checks.columns_error(self)
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
-        run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
-        folder, self._writers = resume.checkpoint_of(
-            self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run
-        )
+        content = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        folder, self._writers = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, self.args, content)
         with contextlib.nullcontext() if self._preemption is None else self._preemption.listening():
             return super().train(folder, *args, **kwargs)
 
@@ -307,8 +308,9 @@ class SequenceParallelMixin(rollouts.Rollouts):
         if checkpoint is None:
             return
         path = resume.random_state(Path(checkpoint), self.args.process_index, self._writers)
-        if not is_whole(path):  # `train` has warned of a missing or damaged file
-            pass
+        if not is_whole(path):
+            drawn = "what this rank draws (dropout, random changes of examples) may be other numbers"
+            warnings.warn(f"resuming without random states, since {path} cannot be read: {drawn}", stacklevel=2)
         elif self._writers == self.args.world_size:
             super()._load_rng_state(checkpoint)
         else:
@@ -344,129 +346,6 @@ class SequenceParallelMixin(rollouts.Rollouts):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._unfinished is None:  # else it is called again once the folder has its name
             super()._push_from_checkpoint(checkpoint_folder)
-
-    # ---- evaluation: every sequence counts once
-
-    def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
-        length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
-        assert_ranks_agree(self.sp.control_world, "evaluation data", length, error=error)
-        self._watch(dataloader)
-        self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
-        output = super().evaluation_loop(dataloader, description, *args, **kwargs)
-        self.sp.checker.flush(last=True)
-        if stream is not None:  # the Trainer counts the examples of one group
-            examples = examples_of(stream) or output.num_samples * self.sp.data_size
-            output = output._replace(num_samples=examples)
-        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
-        self._eval_steps[prefix] = math.ceil(output.num_samples / (self.args.eval_batch_size * self.sp.data_size))
-        return output
-
-    def _whole_prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Return (loss, logits, labels) of the class's `prediction_step`, with whole logits.
-
-        The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss is
-        the plain Trainer's, of this group's sequences; the Trainer weights it by the sequences that do not repeat.
-        """
-        loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
-        (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([copy.copy(inputs)]))
-        real = self._real_sequences()
-        if not custom_loss and batch.get("labels") is not None:
-            batch["labels"] = self._unrepeated_labels(batch, real)
-            items = all_reduce_sum(
-                self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation"
-            )[0]
-            batch["num_items_in_batch"] = max(items / self.sp.size, 1) / self.sp.data_size
-        loss, logits, labels = self._checked_step(model, batch, loss_only, custom_loss, ignore_keys)
-        if loss is not None and not custom_loss:
-            loss = self.accelerator.gather(loss).mean()
-        if isinstance(labels, Tensor) and not custom_loss:  # return the labels as they were before any was set to -100
-            labels = inputs.get("labels", labels).to(labels.device)
-        if logits is not None and self._preprocess is not None:
-            logits = self._preprocess(logits, labels)
-        return loss, tree_map(lambda x: plain(x) if isinstance(x, Tensor) else x, logits), labels
-
-    def _checked_step(self, model: nn.Module, batch: Any, loss_only: bool, custom_loss: bool, *args: Any) -> tuple:
-        """Return the result of the class's `prediction_step`.
-
-        Raises on every rank if it fails on one, or if only some ranks have a loss to gather.
-        """
-        result, error = (None, None, None), None
-        try:
-            with evaluating_loss(model) if loss_only and not custom_loss else contextlib.nullcontext():
-                batch_on_device = whole_calls.moved_batch(batch, self.args.device)
-                result = self._class_prediction_step(model, batch_on_device, loss_only, *args)
-        except (SeqParError, RuntimeError):
-            raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
-        except Exception as reason:
-            error = as_seqpar_error("prediction_step failed", reason)
-        assert_ranks_agree(self.sp.groups.control, "evaluation step", None, error=error)
-        shape = tuple(result[0].shape) if isinstance(result[0], Tensor) else type(result[0]).__name__
-        assert_ranks_agree(self.sp.control_world, "evaluation losses", {"loss": shape})
-        return result
-
-    def _counted_loss(
-        self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Any:
-        """Call the class's `compute_loss`, in evaluation with the step's count, where the Trainer passes none."""
-        items = None if checks.has_custom_loss(self) else inputs.pop("num_items_in_batch", None)
-        if num_items_in_batch is None and items is not None:
-            num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
-        return self._class_compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
-
-    def _real_sequences(self) -> int | None:
-        """Return how many of the step's sequences, over all groups, are not repetitions; None means all of them."""
-        return self.accelerator.real_examples()
-
-    def _unrepeated_labels(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
-        """Return the labels, with -100 for examples that fill up the last batch. `real` is of `_real_sequences`."""
-        labels, error = batch["labels"], None
-        if real is None or self.sp.data_size == 1:  # a single group gets a shorter last batch instead
-            return labels
-        try:
-            labels = self._mask_repeated(batch, labels, real)
-        except Exception as reason:
-            error = as_seqpar_error("telling the last examples apart failed", reason)
-        assert_ranks_agree(self.sp.control_world, "evaluation step", None, error=error)
-        return labels
-
-    def _mask_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
-        """Return the labels, with -100 for examples from number `real` on, counted over all groups.
-
-        Raises InputError if a collator has packed examples and their documents do not tell them apart.
-        """
-        examples = self.args.eval_batch_size
-        first = self.sp.data_rank * examples
-        repeated = torch.arange(first, first + examples, device=labels.device) >= real
-        if len(labels) == examples:
-            return labels.masked_fill(repeated[:, None], IGNORE)
-        if bool(repeated.all()) or not bool(repeated.any()):
-            return labels.masked_fill(repeated[0], IGNORE)
-        lengths = documents_of(batch, *labels.shape) or (labels.shape[1],) * len(labels)
-        if len(lengths) != examples:
-            raise InputError(
-                f"evaluation of packs needs to know whose tokens are whose, where the last batch repeats some; got "
-                f"{examples} examples in {len(lengths)} documents, set per_device_eval_batch_size=1, or "
-                "dataloader_drop_last=True"
-            )
-        of_example = torch.repeat_interleave(repeated.cpu(), torch.tensor(lengths)).view(labels.shape)
-        return labels.masked_fill(of_example.to(labels.device), IGNORE)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().predict(*args, **kwargs)
-        self._count_steps(output.metrics)
-        return output
-
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        self._count_steps(logs)
-        super().log(logs, *args, **kwargs)
-
-    def _count_steps(self, metrics: dict[str, Any]) -> None:
-        """Correct steps a second, for which the Trainer counts steps as if each rank had separate sequences."""
-        for prefix, steps in self._eval_steps.items():
-            if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
-                metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)
 
 
 def _without_margin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

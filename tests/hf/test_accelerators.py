@@ -1,14 +1,20 @@
 """An Accelerator counts groups of ranks once it is shared, and says so where it is not; so does DeepSpeed."""
 
 import os
+import sysconfig
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+)
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -16,6 +22,7 @@ from hf_integration import share_accelerator, share_sequences, whole_sequences
 from tests.dist.ranks import lacking, refusal
 from tests.fuzz.loops import faults
 from tests.hf.llama import small
+from tests.hf.test_log import Lines
 from tests.hf.trainers import make, trained
 from tests.launch import on_each_of, on_ranks, on_trainer_ranks
 from tests.words import missing
@@ -48,28 +55,46 @@ WRONG = {
 }
 
 
+# fields of a ParallelismConfig -> words of the sentence
+OTHER_SIZES = (
+    ({"sp_size": 4}, ("size", "got 2 there and 4")),
+    ({"cp_size": 2}, ("got cp_size 2", "sp_size=2")),
+    ({"dp_shard_size": 2}, ("sp_size", "leave it out")),
+)
+
+
 def fresh(**settings):
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return Accelerator(cpu=True, **settings)
 
 
+def gathered_by_a_library(accelerator):
+    text = "import torch\ndef gathered(accelerator):\n    return accelerator.gather(torch.ones(1)).tolist()"
+    scope = {"__name__": "a_library.train"}
+    exec(compile(text, os.path.join(sysconfig.get_path("purelib"), "a_library", "train.py"), "exec"), scope)
+    return scope["gathered"](accelerator)
+
+
 @on_each_of(4, keep="accelerate")
 def test_what_counts_ranks_raises_until_the_accelerator_is_shared():
-    accelerator, model = fresh(), small()
+    accelerator, model, first = fresh(), small(), dist.get_rank() == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     both = optimizer, LambdaLR(optimizer, lambda step: 1 - step / 8)
     assert accelerator.gather(torch.ones(1)).tolist() == [1] * 4
     sp = share_sequences(model, size=2)
     for name, use in COUNTS.items():
         assert lacking(refusal(use, accelerator, both), "ConfigError", "share_accelerator(accelerator, sp)") == [], name
+    said = Lines()
+    assert [gathered_by_a_library(accelerator) for _ in range(2)] == [[1] * 4] * 2
+    assert [missing(line, "accelerator.gather counts", "a_library.train") for line in said.lines] == [[]] * first
     assert not accelerator.check_trigger()  # counts nothing
     with whole_sequences(model):  # each rank has sequences of its own
         assert accelerator.gather(torch.ones(1)).tolist() == [1] * 4
     shared = share_accelerator(accelerator, sp)
     assert share_accelerator(shared, sp) is shared
     assert (shared.num_processes, shared.process_index) == (2, dist.get_rank() // 2)
-    assert (shared.own.num_processes, shared.is_main_process) == (4, dist.get_rank() == 0)
+    assert (shared.own.num_processes, shared.is_main_process) == (4, first)
     assert shared.own.reduce(torch.tensor(dist.get_rank())).item() == 6
     ran = []
     shared.on_process(ran.append, process_index=1)(1)
@@ -99,9 +124,16 @@ def with_deepspeed(size, stage, groups):
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
     }  # fmt: skip
-    accelerator, model = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=content)), small()
+    plugin, sizes = DeepSpeedPlugin(hf_ds_config=content), {"sp_size": size, "dp_shard_size": groups}
+    parallelism = ParallelismConfig(sp_backend="deepspeed", **sizes) if size > 1 else None
+    accelerator, model = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism), small()
     if size > 1:
-        accelerator = share_accelerator(accelerator, share_sequences(model, size=size))
+        sp = share_sequences(model, size=size)
+        for sizes, words in OTHER_SIZES:
+            accelerator.state.parallelism_config = ParallelismConfig(**sizes)
+            assert lacking(refusal(share_accelerator, accelerator, sp), "ConfigError", *words) == [], sizes
+        accelerator.state.parallelism_config = parallelism
+        accelerator = share_accelerator(accelerator, sp)
     torch.manual_seed(0)
     loader = DataLoader(torch.randint(0, 64, (7 * groups, 16)), batch_size=2, shuffle=True)
     optimizer = DummyOptim(model.parameters(), lr=0.01)
@@ -126,6 +158,7 @@ def with_deepspeed(size, stage, groups):
     [(2, 1), *(pytest.param(stage, groups, marks=pytest.mark.whole) for stage in (1, 3) for groups in (1, 2))],
 )
 def test_accelerates_deepspeed_counts_groups(stage, groups):
+    """Its Accelerator has a ParallelismConfig, which says the size once more."""
     plain = on_ranks(groups, with_deepspeed, 1, stage, groups)
     assert plain[0][-1][1] < 0.01 == plain[0][3][1]  # the rate falls
     for rank, shared in enumerate(on_ranks(2 * groups, with_deepspeed, 2, stage, groups)):

@@ -1,23 +1,30 @@
 """Scripts and files for DeepSpeed's Ulysses by accelerate train here, changed as docs/coming_from.md shows."""
 
 import contextlib
+import functools
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
-from accelerate import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
 from torch.utils.data import DataLoader
 
 import ds_seqpar
 from ds_seqpar.base.errors import ConfigError
-from hf_integration.trainer.accelerate_config import joined
+from hf_integration import SequenceParallelTrainer
+from hf_integration.accelerate_config import joined
 from tests import scripts
+from tests.dist.ranks import refusal
+from tests.hf import trainers
 from tests.hf.llama import MODES, norm, one_process, ragged, settings, small
 from tests.hf.test_trainer_scripts import set_by_accelerate
 from tests.hf.test_whole_loops import MODEL
 from tests.launch import on_engine_ranks as on_ranks
+from tests.launch import on_trainer_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -110,6 +117,47 @@ def test_ulysses_by_accelerate_is_read_from_a_script_and_from_a_yaml(launcher, t
         assert shape == [2, 2]
         for its, plain_one in zip(losses, expected, strict=True):
             assert its == pytest.approx(plain_one, rel=1e-5)
+
+
+def of_accelerator(model, args, fields=None, **parts):
+    """A Trainer in a script that makes its Accelerator, with a JSON and a ParallelismConfig: of these fields, or
+    the launcher's."""
+    os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": str(fields is None), "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    plugin = DeepSpeedPlugin(hf_ds_config=trainers.settings({"size": "auto" if fields is None else 2}, 2))
+    Accelerator(deepspeed_plugin=plugin, parallelism_config=fields and config(**fields))
+    return SequenceParallelTrainer(model, args, **parts)
+
+
+# who says that two ranks share a sequence -> the fields of the script's ParallelismConfig
+GIVEN = {"script": {"sp_size": 2, "dp_shard_size": 2}, "launcher": None}
+UNFIT = {"size": {"sp_size": 4}, "context parallel": {"sp_size": 1, "cp_size": 2, "dp_shard_size": 2}}
+
+
+def by_accelerators(folder):
+    """(ranks a sequence, losses) by who says the first; what is said of other fields."""
+    found = {}
+    for name, fields in {**GIVEN, **UNFIT}.items():
+        AcceleratorState._reset_state()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # as before the script's Accelerator
+        kind = functools.partial(of_accelerator, fields=fields)
+        if name in UNFIT:
+            found[name] = refusal(trainers.make, folder, 2, kind=kind, deepspeed=None)[1]
+            continue
+        trainer = trainers.make(folder, 2, kind=kind, deepspeed=None, max_steps=2)
+        found[name] = trainer.sp.size, trainers.trained(trainer)["loss"]
+    return found
+
+
+def test_the_parallelism_config_of_a_scripts_own_accelerator_is_read(tmp_path):
+    expected = on_trainer_ranks(4, by_json, tmp_path)[0]
+    for found in on_trainer_ranks(4, by_accelerators, tmp_path):
+        assert found["script"] == found["launcher"] == (2, expected)
+        assert missing(found["size"], "size", "got 2 there and 4") == []
+        assert missing(found["context parallel"], "got cp_size 2", "sp_size=2") == []
+
+
+def by_json(folder):
+    return trainers.trained(trainers.make(folder, 2, {"size": 2}, max_steps=2))["loss"]
 
 
 ALST = re.search(r"## ALST's own loop\n\n```diff\n(.*?)```", DOCS, re.S)[1]

@@ -74,15 +74,34 @@ def test_bf16_runs_agree_to_its_rounding(tmp_path):
             assert found[size]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
 
 
-def grouped(folder, size):
-    return trained(make(folder, 2, section(size), train_sampling_strategy="group_by_length", max_steps=2))
+def dealt(folder, size, strategies):
+    """By strategy the examples of each batch that this rank has read in two epochs, and what the run logged."""
+    found = {}
+    for strategy in strategies:
+        read = []
+
+        def collator(examples, read=read):
+            read.append([example["input_ids"].tolist() for example in examples])
+            return collate(examples)
+
+        parts = {"train_dataset": documents(19), "data_collator": collator}
+        epochs = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": strategy}
+        found[strategy] = trained(make(f"{folder}/{strategy}", 2, section(size), parts=parts, **epochs)), read
+    return found
 
 
-def test_grouping_by_length_takes_the_plain_trainers_sequences(tmp_path):
-    """Its batches depend on how many sequences a device takes: two groups of two ranks beside two plain ranks."""
-    plain, shared = on_ranks(2, grouped, tmp_path / "a", None)[0], on_ranks(4, grouped, tmp_path / "b", 2)[0]
-    assert shared["loss"] == pytest.approx(plain["loss"], rel=1e-4)
-    assert shared.counts == plain.counts
+def test_groups_read_the_examples_that_as_many_plain_ranks_read(tmp_path):
+    """Two groups of two ranks beside two plain ranks. Both strategies batch by what a device takes in a step, and
+    batch_rebalance deals each process a list of its own. The last step of an epoch has fewer examples."""
+    batches = {"group_by_length": 10, "batch_rebalance": 12}
+    plain = on_ranks(2, dealt, tmp_path / "plain", None, tuple(batches))
+    for rank, shared in enumerate(on_ranks(4, dealt, tmp_path / "shared", 2, tuple(batches))):
+        for strategy, number in batches.items():
+            (run, read), (expected, examples) = shared[strategy], plain[rank // 2][strategy]
+            assert read == examples, strategy
+            assert len(examples) == number, strategy
+            assert run["loss"] == pytest.approx(expected["loss"], rel=1e-4), strategy
+            assert run.counts == expected.counts, strategy
 
 
 def accuracy(prediction):

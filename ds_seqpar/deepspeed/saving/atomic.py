@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -194,5 +195,10 @@ def _sync(path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file of torch.save is complete: a zip archive has its list of contents at the end."""
-    return path.is_file() and zipfile.is_zipfile(path)
+    """Return whether a file was written to its end: a zip archive, as of torch.save, has its list of contents there."""
+    if path.suffix in ARCHIVES:
+        return path.is_file() and zipfile.is_zipfile(path)
+    try:
+        return bool(json.loads(path.read_bytes()) if path.suffix == ".json" else path.stat().st_size)
+    except (OSError, ValueError):
+        return False

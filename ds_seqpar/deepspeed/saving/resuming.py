@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,31 @@ class LoadingRun:
     ranks: int
     stage: int  # of ZeRO
     dtype: str
+    universal: bool = False  # whether DeepSpeed reads its universal format, which fits any run
 
 
 @dataclasses.dataclass(kw_only=True)
 class EngineReport:
     """One rank's findings about the files of an engine. The texts are "" if nothing is wrong."""
 
+    name: str = ""  # of the engine's folder
     fault: str = ""  # what is missing or damaged
     mismatch: str = ""  # why it belongs to another kind of run
     ranks: int = 0  # that wrote it
     converts: bool = False  # whether it must be converted
 
 
-def inspect_engine(folder: Path, run: LoadingRun) -> EngineReport:
-    """Return a report on the files that this rank would read of an engine's checkpoint, the folder of its tag."""
-    report = EngineReport()
-    report.fault = next(filter(None, _faults(folder, run, report)), "")
+def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) -> EngineReport:
+    """Return a report on the files that this rank would read of an engine's checkpoint.
+
+    Args:
+        folder: The folder of its tag.
+        run: The run that is to read it.
+        further: Other files and folders that must be there.
+    """
+    report = EngineReport(name=folder.name)
+    faults = itertools.chain(map(fault_of, further), _faults(folder, run, report))
+    report.fault = next(filter(None, faults), "")
     return report
 
 
@@ -59,6 +69,9 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
 
     The caller stops at the first fault, so later checks may rely on earlier files.
     """
+    if run.universal:
+        report.ranks = run.ranks
+        return
     models = sorted(folder.glob(f"*{MODEL}"))
     if not models:
         yield f"{folder.name} has no model_states.pt"
@@ -105,7 +118,7 @@ def _unconvertible(path: Path, zero: Zero) -> str:
 
 
 def fault_of(path: Path) -> str:
-    return "" if is_whole(path) else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
+    return "" if is_whole(path) or path.is_dir() else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
 
 
 def convert(source: Path, target: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ds_seqpar.base.errors import ConfigError, InputError
-from ds_seqpar.data.batches import IGNORE
+from ..base.errors import ConfigError, InputError
+from .checks import IGNORE
 
 Example = Mapping[str, Any]
 

@@ -1,22 +1,19 @@
 """Read accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses use, as our "sequence_parallel" section.
 
-It comes from TrainingArguments, or from accelerate's launcher through the environment. accelerate itself must not see
-it: it would shard every batch a second time, with separate groups.
+It comes from TrainingArguments, from a script that gives it to its Accelerator, or from accelerate's launcher through
+the environment. In any case an Accelerator has it, and must not keep it: it would shard every batch a second time, with
+separate groups.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from accelerate import ParallelismConfig
-from transformers import TrainingArguments
+from accelerate import Accelerator, ParallelismConfig
 
 from ds_seqpar.base.errors import SECTION, ConfigError
 
-LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # set by accelerate's launcher, beside the fields
 # an sp_attn_implementation -> our kernel; any other is refused
 KERNELS = {
     None: None,
@@ -27,23 +24,11 @@ KERNELS = {
 }
 
 
-@contextlib.contextmanager
-def taken_from(args: TrainingArguments) -> Iterator[ParallelismConfig | None]:
-    """Remove the ParallelismConfig from the arguments and the environment for a context.
-
-    Yields the one that was there, or None.
-    """
-    parallelism, launched = args.parallelism_config, os.environ.get(LAUNCHED, "")
-    if parallelism is None and launched.lower() == "true":
-        parallelism = ParallelismConfig()  # from the environment
-    in_arguments, args.parallelism_config = args.parallelism_config, None
-    os.environ.pop(LAUNCHED, None)
-    try:
-        yield parallelism
-    finally:
-        args.parallelism_config = in_arguments
-        if launched:
-            os.environ[LAUNCHED] = launched
+def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
+    """Remove the ParallelismConfig that an Accelerator was made with, and return it; None where it has none."""
+    state: Any = accelerator.state
+    parallelism, state.parallelism_config, state.device_mesh = state.parallelism_config, None, None
+    return parallelism
 
 
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
@@ -68,7 +53,12 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
             f"dp_replicate_size x dp_shard_size of a ParallelismConfig must be ranks / sp_size, {world} / "
             f"{parallelism.sp_size}; got {groups}, leave both out"
         )
-    settings = {"size": parallelism.sp_size} | _kernel(parallelism.sp_handler.sp_attn_implementation)
+    if (name := parallelism.sp_handler.sp_attn_implementation) not in KERNELS:
+        raise ConfigError(
+            f'sp_attn_implementation of a ParallelismConfig must be sdpa, flash_attention_2 or _3; got "{name}", leave '
+            f'it out, and choose a "kernel" in the "{SECTION}" section'
+        )
+    settings = {"size": parallelism.sp_size} | ({"kernel": KERNELS[name]} if KERNELS[name] else {})
     for name, value in settings.items():
         if section.get(name, "auto") not in ("auto", value):
             raise ConfigError(
@@ -76,13 +66,3 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
                 f"{value!r} by it, leave one out"
             )
     return {**section, **settings}
-
-
-def _kernel(name: str | None) -> dict[str, str]:
-    if name not in KERNELS:
-        raise ConfigError(
-            f'sp_attn_implementation of a ParallelismConfig must be sdpa, flash_attention_2 or _3; got "{name}", leave '
-            f'it out, and choose a "kernel" in the "{SECTION}" section'
-        )
-    kernel = KERNELS[name]
-    return {} if kernel is None else {"kernel": kernel}
