@@ -23,6 +23,7 @@ from .core.runtime import attention, devices, groups, kernels, runtime
 from .core.runtime.admit import AdmittedCall, AttentionOptions, admit
 from .core.runtime.transport import TorchComm, explaining_failure
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .data.inputs import InputSpec
 from .data.sharding import Sharding, WithValue, mean_of
 from .guards.agreement import assert_ranks_agree
 from .guards.labels import Labels
@@ -36,7 +37,6 @@ from .operators.latent import expanded
 
 if TYPE_CHECKING:
     from .auto import Job
-    from .data.inputs import InputSpec
     from .data.loader import Loader
     from .memory.offload import Store
 
