@@ -29,7 +29,8 @@ from ..guards.agreement import all_reduce_sum, assert_ranks_agree
 from .batch_layout import EQUAL, BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import READ, Lengths, documents_of
-from .inputs import INPUTS, InputSpec, Part
+from .inputs import INPUTS, InputSpec
+from .part import Part
 from .sharding import Sharding
 from .shared_prompts import SharedPrompts
 from .value_checks import ValueChecks, describe, fingerprint_of

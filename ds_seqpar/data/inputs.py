@@ -10,13 +10,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from ..base.compat import tree_leaves
-from ..base.errors import ConfigError, InputError
-from .batch_layout import BatchLayout
-from .documents import CUMULATIVE, IMPLIED, NUMBERED, Lengths
+from ..base.errors import ConfigError
+from .documents import CUMULATIVE, IMPLIED, NUMBERED
 from .value_checks import describe
 
 Divide = Callable[[Any, Mapping[str, Any], Tensor], Any]
@@ -105,74 +102,3 @@ def refusal(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> str:
     """Return the sentence of the first input that is refused by its name; "" where none is."""
     refused = (name for name, x in inputs.items() if x is not None and name in table and table[name].sentence)
     return next((table[name].sentence.format(name) for name in refused), "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Which tokens of a whole batch of rows x seq this rank has."""
-
-    sp: Any  # the Sharding
-    rows: int
-    seq: int
-    segments: Lengths | None  # tokens of each document and stretch of padding; None: each row is one document
-    placement: BatchLayout | None  # None where the configured layout is enough
-
-    def of(self, table: Mapping[str, InputSpec], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a batch, without what says where documents lie. It does not communicate.
-
-        Raises:
-            InputError: for an input that is refused, is no tensor of its declared kind, or is not declared.
-        """
-        if wrong := refusal(table, batch):
-            raise InputError(wrong)
-        specs = {name: table.get(name) or _undeclared(name, x) for name, x in batch.items()}
-        return {name: self._of(specs[name], name, x, batch) for name, x in batch.items() if specs[name] != LAYOUT}
-
-    def _of(self, spec: InputSpec, name: str, x: Any, batch: Mapping[str, Any]) -> Any:
-        if x is None or spec.kind == "replicated":
-            return x
-        if spec.divide is not None:
-            return spec.divide(x, batch, self._held())
-        dim, is_joined = spec.dim, self.placement is not None and self.placement.rows is not None
-        first, expected = max(dim - 1, 0), (self.rows, self.seq) if dim else (self.rows,)
-        if not isinstance(x, Tensor) or tuple(x.shape[first : dim + 1]) != expected:
-            raise InputError(
-                f"{name} must be a tensor with an entry for each {'token' if dim else 'row'}, {expected} from dim "
-                f"{first} on; got {describe(x)}, give it so, or declare it as what it is"
-            )
-        if not dim and not is_joined:
-            return x
-        if not dim:
-            x, dim = x[:, None].expand(-1, self.seq, *x.shape[1:]), 1
-        return self.sp.shard(x if spec.fill is None else self.shifted(x, dim, spec.fill), dim, self.placement)
-
-    def shifted(self, x: Tensor, dim: int, fill: float) -> Tensor:
-        """Return (..., rows, seq, ...), each entry moved to the token before; fill: the entry of a document's last.
-
-        dim: that of the tokens.
-        """
-
-        def ends() -> Tensor:
-            last = torch.tensor(self.segments or (self.seq,) * self.rows, device="cpu").cumsum(0) - 1
-            is_last = torch.zeros(self.rows * self.seq, dtype=torch.bool, device="cpu").index_fill_(0, last, True)
-            return is_last.view(self.rows, self.seq)
-
-        is_last = self.sp.layout_tensors.get(("ends", self.rows, self.seq, self.segments), x.device, ends)
-        return x.roll(-1, dim).masked_fill(is_last.view(*is_last.shape, *[1] * (x.dim() - dim - 1)), fill)
-
-    def _held(self) -> Tensor:
-        held = self.sp.held(self.seq, self.placement, self.sp.rank)
-        if self.placement is not None and self.placement.rows is not None:
-            return held
-        return (torch.arange(self.rows, device="cpu")[:, None] * self.seq + held).flatten()
-
-
-def _undeclared(name: str, x: Any) -> InputSpec:
-    """Return the declaration of an input that has none, which only numbers and objects need not have."""
-    if all(not isinstance(leaf, Tensor) or not leaf.dim() for leaf in tree_leaves(x)):
-        return replicated()
-    raise InputError(
-        f"ranks that share sequences need to know how they share each input; got {name} {describe(x)}, which nothing "
-        f"declares, pass inputs={{'{name}': tokens()}} to shard_batches, share_sequences or patch_attention: tokens, "
-        "or tokens(shifted=True) as labels are, row, replicated or own (ds_seqpar.data.inputs)"
-    )
