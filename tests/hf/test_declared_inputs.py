@@ -61,7 +61,10 @@ class ToyWithTerm(ToyForCausalLM):
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
-        output.loss = output.loss + 0.1 * output.logits.logsumexp(-1)[:, :-1].pow(2).mean()
+        if output.loss is not None:
+            counted = kwargs["labels"][:, 1:] != -100
+            terms = output.logits.logsumexp(-1)[:, :-1].pow(2) * counted
+            output.loss = output.loss + 0.1 * terms.sum() / counted.sum()
         return output
 
 
