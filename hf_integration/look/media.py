@@ -24,6 +24,7 @@ ROWS = ((), (0,), (1, 0))  # of a batch: the sizes of the pictures in each row
 PLAIN = 5  # tokens of text before each picture, and behind the last one at least
 # inputs that say where patches are
 SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
+STRIP = "target_sizes"  # of pictures whose patches lie side by side in one picture
 GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # two sizes: rows and columns of patches
 WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
 TILES = ((1, 2), (3, 5), (2, 3))  # two numbers of tiles of a picture
@@ -111,8 +112,8 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
         bins *= _number(config, "num_stacked_frames", 1)
         masks = [name for name in others if name in required or "mask" in name]
         for frames in (2 * _number(config, "max_source_positions", 50), *FRAMES):
-            for shape in ((1, bins, frames), (1, frames, bins)):
-                yield [{values: _drawn(shape)} | {name: torch.ones(1, frames).long() for name in masks}]
+            for dims in ((1, bins, frames), (1, frames, bins)):
+                yield [{values: _drawn(dims)} | {name: torch.ones(1, frames).long() for name in masks}]
         return
     patch, channels = _number(config, "patch_size", 16), _number(config, "(in|num)_channels", 3)
     times, merge = _number(config, "temporal_patch_size|patch_temporal", 1), _number(config, ".*merge_size", 2)
@@ -141,6 +142,8 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
             (1, -1, one * pool**2),
             (-1, merge * patch, merge * patch, channels),
         ]
+        if STRIP in sizes:
+            flat = [(1, channels, patch, -patch)]
         for pair in GRIDS:
             for sides in flat:
                 yield [picture([x if x > 0 else -x * math.prod(grid) for x in sides], grid) for grid in pair]
@@ -209,10 +212,13 @@ def _number_of_features(found: Any) -> int:
 
 
 def _joined(pictures: list[Batch]) -> Batch:
-    """Return pictures as one batch, each padded to the largest."""
+    """Return pictures as one batch, each padded to the largest, or as one strip of patches."""
     joined = {}
     for name in pictures[0]:
         given = [picture[name] for picture in pictures]
+        if STRIP in pictures[0] and name != STRIP:
+            joined[name] = torch.cat(given, dim=-1)
+            continue
         most = [max(sizes) for sizes in zip(*(x.shape[1:] for x in given), strict=True)]
         fill = -1 if "position" in name else 0
         pads = [[y for size, to in zip(x.shape[:0:-1], most[::-1], strict=True) for y in (0, to - size)] for x in given]

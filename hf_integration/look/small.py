@@ -168,7 +168,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
     for part, cut in _cuts(config, number, layers):
         part.__dict__ |= {name: noise if x else 0.0 for name, x in noise_of(part).items()}
         _shrink(part, cut, sizes)
-    if sizes and config is not text:
+    if sizes and any(part is text for part in _parts(config)):
         _renumber([config, *_parts(config)])
     with _own_world(seed):
         with torch.device("meta"):
@@ -293,9 +293,12 @@ TOWER: Rules = [
 def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreTrainedConfig, _Cut]]:
     """Return how the numbers of each part of a config become small, of whose text model so many layers are left."""
     text, widths = text_config(config), dict[int, int]()
-    cuts = [(part, _Cut(part, TOWER, widths)) for part in _parts(config) if part is not text]
-    cuts.append((text, _Cut(text, TEXT, widths, number, layers)))
-    if config is not text:  # it speaks of the text model's width, and of a tower's layers and pictures
+    towers = [part for part in _parts(config) if part is not text]
+    has_text = len(towers) < len([*_parts(config)])  # otherwise it is that of the text model, or was copied to make it
+    cuts = [(part, _Cut(part, TOWER, widths)) for part in towers]
+    of_text = text if has_text else config
+    cuts.append((of_text, _Cut(of_text, TEXT, widths, number, layers)))
+    if has_text:  # it speaks of the text model's width, and of a tower's layers and pictures
         around = _Cut(config, [*TOWER, *TEXT], {})
         around.widths, around.width = widths, cuts[-1][1].width
         tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))

@@ -9,6 +9,7 @@ UNBUILT = {
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "needs timm"),
     **dict.fromkeys(("chameleon", "deepseek_ocr2", "diffusion_gemma", "emu3", "granite4_vision"), "lacks values"),
     "qwen3_omni_moe": "lacks values",
+    "evolla": "AutoModelForMultimodalLM does not know it",
 }
 # why types have no small copy that runs on text alone
 NO_COPY = {
@@ -20,8 +21,8 @@ NO_COPY = {
     "kyutai_speech_to_text": "its padding is outside a small vocabulary",
     "vision-encoder-decoder": "an encoder and a decoder",
 }
-# why types have no batch: their forward puts no features in place of tokens
-NO_BATCH = ("evolla", "git", "kosmos-2.5", "mistral4", "mllama", "phi4_multimodal", "qwen2_audio")
+# types that have no batch: none puts features in place of tokens but molmo2, which wants an index of them
+NO_BATCH = ("git", "kosmos-2.5", "mistral4", "mllama", "molmo2", "phi4_multimodal", "qwen2_audio")
 TYPES = tuple(sorted({*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES} - {*UNBUILT, *NO_COPY, *NO_BATCH}))
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

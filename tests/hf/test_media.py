@@ -37,9 +37,8 @@ def test_a_small_copy_learns_from_pictures_or_sounds(model_type):
     loss.backward()
     assert loss.isfinite()
     assert batch[name].grad.flatten(1).any(1).all()  # through the whole tower, of each picture
-    assert any(p.grad is not None and p.grad.any() for layer in layers_of(model) for p in layer.parameters())
-    towers = _towers(model)
-    assert not towers or any(p.grad is not None and p.grad.any() for p in towers)
+    for parameters in (_towers(model), *(layer.parameters() for layer in layers_of(model))):
+        assert any(p.grad is not None and p.grad.any() for p in parameters)
     with torch.no_grad():
         other = call(model, **batch | {name: batch[name].flip(-1)}).loss
     assert other.isfinite()
