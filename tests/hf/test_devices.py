@@ -59,7 +59,7 @@ def found_later():
         said[name] = [refusal(sp.checker.check_deferred, "model inputs", None)[1] for _ in range(2)]
 
     def refused(positions):
-        return refusal(check_shard, sp, tokens, positions, None, None, ValueChecks())[0]
+        return refusal(check_shard, sp.sharding, tokens, positions, None, None, ValueChecks())[0]
 
     shapes = {shape: refused(torch.zeros(shape)) for shape in ((3, SEQ), (2, SEQ + 1), ())}
     return said, shapes, [refused(x) for x in (right.expand(1, -1), right.expand(2, -1), right[0])]

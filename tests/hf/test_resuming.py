@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar.base.errors import ConfigError
-from ds_seqpar.deepspeed.saving import LoadingRun
+from ds_seqpar.deepspeed.saving.resuming import LoadingRun
 from hf_integration import SequenceParallelTrainer
 from hf_integration.trainer.resume import LAST, inspect_checkpoint, parse_resume_argument
 from tests.dist.ranks import is_one_sentence, refusal
