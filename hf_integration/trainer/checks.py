@@ -240,9 +240,10 @@ class CheckedCollator:
         except SeqParError:
             raise
         except Exception as reason:
-            name = getattr(self.collate, "__name__", type(self.collate).__name__)
+            collate = getattr(self.collate, "data_collator", self.collate)  # the Trainer's wraps the user's
+            name = getattr(collate, "__name__", type(collate).__name__)
             unequal = len({sum(len(x) for x in _ids(row) if hasattr(x, "__len__")) for row in rows}) > 1
-            hint = ", where examples of unequal lengths need one that pads and a tokenizer.pad_token," * unequal
+            hint = " (examples of different lengths need one that pads, and a tokenizer.pad_token)" * unequal
             raise text_error(rows[0]) or as_seqpar_error(f"making a batch by {name}{hint} failed", reason) from reason
         if isinstance(batch, list):  # rows of prompts
             check_row(rows[0])
