@@ -122,7 +122,7 @@ def _memory_in_words(
     last = sp.runtime.last_bound.get("forward") if sp is not None else None
     if model is None or sp is None or last is None:
         return ""
-    batch, tokens, *_ = last[0][0]
+    (batch, tokens, *_), *_ = last[0][0]  # the shape of q
     job = dataclasses.replace(job_with_sizes(model), batch=batch)
     machine = detected_machine([machines.this_host()], named_machine(sp.config))
     return memory_in_words(sp.config, job, tokens * sp.size, sp.topology.world_size, machine)

@@ -94,7 +94,7 @@ def test_a_rank_out_of_memory_is_told_on_all(place, words, tmp_path):
     assert lines[-1] == sentence
     assert sum("Error: " in line for line in lines) == 1, lines
     needed = f"rank {NEEDY} ran out of memory {words}", "1.05e+06 GiB", "predicts 1.86 GiB a rank for 32 tokens"
-    assert missing(sentence, *needed) == []
+    assert missing(sentence, *needed) == [], sentence
     assert is_one_sentence(sentence)
     # DeepSpeed's own calls raise what the backend says; the rank then prints nothing, since the cause is told
     assert ("ran out of memory" in told) == (place != "optimizer"), told

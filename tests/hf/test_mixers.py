@@ -153,6 +153,10 @@ def test_a_layer_that_took_a_patched_ones_place_is_refused():
         kind, sentence = refusal(shared, ids, labels=ids)
         assert (kind, f"{name} since" in sentence) == ("InputError", True), sentence
         unpatch_attention(shared)
+        if name == "self_attn":
+            kind, sentence = refusal(patch_attention, shared, sp)
+            assert (kind, "give it the config of the model" in sentence) == ("ConfigError", True), sentence
+            layer.self_attn.config = shared.config
         patch_attention(shared, sp)
         assert shared(ids, labels=ids).loss.item() == loss
 

@@ -162,11 +162,11 @@ ELSEWHERE = {
     "a sharded forward": (lambda sp, model, output: model(**sp.shard_batch({"labels": ids()})), "rank 1: batches"),
     "backward": (
         lambda sp, model, output: output.loss.backward(),
-        "rank 1: backward through 'whole loss of",
+        "rank 1: backward through 'whole loss",
     ),
     "backward of another output": (
         lambda sp, model, output: output.hidden_states[-1].local.sum().backward(),
-        "rank 1: backward through 'whole hidden_states of",
+        "rank 1: backward through 'whole hidden_states",
     ),
     "another output": (lambda sp, model, output: str(output.hidden_states[0]), "rank 1: gather of whole hidden_states"),
     "a mean": (lambda sp, model, output: sp.mean_loss(output.loss), "rank 1: losses"),
@@ -257,7 +257,7 @@ def test_a_rank_that_looks_alone_is_told():
         assert in_step
         for (_, words), (kind, message) in zip(ELSEWHERE.values(), found, strict=True):
             assert kind == "DisagreementError"
-            assert missing(message, "the same calls", "gather of whole logits, which all ranks must make", words) == []
+            assert missing(message, "the same calls", "gather of whole logits, which all ranks must make", words) == [], message
             assert is_one_sentence(message)
 
 
