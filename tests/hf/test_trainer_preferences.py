@@ -135,7 +135,10 @@ REFUSED = {
         ["sequence_parallel.loss_tiles"],
     ),
     "offloading by trl": (dpo(activation_offloading=True), ["activation_offloading=True", "offload_checkpoints"]),
-    "margins of some rows": ({"kind": "Reward", "parts": half_of_the_margins}, ["DataCollatorForPreference", "NoneType"]),
+    "margins of some rows": (
+        {"kind": "Reward", "parts": half_of_the_margins},
+        ["ForPreference", "NoneType"],
+    ),
 }
 
 

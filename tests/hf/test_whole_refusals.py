@@ -257,7 +257,9 @@ def test_a_rank_that_looks_alone_is_told():
         assert in_step
         for (_, words), (kind, message) in zip(ELSEWHERE.values(), found, strict=True):
             assert kind == "DisagreementError"
-            assert missing(message, "the same calls", "gather of whole logits, which all ranks must make", words) == [], message
+            assert (
+                missing(message, "the same calls", "gather of whole logits, which all ranks must make", words) == []
+            ), message
             assert is_one_sentence(message)
 
 

@@ -55,7 +55,7 @@ def _supported(launch, support):
     return not support.square or launch.kind == "full" or rows == columns
 
 
-@pytest.mark.parametrize("support", SUPPORTS, ids=str)
+@pytest.mark.parametrize("support", SUPPORTS, ids=lambda support: str(support._replace(join=None)))
 @examples(60)
 @given(data=st.data())
 def test_launches_are_what_the_kernel_supports_and_see_the_same_pairs(support, data):
