@@ -183,7 +183,9 @@ def attention(
     settings = CallSettings(visible, shards, scores, head_chunks, saves, operator=operator, v_dim=v_dim)
     gradient = None if do is None else padded(do, q.shape[3])
     out, grads, dsinks = ranks.attention(tensors, gradient, settings)
-    dq, dk, dv = torch.autograd.grad(prepared, leaves, grads) if grads else (None, None, None)
+    each = zip(prepared, leaves, grads, strict=True) if grads else ()
+    of_given = [grad if x is leaf else torch.autograd.grad(x, leaf, grad)[0] for x, leaf, grad in each]
+    dq, dk, dv = of_given or (None, None, None)
     return Result(out[..., :v_dim], dq, dk, dv, dsinks, [comm.received for comm in ranks.comms])
 
 

@@ -175,11 +175,11 @@ def layer(setting: Setting, tokens: int) -> dict[str, Counter[str]]:
         for _ in range(2):
             with counting(comm) as found["forward"]:
                 results = runtime.forward_walk((q, k, v), None, settings, None).run()
-            found = AttentionResults.of(results, q.dtype, settings)
-            local = {"do": do} | ({} if setting.saves.out else {"out": found.out})
+            kept = AttentionResults.of(results, q.dtype, settings)
+            local = {"do": do} | ({} if setting.saves.out else {"out": kept.out})
             local |= {} if setting.saves.qkv else {"q": q, "k": k, "v": v}
             with counting(comm) as found["backward"]:
-                runtime.backward_walk(local, [q.shape, k.shape, v.shape], None, found.saved, settings, None).run()
+                runtime.backward_walk(local, [q.shape, k.shape, v.shape], None, kept.saved, settings, None).run()
     return found
 
 

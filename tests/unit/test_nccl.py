@@ -19,6 +19,7 @@ from ds_seqpar.core.compiler.sharding.layout import multiple
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.core.compiler.sharding.shards import EvenShards
 from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.kernels import Scores
 from ds_seqpar.core.runtime.transport import Message
 from ds_seqpar.core.settings import SequenceParallelConfig
@@ -255,14 +256,16 @@ class _Nccl(_VirtualComm):
 def _attend(config, mask, inputs, changed, early=0):
     """(out, dq, dk, dv) of programs that `changed` gives, by direction and rank."""
     shards = EvenShards(config.layout, inputs[0].shape[1], config.size)
-    ranks, wire = _Ranks(config, shards, mask, Scores(8**-0.5, 0.0), None, {}), _Wire()
+    ranks, wire = _Ranks(config, shards, None, {}), _Wire()
     for rank, runtime in enumerate(ranks.runtimes):
         runtime.comm = _Nccl(rank, wire)
         runtime.compiler = _Changed(runtime.compiler.recipe, rank, early)
         runtime.compiler.changed = changed
-    found = ranks.attention(*inputs, head_chunks=1)
+    q, k, v, do = inputs
+    settings = CallSettings(mask, shards, Scores(8**-0.5, 0.0), saves=SavedForBackward.NOTHING, v_dim=8)
+    out, grads, _ = ranks.attention((q, k, v), do, settings)
     assert not any(wire.queues.values())
-    return found.out, found.dq, found.dk, found.dv
+    return out, *grads
 
 
 class _Changed(Compiler):
