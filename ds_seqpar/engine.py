@@ -328,7 +328,7 @@ def prepare_model(
     except Exception as reason:  # a data set may raise anything
         error = error or as_seqpar_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error, compare)
-    shared_memory.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
+    shared_memory.unname()  # all ranks have initialized DeepSpeed, and so mapped the files
     if patcher:
         if sp is None:
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)

@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text file or folder")
     parser.add_argument("--model", type=Path, help="a local HuggingFace LLaMA folder; default: a small new one")
     parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a sequence, over all its ranks")
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument("--eval-sequences", type=int, default=4, help="held-out sequences")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune_llama"))
     parser.add_argument("--gradient-checkpointing", action="store_true", help="keep layer inputs only")
@@ -164,7 +164,7 @@ def draw(losses: list[float], before: float, after: float, file: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(range(1, len(losses) + 1), losses, label="training")
     axes.plot([0, len(losses)], [before, after], "o", label="held out")
-    axes.set(xlabel="optimiser step", ylabel="loss (nats a token)", ylim=(0, None))
+    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)", ylim=(0, None))
     axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")
 

@@ -221,7 +221,7 @@ def _is_of_peft(module: nn.Module) -> bool:
 
 
 # what these bring into a model does what the module that it replaces did
-QUANTISERS = ("bitsandbytes", "torchao", "kernels")
+QUANTIZERS = ("bitsandbytes", "torchao", "kernels")
 CAUSAL_LMS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch", "deepspeed", "hf_integration")
 

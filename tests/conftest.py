@@ -66,7 +66,7 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def compiled_adam(compiled):
-    """The same for DeepSpeed's optimiser in host memory, which takes minutes."""
+    """The same for DeepSpeed's optimizer in host memory, which takes minutes."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     folder = os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam")

@@ -1,7 +1,7 @@
 """A cluster of network namespaces: a node is one, joined to a switch (one more) by a link of a given rate each way.
 
 Both ends of every link have a token bucket (`tc tbf`), so a node's traffic is limited out and in, each by itself. Ranks
-of one node talk by its loopback, without a limit. Neighbours' addresses are written down beforehand and nothing speaks
+of one node talk by its loopback, without a limit. Neighbors' addresses are written down beforehand and nothing speaks
 IPv6: all that is counted is TCP. The names of namespaces have the maker's process id, so `sweep` finds what a killed
 run left. Needs root and iproute2.
 """
@@ -105,7 +105,7 @@ class Network:
                 f"address add {address(node)}/16 dev {PORT}",
                 f"link set {PORT} up",
                 f"route replace 10.77.0.0/16 dev {PORT} rto_min 5s",
-                *(f"neighbour add {address(o)} lladdr {mac(o)} nud permanent dev {PORT}" for o in others),
+                *(f"neighbor add {address(o)} lladdr {mac(o)} nud permanent dev {PORT}" for o in others),
             ])  # fmt: skip
         run("ip", "-n", self.switch, "-batch", "-", lines=[f"link set {port} up" for port in ports])
         self.limit(self.link)

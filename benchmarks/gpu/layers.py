@@ -1,6 +1,6 @@
 """Sections of LLaMA layers, forward and backward: "checkpoints", "host" and "longest".
 
-No optimiser is in them. Ours is the same model, patched, on one rank or, by `reach`, on more. Losses are compared.
+No optimizer is in them. Ours is the same model, patched, on one rank or, by `reach`, on more. Losses are compared.
 """
 
 from __future__ import annotations

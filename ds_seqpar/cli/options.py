@@ -197,7 +197,7 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
         given.check()  # imports DeepSpeed, which takes seconds
     zero = given.known.zero_optimization
-    if zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
+    if zero.optimizer_away and content.get("optimizer") == DEFAULTS["optimizer"]:
         del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host
     if zero.offload_optimizer.super_offload:
         raise ConfigError(

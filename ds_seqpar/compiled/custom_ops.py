@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..base import compat
 from ..core.compiler.program.ulysses import Heads, SavedForBackward, UlyssesGroup
-from ..core.compiler.sharding.handles import object_of, objects_of
 from ..core.compiler.sharding.masks import FULL
+from ..core.compiler.sharding.op_handles import object_of, objects_of
 from ..core.compiler.sharding.shards import Shards, tokens_of
 from ..core.runtime import attention as eager
 from ..core.runtime.admit import AdmittedCall, handle_of_shards, shards_of

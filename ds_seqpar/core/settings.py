@@ -101,7 +101,7 @@ class SequenceParallelConfig:
     """What the `size / ulysses` ranks do: one of these, a registered one, or the plan of a file, which `show --plan`
     printed or somebody wrote. `"auto"`: `"ring"`."""
     layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
-    """Which tokens a rank holds. `"contiguous"`: neighbours; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
+    """Which tokens a rank holds. `"contiguous"`: neighbors; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
     is equal in every step; `"striped"`: every A-th token (Striped Attention); `"balanced"`: packed documents with equal
     work, one document as `"zigzag"`. `"auto"`: the schedule's own, mostly `"balanced"`."""
     rotate_forward: Rotate = "auto"

@@ -132,7 +132,7 @@ def _prepare(
     if not microbatches or (steps is not None and len(microbatches) != steps):
         raise InputError(
             f"shard_batches needs the {steps or 'at least 1'} micro-batches of an optimizer step "
-            f"(gradient_accumulation_steps); got {len(microbatches)}, give it all micro-batches of an optimiser step"
+            f"(gradient_accumulation_steps); got {len(microbatches)}, give it all micro-batches of an optimizer step"
         )
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
     from_padding = sum(int(batch.from_padding) for batch in checked if batch.from_padding is not None)

@@ -83,18 +83,18 @@ def shared_prompts(
         if bool((counts & ~mask).any()):
             return None
     counts = F.pad(counts[:, 1:], (1, 0), value=False)  # nothing predicts a row's first label
-    labelled = counts.any(1).tolist()
+    labeled = counts.any(1).tolist()
     first = counts.int().argmax(1).tolist()
     last = (columns - 1 - counts.flip(1).int().argmax(1)).tolist()
     # a prompt -> its rows; the same tokens elsewhere in a row are another prompt, whose positions may differ
     by_prompt: dict[object, list[int]] = {}
     for row in range(rows):
         prompt: object = row
-        if labelled[row]:
+        if labeled[row]:
             if first[row] <= begins[row]:
                 return None
             prompt = begins[row], ids[row, begins[row] : first[row] - 1].contiguous().numpy().tobytes()
-        if labelled[row] or (keep_all and lengths[row]):
+        if labeled[row] or (keep_all and lengths[row]):
             by_prompt.setdefault(prompt, []).append(row)
     ends = [begin + length for begin, length in zip(begins, lengths, strict=True)] if keep_all else last
     pieces = _pieces(by_prompt.values(), begins, first, ends)

@@ -119,8 +119,8 @@ class Zero:
     ] = Offload(buffer_count=5)
 
     @property
-    def optimiser_away(self) -> bool:
-        """Whether the optimiser works in host memory."""
+    def optimizer_away(self) -> bool:
+        """Whether the optimizer works in host memory."""
         return self.stage > 0 and self.offload_optimizer.device != "none"
 
     @property

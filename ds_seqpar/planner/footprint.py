@@ -29,7 +29,7 @@ FOOTPRINT_ITEMS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
     "reference": "parameters of the reference model",
     "gradients": "the rank's share of gradients, and whole ones that are not yet reduced",
-    "optimiser": "its states, and buffers of its step",
+    "optimizer": "its states, and buffers of its step",
     "buckets": "ZeRO's buffer for gradients that it sends",
     "gathered": "parameters that ZeRO-3 has gathered whole",
     "checkpoints": "inputs of layers; without checkpointing all that layers save",
@@ -45,8 +45,8 @@ TILE = (4096, 32768)  # tokens and words of a tile of trl's fused head
 HOST_ITEMS = {
     "parameters": "fp32 copies, or shares of parameters",
     "reference": "shares of the reference model's parameters",
-    "gradients": "of the rank's share, for the optimiser that works there",
-    "optimiser": "its states",
+    "gradients": "of the rank's share, for the optimizer that works there",
+    "optimizer": "its states",
     "buffers": "between drives and the device",
     "checkpoints": "inputs of layers",
     "kept attention": "attention's results, which checkpoints keep",
@@ -213,7 +213,7 @@ class _StepMemory:
         if name.startswith("backward") and stage in (1, 2):
             buffers = 2 if self.zero.overlap_comm else 1
             bytes_by_item["buckets"] = self.zero.reduce_bucket_size * self.size * buffers
-        if stage < 3 and not (stage == 2 and self.zero.optimiser_away):
+        if stage < 3 and not (stage == 2 and self.zero.optimizer_away):
             bytes_by_item["gradients"] += self.trained(done) * self.size // self.share(2)
         bytes_by_item["gradients"] = bytes_by_item.get("gradients", 0) + self.trained(grads)
         if stage == 3:
@@ -441,8 +441,8 @@ class _StepMemory:
             ),
             self.moment("backward: gradients on their way", done=m.parameters, grads=waiting, gathered=m.embedding),
             self.moment(
-                "step of the optimiser", done=0 if zero.optimiser_away else m.parameters,
-                optimiser=(1 + self.step.optimizer_states) * fp32_shard,
+                "step of the optimizer", done=0 if zero.optimizer_away else m.parameters,
+                optimizer=(1 + self.step.optimizer_states) * fp32_shard,
             ),
         ]  # fmt: skip
 
@@ -524,12 +524,12 @@ def states(
     count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
     frozen, referred = (model.parameters - count) // shards, model.parameters * reference // shards
     local = count // world if stage else count  # elements whose states the rank has
-    if not zero.optimiser_away:
+    if not zero.optimizer_away:
         copies = stage > 0 or size < MASTER
         device = {
             "parameters": (local if stage == 3 else count) * size + MASTER * local * copies,
             "gradients": local * size if stage == 3 else 0,
-            "optimiser": optimizer_states * local * MASTER,
+            "optimizer": optimizer_states * local * MASTER,
         }
         result = States(device, {}, (), elements_on_device=local)
     else:
@@ -558,7 +558,7 @@ def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -
     host = {
         "parameters": (MASTER + size) * local,
         "gradients": MASTER * local + largest,
-        "optimiser": 2 * MASTER * local,
+        "optimizer": 2 * MASTER * local,
     }
     pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * local), (1, size * local), (1, largest))
     return States(device, host, pinned, elements_on_device=0)
@@ -579,12 +579,12 @@ def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
     device = {
         "parameters": size * local + MASTER * elements_on_device,
         "gradients": MASTER * elements_on_device,
-        "optimiser": 2 * MASTER * elements_on_device,
+        "optimizer": 2 * MASTER * elements_on_device,
     }
     host = {
         "parameters": MASTER * on_host,
         "gradients": MASTER * on_host + size * local,
-        "optimiser": 2 * MASTER * on_host,
+        "optimizer": 2 * MASTER * on_host,
     }
     gradients = (on_host // group, MASTER * group), (1, MASTER * (on_host % group))
     return States(device, host, _pinned(offload.pin_memory, (1, size * local), *gradients), elements_on_device)

@@ -261,7 +261,7 @@ def with_length(request: Request, seq: int) -> Request:
 def with_optimizer_on_host(request: Request) -> Request | None:
     """Return the request with the optimizer in host memory; None if it cannot be there, or is there already."""
     zero = request.job.zero
-    if zero.optimiser_away or not (zero.stage and request.machine.gpus):
+    if zero.optimizer_away or not (zero.stage and request.machine.gpus):
         return None
     zero = dataclasses.replace(zero, offload_optimizer=Offload(device="cpu"))
     return dataclasses.replace(request, job=dataclasses.replace(request.job, zero=zero))

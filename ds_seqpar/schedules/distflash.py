@@ -25,7 +25,7 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
         ConfigError: A query sees a later block, or moving_side is "q" (both sides move here).
     """
     if moving_side != "kv":
-        raise ConfigError('distflash moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
+        raise ConfigError('distflash moves k/v and queries by itself; got traveling q, use "kv" or "auto"')
     for i, j in block_mask.pairs():
         if j > i:
             raise ConfigError(

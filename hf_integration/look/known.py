@@ -13,7 +13,7 @@ from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
 from ..compat import attention_name, forward_hooks, forward_pre_hooks
-from ..families import QUANTISERS, is_of_library
+from ..families import QUANTIZERS, is_of_library
 from .facts import TESTED, VERSIONS, Facts, config_heads, masks, modules_of
 from .look import look
 
@@ -48,7 +48,7 @@ def _is_as_tested(module: nn.Module) -> bool:
     own = vars(module).get("forward")
     if own is not None and not is_of_library(own):
         return False
-    if not is_of_library(type(module)) and not type(module).__module__.startswith(QUANTISERS):
+    if not is_of_library(type(module)) and not type(module).__module__.startswith(QUANTIZERS):
         return False
     return all(map(is_of_library, (*forward_hooks(module).values(), *forward_pre_hooks(module).values())))
 

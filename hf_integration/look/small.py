@@ -25,7 +25,7 @@ from ds_seqpar.base.errors import ConfigError
 
 from .. import mixers
 from ..compat import copy_hooks, new_model, outside_zero_init
-from ..families import QUANTISERS, is_of_library
+from ..families import QUANTIZERS, is_of_library
 from ..mixers import CHUNK
 from ..noise import noise_of
 from .facts import text_config
@@ -157,9 +157,9 @@ def _prefix(kinds: list[tuple]) -> int:
 
 
 def _classes(layers: list[nn.Module]) -> set[tuple]:
-    """Return the classes of each layer's modules, without those that adapters and quantisers bring."""
+    """Return the classes of each layer's modules, without those that adapters and quantizers bring."""
     types = [[type(module) for module in layer.modules()] for layer in layers]
-    return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTISERS))) for each in types}
+    return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTIZERS))) for each in types}
 
 
 def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: int, noise: float) -> Any:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.base.fingerprint import Fields
-from ds_seqpar.core.compiler.sharding.handles import handle_of, object_of
+from ds_seqpar.core.compiler.sharding.op_handles import handle_of, object_of
 from ds_seqpar.core.runtime.operator import describe, shape_of
 from ds_seqpar.data.inputs import InputSpec, refusal
 from ds_seqpar.data.shard_checks import HOW, check_shard, check_tokens

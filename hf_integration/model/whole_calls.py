@@ -136,14 +136,14 @@ def _sharded(
 ) -> tuple[dict[str, Any], ForwardContext]:
     assert context.module is not None  # constants for graphs have none
     model: Any = unwrapped(context.module)
-    sp, labelled = agreement.sp, inputs.get("labels") is not None
+    sp, labeled = agreement.sp, inputs.get("labels") is not None
     checks, cached = _compared(inputs), None
     if takes_cache(context.module, inputs):
         cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, agreement.inputs)
         checks.fields["cache"] = str(cached.kept)
     if wrong := _misuse(inputs):
         raise InputError(wrong)
-    has_own_loss = labelled and model is not base_of(model) and not wants_token_numbers(inputs)
+    has_own_loss = labeled and model is not base_of(model) and not wants_token_numbers(inputs)
     tries_loss = has_own_loss and agreement.loss_option_of is not None
     if tries_loss and (wrong_loss := loss_function_error(model, agreement.loss_option_of or "")):
         raise wrong_loss
@@ -156,7 +156,7 @@ def _sharded(
         checks.fields["shared prompts"] = str(shard["placement"])
     else:
         shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, agreement.inputs)
-    if labelled:
+    if labeled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
         cached.begin(shard.get("placement"))
@@ -239,17 +239,17 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
     Args:
         inputs: The arguments of the forward by name, with this rank's shard.
     """
-    sp, labelled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
+    sp, labeled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
     if tiles is not None and context.module is not None:
         share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # of the balance of experts
         check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
         agreement.loss_option_of = None  # not before: a loss that was refused is refused again
-    whole = functools.partial(_whole, sp, context, labelled, bool(inputs.get("fused_lm_head")))
+    whole = functools.partial(_whole, sp, context, labeled, bool(inputs.get("fused_lm_head")))
     if isinstance(output, dict):
         whole_outputs = {name: whole(name, x) for name, x in output.items()}
         return type(output)(**whole_outputs)
     if isinstance(output, tuple):
-        names = [*(["loss"] if labelled else []), "logits"]
+        names = [*(["loss"] if labeled else []), "logits"]
         return tuple(whole((names[at:] or ["outputs"])[0], x) for at, x in enumerate(output))
     return whole("outputs", output)
 
@@ -288,20 +288,20 @@ def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[Removable
     return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after, always_call=True)
 
 
-def _whole(sp: SequenceParallel, context: ForwardContext, labelled: bool, shifted: bool, name: str, x: Any) -> Any:
+def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted: bool, name: str, x: Any) -> Any:
     """Return the whole of an output.
 
     Args:
-        labelled: Whether the output has a loss.
+        labeled: Whether the output has a loss.
         shifted: Whether outputs of one number per token have none for the last token.
         name: The output's.
         x: This rank's shard of it.
     """
     if isinstance(x, tuple | list) and name != "past_key_values":
-        return type(x)(_whole(sp, context, labelled, shifted, name, element) for element in x)
+        return type(x)(_whole(sp, context, labeled, shifted, name, element) for element in x)
     if not isinstance(x, Tensor):
         return x
-    if name == "loss" and labelled:
+    if name == "loss" and labeled:
         return whole_loss(sp.sharding, x)
     spec: Any = context.logits if name == "logits" else context.spec
     spec = spec.named(name)

@@ -211,7 +211,7 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         """
         self._throughput.start()
         microbatches = self._agree_on_batches(
-            "training data", lambda: itertools.islice(epoch_iterator, num_batches), labelled=True
+            "training data", lambda: itertools.islice(epoch_iterator, num_batches), labeled=True
         )
         for batch in microbatches:
             if isinstance(batch, Mapping):  # rows of prompts are counted with their completions
@@ -219,13 +219,13 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
         return microbatches, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
-    def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labelled: bool = False) -> list[Any]:
+    def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labeled: bool = False) -> list[Any]:
         """Load batches, and check that all ranks have equally many and that the ranks of a sequence have the same ones.
 
         For the model's own loss, labels that do not count are set to -100. Raises on every rank if one rank fails.
 
         Args:
-            labelled: Whether the model's own loss needs labels.
+            labeled: Whether the model's own loss needs labels.
         """
         batches, fingerprints, error = [], [], None
         try:
@@ -235,7 +235,7 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
             for batch in batches:
                 if isinstance(batch, Mapping) and (wrong := common_misuse(batch)):
                     raise InputError(wrong)
-                if not custom_loss and (labelled or batch.get("labels") is not None):
+                if not custom_loss and (labeled or batch.get("labels") is not None):
                     batch["labels"] = counted_labels(self.sp.sharding, batch)
         except Exception as reason:
             error = loading_error(reason)

@@ -1,4 +1,4 @@
-"""The gradient contract: what an optimiser step gets on 4 ranks is what one process gets, to the last factor.
+"""The gradient contract: what an optimizer step gets on 4 ranks is what one process gets, to the last factor.
 
 Absolute gradients, from SGD without clipping: Adam hides a wrong scale, and so does DeepSpeed's own clipping.
 """

@@ -80,7 +80,7 @@ def test_a_killed_rank_is_noticed_by_all(direction):
     assert gone[:2] == ("Died", "exit code 1")
     for rank, outcome in zip(OTHERS, others, strict=True):
         assert_told_where(outcome, rank, direction)
-    # its right neighbour waits for the next block, so it knows the direction too
+    # its right neighbor waits for the next block, so it knows the direction too
     assert f"ring {direction}, CP rank {GONE + 1} of {WORLD}, step " in others[GONE][1]
 
 

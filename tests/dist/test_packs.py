@@ -237,7 +237,7 @@ def forms():
         "filled up": {**bare, "cu_seqlens": torch.cat([edges, edges[-1:].expand(3)])},  # to a fixed shape
         "an empty one": {**bare, "cu_seqlens": torch.cat([edges[:2], edges[1:]])},
         "seq_idx": {**bare, "seq_idx": every["seq_idx"]},
-        "document_ids": {**bare, "document_ids": 7 - every["seq_idx"].long() % 2},  # neighbours differ
+        "document_ids": {**bare, "document_ids": 7 - every["seq_idx"].long() % 2},  # neighbors differ
         "every": every,
     }
 

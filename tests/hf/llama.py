@@ -165,7 +165,7 @@ def weights(model):
 
 
 def update(engine, batches):
-    """One optimiser step: (loss, DeepSpeed's gradient norm; it reports none without ZeRO and clipping)."""
+    """One optimizer step: (loss, DeepSpeed's gradient norm; it reports none without ZeRO and clipping)."""
     losses = []
     for batch in batches:
         out = engine(**batch)
@@ -177,7 +177,7 @@ def update(engine, batches):
 
 
 def step(engine, batches):
-    """One optimiser step of plain SGD: gradients by name, loss, DeepSpeed's gradient norm."""
+    """One optimizer step of plain SGD: gradients by name, loss, DeepSpeed's gradient norm."""
     before = weights(engine.module)
     loss, reported = update(engine, batches)
     after = weights(engine.module)

@@ -1,4 +1,4 @@
-"""What ranks of a launcher do for test_quantised.py: torchrun qlora_runs.py FOLDER writes what rank 0 found as
+"""What ranks of a launcher do for test_quantized.py: torchrun qlora_runs.py FOLDER writes what rank 0 found as
 FOLDER/RANKS.json."""
 
 import json

@@ -16,7 +16,7 @@ STATES = (
 LATENTS = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "longcat_flash", "mistral4", "youtu")
 # (ranks, Ulysses ranks, way)
 PASSED = ((2, 1, "states"), (4, 2, "heads"), (2, 2, "heads"), (4, 2, "states"), (4, 4, "heads"))
-TRAVELLED = ((2, 1, "latent"), (2, 2, "expanded"), (4, 2, "latent"), (4, 2, "expanded"), (4, 4, "latent"))
+TRAVELED = ((2, 1, "latent"), (2, 2, "expanded"), (4, 2, "latent"), (4, 2, "expanded"), (4, 4, "latent"))
 FEW = ("left", "packed")
 
 
@@ -35,7 +35,7 @@ def test_a_model_of_each_function_with_a_state(way):
     assert_exact(SEAMS, way, FEW, CALLS[:1])
 
 
-@pytest.mark.parametrize("way", [TRAVELLED[0], TRAVELLED[2]], ids=str)
+@pytest.mark.parametrize("way", [TRAVELED[0], TRAVELED[2]], ids=str)
 def test_a_model_with_latents(way):
     assert_exact(LATENTS[:1], way, FEW, CALLS[:1])
 
@@ -48,7 +48,7 @@ def test_every_model_with_a_state(types, way):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("way", TRAVELLED, ids=str)
+@pytest.mark.parametrize("way", TRAVELED, ids=str)
 def test_every_model_with_latents(way):
     assert_exact(LATENTS, way)
 

@@ -27,8 +27,8 @@ WORDS = 64
 SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 4}
 RING, MESH = {"ulysses": 1, "schedule": "ring"}, {"ulysses": 1, "schedule": "attention2d", "rows": 2}
 TILES = {"mlp_tiles": 8, "loss_tiles": 8}
-OPTIMISER = {"offload_optimizer": {"device": "cpu"}}
-AWAY = {**OPTIMISER, "offload_param": {"device": "cpu"}}
+OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+AWAY = {**OPTIMIZER, "offload_param": {"device": "cpu"}}
 # of torch's own copies of a tile, which is as wide as the vocabulary here
 DPO = dataclasses.replace(TRAINERS["dpo"], triton=False)
 # ranks, settings, stage, checkpointing, what ZeRO offloads, and what is trained
@@ -46,8 +46,8 @@ CASES = {
     "mesh": (4, {**MESH, **TILES}, 3, True, {}),
     "again": (4, {**RING, **TILES, "recompute_attention": True}, 2, True, {}),
     "saved": (4, {**RING, **TILES}, 1, False, {}),
-    "offloaded at stage 1": (4, {**RING, **TILES}, 1, True, OPTIMISER),
-    "offloaded at stage 2": (4, {**RING, **TILES}, 2, True, OPTIMISER),
+    "offloaded at stage 1": (4, {**RING, **TILES}, 1, True, OPTIMIZER),
+    "offloaded at stage 2": (4, {**RING, **TILES}, 2, True, OPTIMIZER),
 }
 
 

@@ -88,7 +88,7 @@ TABLE = {
     "contrastive": (asks(penalty_alpha=0.6, top_k=4), everywhere("contrastive search", ALONE, kind="ConfigError")),
     "functions": (asks(custom_generate=print), everywhere("custom_generate", ALONE, kind="ConfigError")),
     "static": (asks(cache_implementation="static"), everywhere("'static'", ALONE, kind="ConfigError")),
-    "quantised": (asks(cache_implementation="quantized"), everywhere("'quantized'", ALONE, kind="ConfigError")),
+    "quantized": (asks(cache_implementation="quantized"), everywhere("'quantized'", ALONE, kind="ConfigError")),
     "paged": (asks(cache_implementation="paged"), everywhere("'paged'", ALONE, kind="ConfigError")),
     "a static one": (
         asks(past_key_values=StaticCache(small().config, 32)), everywhere("a StaticCache", ALONE, kind="ConfigError")

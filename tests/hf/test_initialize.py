@@ -195,7 +195,7 @@ REFUSED_ARGUMENTS = {
         lambda: {"training_data": ChainDataset([])},
         ("a length and an index", "ChainDataset", "sp.loader"),
     ),
-    "typo": ({"optimiser": None}, ("argument 'optimiser'", "'optimizer'")),
+    "typo": ({"optimizer": None}, ("argument 'optimizer'", "'optimizer'")),
     "unknown": ({"zzz": None}, ("argument 'zzz'",)),
     "two configurations": (
         {"args": argparse.Namespace(deepspeed_config="ds.json")},
@@ -243,7 +243,7 @@ def test_training_data_is_dealt_as_deepspeed_deals_it():
 
 
 def every_argument():
-    """A step with an optimiser, a scheduler and parameters of one's own, and the other arguments that are taken."""
+    """A step with an optimizer, a scheduler and parameters of one's own, and the other arguments that are taken."""
     model, args = small(), argparse.Namespace(local_rank=-1, deepspeed_config=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine, own, loader, scheduler = ds_seqpar.initialize(

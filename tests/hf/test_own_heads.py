@@ -115,7 +115,7 @@ def drawn(*shape):
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(5))
 
 
-def labelled():
+def labeled():
     ids = drawn(ROWS, TOKENS)
     return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(TOKENS) < 11 * torch.tensor([[1], [0]]), IGNORE)}
 
@@ -128,25 +128,25 @@ def padded():
 
 def packed():
     positions = torch.cat([torch.arange(23), torch.arange(14)])[None]
-    return {**labelled(), "position_ids": positions, "use_cache": False}
+    return {**labeled(), "position_ids": positions, "use_cache": False}
 
 
 # name -> (the model, its whole batch)
 LOCAL = {
-    "a z-loss": (lambda: of(ZLossForCausalLM), labelled),
+    "a z-loss": (lambda: of(ZLossForCausalLM), labeled),
     "a z-loss of packs": (lambda: of(ZLossForCausalLM), packed),
-    "a penalty on parameters": (lambda: of(PenaltyOf), labelled),
-    "AdaLoRA": (with_adalora, labelled),
+    "a penalty on parameters": (lambda: of(PenaltyOf), labeled),
+    "AdaLoRA": (with_adalora, labeled),
     "a head more, and a column of rows": (
         lambda: of(TwoHeadsForCausalLM),
-        lambda: labelled() | {"weights": torch.tensor([0.5, 2.0])},
+        lambda: labeled() | {"weights": torch.tensor([0.5, 2.0])},
     ),
     "a class of rows": (lambda: of(LlamaForSequenceClassification), padded),
     "a class of rows, in adapters": (lambda: adapted(LlamaForSequenceClassification, "SEQ_CLS"), padded),
-    "a z-loss, in adapters": (lambda: adapted(ZLossForCausalLM, "CAUSAL_LM"), labelled),
+    "a z-loss, in adapters": (lambda: adapted(ZLossForCausalLM, "CAUSAL_LM"), labeled),
     "a class of tokens": (
         lambda: of(LlamaForTokenClassification),
-        lambda: labelled() | {"labels": drawn(ROWS, TOKENS) % 3},
+        lambda: labeled() | {"labels": drawn(ROWS, TOKENS) % 3},
     ),
     "values": (
         lambda: of(Value),
@@ -196,7 +196,7 @@ def test_a_label_at_a_documents_start_counts_where_a_forward_sees_whole_outputs_
 def test_outputs_stay_in_parts_and_inputs_are_compared():
     sp = make(**MODES["r2"])
     model = patch_attention(of(TwoHeadsForCausalLM, attention_dropout=0.0), sp)
-    batch = labelled() | {"weights": torch.tensor([0.5, 2.0])}
+    batch = labeled() | {"weights": torch.tensor([0.5, 2.0])}
     sp.comm.received.clear()
     output = model(**batch)
     assert isinstance(output.logits, WholeTensor)
@@ -208,7 +208,7 @@ def test_outputs_stay_in_parts_and_inputs_are_compared():
     kind, message = refusal(torch.compile(model, backend="eager"), **batch)
     assert kind == "ConfigError"
     assert missing(message, "needs to run uncompiled", "layer.compile()") == []
-    kind, message = refusal(patch_attention(of(LlamaForSequenceClassification), sp), **sp.shard_batch(labelled()))
+    kind, message = refusal(patch_attention(of(LlamaForSequenceClassification), sp), **sp.shard_batch(labeled()))
     assert kind == "InputError"
     assert missing(message, "LlamaForSequenceClassification needs whole batches", "give it the whole") == []
 
@@ -226,9 +226,9 @@ def weighted(weight):
 def test_a_loss_that_is_more_is_refused_on_sharded_batches_each_time():
     """4.175507 for 4.158130 passed, and what was refused trained on in the next call."""
     sp, tiled = make(**MODES["r2"]), make(size=2, loss_tiles=3)
-    model, (part,) = patch_attention(weighted(1e-3), sp), sp.shard_batches([labelled()])
+    model, (part,) = patch_attention(weighted(1e-3), sp), sp.shard_batches([labeled()])
     in_tiles = patch_attention(weighted(1e-6), tiled)
-    for call, batch in ((model, part), (in_tiles, labelled())) * 2:
+    for call, batch in ((model, part), (in_tiles, labeled())) * 2:
         kind, message = refusal(call, **batch)
         assert kind == "ConfigError"
         assert is_one_sentence(message)
@@ -242,12 +242,12 @@ def test_a_penalty_that_all_ranks_share_counts_once_on_sharded_batches():
     sp = make(**MODES["r2"])
     for made in (lambda: of(PenaltyOf), with_adalora):
         model = made()
-        wanted = model(**labelled()).loss
+        wanted = model(**labeled()).loss
         wanted.backward()
         expected = gradients(model)
         model.zero_grad()
         patch_attention(model, sp)
-        (part,) = sp.shard_batches([labelled()])
+        (part,) = sp.shard_batches([labeled()])
         losses = [model(**part).loss]
         losses[0].backward()
         assert sp.mean_loss(losses) == pytest.approx(wanted.item(), rel=1e-6)

@@ -48,7 +48,7 @@ def same(found, plain, rel):
     ids=["two", "four"],
 )
 def test_packed_is_what_one_document_a_row_is(cases, tmp_path):
-    """The same documents and optimiser steps: end to end on 2 or 4 ranks, beside padded rows on one. cases: the ranks
+    """The same documents and optimizer steps: end to end on 2 or 4 ranks, beside padded rows on one. cases: the ranks
     of each. TransformerEngine#1930, axolotl#3608: documents saw one another."""
     plain = on_ranks(1, runs, tmp_path / "plain", [(None, "padded")])[0][None, "padded"]
     for case, ranks in cases.items():

@@ -203,7 +203,7 @@ WRONG = {
         ["loading data", "FileNotFoundError: no such file"],
     ),
     "labels on padding": (
-        lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
+        lambda: parts(train_dataset=labeled_padding(), data_collator=default_data_collator),
         ["labels", "got 6", "-100", "attention_mask"],
     ),
     "a misspelt section": (
@@ -231,7 +231,7 @@ def with_pictures(examples):
     return {**default_data_collator(examples), "pixel_values": torch.zeros(2, 2)}
 
 
-def labelled_padding():
+def labeled_padding():
     """padding="max_length" with labels=input_ids.copy(): 4 tokens of padding, of which the first is predicted from a
     real one."""
     return [{**example, "attention_mask": (torch.arange(24) < 20).long()} for example in equal(24)]

@@ -34,7 +34,7 @@ def use(device: ctypes.CDLL, count: int):
     torch.cuda.default_generators = tuple(torch.Generator() for _ in range(count))
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "NVIDIA Stand-in"
-    FakeTensorMode.avoid_device_init = True  # there is nothing to initialise
+    FakeTensorMode.avoid_device_init = True  # there is nothing to initialize
 
 
 class Options(FakeProcessGroup.Options):

@@ -134,7 +134,7 @@ def causal_pairs(runs, documents):
     return found
 
 
-def travelling(dealt):
+def traveling(dealt):
     """Tokens of k/v that each rank receives on a ring: a block goes on to the last rank that reads it."""
     rows, ranks = block_mask_of(dealt.mask, UnevenShards(dealt.blocks)).rows, len(dealt.blocks)
     received = [0] * ranks

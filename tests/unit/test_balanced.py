@@ -17,7 +17,7 @@ from ds_seqpar.core.compiler.sharding.shards import UnevenShards
 from ds_seqpar.core.compiler.tiles.tiles import tiles
 from ds_seqpar.data.balance import balanced
 from tests.grids import examples
-from tests.unit.packs import by_balance, by_layout, causal_pairs, lognormal, packs, travelling
+from tests.unit.packs import by_balance, by_layout, causal_pairs, lognormal, packs, traveling
 from tests.unit.plans import built, ring
 
 LENGTHS = st.one_of(
@@ -148,13 +148,13 @@ def test_where_ranks_can_hold_documents_whole_fewer_bytes_travel_than_under_zigz
     assert len(_short(ranks)) > 10
     for lengths in _short(ranks)[:30]:
         deals = by_balance(lengths, ranks), by_layout("zigzag", lengths, ranks)
-        ours, zigzag = (sum(travelling(dealt)) for dealt in deals)
+        ours, zigzag = (sum(traveling(dealt)) for dealt in deals)
         assert ours < zigzag / 2
 
 
 def test_equal_documents_are_whole_and_nothing_travels():
     for ranks, each in itertools.product((2, 3, 5, 8, 16), (1, 2, 3)):
-        assert sum(travelling(by_balance([100] * ranks * each, ranks))) == 0
+        assert sum(traveling(by_balance([100] * ranks * each, ranks))) == 0
 
 
 def test_the_bytes_that_are_counted_are_those_of_the_ring():
@@ -166,4 +166,4 @@ def test_the_bytes_that_are_counted_are_those_of_the_ring():
             sum(shards.tokens("kv", move.key) for step in steps for move in step.moves if move.dst == rank)
             for rank, steps in enumerate(plan.ranks)
         ]
-        assert moved == travelling(dealt)
+        assert moved == traveling(dealt)

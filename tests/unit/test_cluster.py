@@ -77,7 +77,7 @@ def test_bytes_of_ulysses_are_those_of_deepspeed():
     assert ours == theirs == ([8 * 15 * ROW // 16] * 16,) * 2
 
 
-def test_neighbours_in_a_node_send_nothing_over_links():
+def test_neighbors_in_a_node_send_nothing_over_links():
     assert between("u4/ring", 1, 4) == ([0], [0])
     inside, across = between("u4/ring", 4, 4)[0], between("ring", 4, 4)[0]
     assert max(inside) < max(across) * 1.01

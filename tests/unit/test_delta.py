@@ -51,7 +51,7 @@ def test_on_devices_pieces_are_large_and_have_every_row_once(monkeypatch):
     assert len(pieces) == 3
 
 
-def _travelling_q(scale):
+def _traveling_q(scale):
     """fp32 errors of dq, dk, dv of a ring where q travels, for a do of this scale with some rows of zeros."""
     q, k, v, do = tensors(1, 64, (4, 2), 16, torch.float32)
     do *= scale
@@ -62,7 +62,7 @@ def _travelling_q(scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_gradients_of_visiting_queries_are_exact_however_small(scale):
-    assert max(_travelling_q(scale)) <= 1e-5
+    assert max(_traveling_q(scale)) <= 1e-5
 
 
 def test_a_projection_that_squares_small_numbers_would_be_noticed(monkeypatch):
@@ -71,8 +71,8 @@ def test_a_projection_that_squares_small_numbers_would_be_noticed(monkeypatch):
         return do * torch.where(square > 0, delta[..., None] / square, 0.0)
 
     monkeypatch.setattr(work, "out_with_rowsum", naive)
-    assert max(_travelling_q(1.0)) <= 1e-5
-    assert max(_travelling_q(1e-25)) > 0.01
+    assert max(_traveling_q(1.0)) <= 1e-5
+    assert max(_traveling_q(1e-25)) > 0.01
 
 
 def test_visitors_outputs_are_projections_and_the_own_is_the_true_one(monkeypatch):

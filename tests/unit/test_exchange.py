@@ -63,7 +63,7 @@ def test_overlap_exchanges_the_same_and_waits_for_each_once(settings, direction,
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("lse", [False, True])
-def test_while_a_stage_computes_its_neighbours_travel(settings, direction, lse):
+def test_while_a_stage_computes_its_neighbors_travel(settings, direction, lse):
     lse = lse and direction == "forward"
     code = _call(settings, direction, 4, True, lse=lse).code
     waits = {one.ticket: at for at, one in enumerate(code) if isinstance(one, Wait)}

@@ -64,7 +64,7 @@ COMMANDS = {
     "stage auto": ("ds", {"zero_optimization": {"stage": "auto"}}, ["zero_optimization.stage", '"auto"']),
     "a bucket": ("ds", {"zero_optimization": {"stage3_max_live_parameters": "3"}}, ["stage3_max_live", '"3"']),
     "a key of ZeRO": ("ds", {"zero_optimization": {"stages": 3}}, ["ds.json", '"zero_optimization.stages": 3']),
-    "an optimiser": ("ds", {"optimizer": 3}, ["ds.json", '"optimizer": 3']),
+    "an optimizer": ("ds", {"optimizer": 3}, ["ds.json", '"optimizer": 3']),
     "heads 0": ("config", {"num_attention_heads": 0}, ["config.json", "num_attention_heads", "0"]),
     'heads "32"': ("config", {"num_attention_heads": "32"}, ["config.json", "num_attention_heads", '"32"']),
     "layers 0": ("config", {"num_hidden_layers": 0}, ["config.json", "num_hidden_layers", "got 0"]),

@@ -32,7 +32,7 @@ def _moments(step):
     return {moment.name: moment for moment in footprint(step).moments}
 
 
-# bytes of 2048 parameters on one of 4 ranks, by hand: (parameters with fp32 copies, gradients, optimiser)
+# bytes of 2048 parameters on one of 4 ranks, by hand: (parameters with fp32 copies, gradients, optimizer)
 RESTING = {
     (0, "float32"): (4 * 2048, 0, 8 * 2048),
     (0, "bfloat16"): (2 * 2048 + 4 * 2048, 0, 8 * 2048),
@@ -46,7 +46,7 @@ RESTING = {
 @pytest.mark.parametrize(("stage", "dtype"), RESTING)
 def test_states_are_shared_as_the_stage_says(stage, dtype):
     found = footprint(_step(stage=stage, dtype=dtype)).resting.bytes_by_item
-    parts = tuple(found.get(name, 0) for name in ("parameters", "gradients", "optimiser"))
+    parts = tuple(found.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
     assert parts == RESTING[stage, dtype]
 
 
@@ -62,9 +62,9 @@ def test_states_are_those_of_the_optimizer(given):
     states = DeepSpeedJson.read(content).optimizer_states
     assert states == OPTIMIZERS[given]
     found = footprint(_step(stage=2, dtype="bfloat16", optimizer_states=states))
-    assert found.resting.bytes_by_item.get("optimiser", 0) == states * 2048
-    (step,) = [moment for moment in found.moments if moment.name == "step of the optimiser"]
-    assert step.bytes_by_item["optimiser"] == (1 + 2 * states) * 2048
+    assert found.resting.bytes_by_item.get("optimizer", 0) == states * 2048
+    (step,) = [moment for moment in found.moments if moment.name == "step of the optimizer"]
+    assert step.bytes_by_item["optimizer"] == (1 + 2 * states) * 2048
 
 
 def test_data_parallel_ranks_share_states_too():
@@ -157,7 +157,7 @@ def test_what_a_token_adds_is_the_slope():
 
 CPU, DRIVE = Offload(device="cpu"), Offload(device="nvme")
 # what leaves, of 2048 parameters in bf16 on 4 ranks (512 each), by hand: on the device (parameters, gradients,
-# optimiser), in host memory (the same, buffers), on drives. At the stages 1 and 2 a gradient passes two buffers as
+# optimizer), in host memory (the same, buffers), on drives. At the stages 1 and 2 a gradient passes two buffers as
 # large as the largest parameter, 32 * 8
 AWAY = {
     "2": ({"stage": 2, "offload_optimizer": CPU}, (4096, 512, 0), (6 * 512, 4 * 512 + 512, 8 * 512, 0), 0),
@@ -188,7 +188,7 @@ AWAY = {
 def test_what_deepspeed_offloads_is_in_host_memory_or_on_drives(name):
     zero, device, host, drives = AWAY[name]
     found = footprint(_step(dtype="bfloat16", zero=Zero(**{**NONE, **zero})))
-    names = "parameters", "gradients", "optimiser", "buffers"
+    names = "parameters", "gradients", "optimizer", "buffers"
     assert tuple(found.resting.bytes_by_item.get(part, 0) for part in names[:3]) == device
     assert tuple(found.host.bytes_by_item.get(part, 0) for part in names) == host
     assert found.drives == drives

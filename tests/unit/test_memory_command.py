@@ -95,12 +95,12 @@ def test_settings_come_from_a_file_and_from_words(capsys, place, tmp_path):
 def test_what_leaves_for_the_host_is_said_with_what_a_node_needs(capsys, place):
     away = "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'
     out = _memory(capsys, place, *away, "--machine", "h100-ib")[0]
-    assert re.search(r"^optimiser +\d+\.\d{3} +\d+\.\d%  its states$", out, re.MULTILINE)
+    assert re.search(r"^optimizer +\d+\.\d{3} +\d+\.\d%  its states$", out, re.MULTILINE)
     assert re.search(r"^the host of a node's 4 ranks needs \d+\.\d GiB of 1862.6$", out, re.MULTILINE)
     assert "this fits; the longest sequence that does has" in out
     found = json.loads(_memory(capsys, place, *away, "--machine", "h100-ib", "--memory", 1, "--json", None)[0])
     own = numbers_of(str(place)).parameters // 4
-    assert found["host"]["parts"]["optimiser"] == 8 * own
+    assert found["host"]["parts"]["optimizer"] == 8 * own
     assert found["room"]["limit"] == 2**30
     assert found["room"]["longest"]["full"] == "rank"
 
@@ -169,7 +169,7 @@ def test_a_pair_has_two_rows_and_a_reference_or_adapters(capsys, place):
     # 20 heads of q, k, v and out, and 64 and 96 of three matrices
     trained = 2 * 4 * (4 * 64 + 20 * 8 + 3 * (64 + 96))
     assert lora["assumed"]["trained_parameters"] == trained
-    assert lora["resting"]["parts"]["optimiser"] == 8 * (trained // 4)
+    assert lora["resting"]["parts"]["optimizer"] == 8 * (trained // 4)
     assert not any("reference" in parts for parts in of_lora.values())
     assert memory("--trainer", "reward")[1].keys() == parts.keys() - {
         "forward: loss", "backward: loss", "backward: logits"

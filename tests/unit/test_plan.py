@@ -127,7 +127,7 @@ def test_distflash_refuses_what_it_cannot_balance():
     for pairs in (everything(4), everything(4) - {(0, 1)}, causal_contiguous(4) | {(1, 2)}):
         with pytest.raises(ConfigError, match=r"distflash.*causal.*block"):
             build("distflash", ring(4), "forward", "kv", pairs)
-    with pytest.raises(ConfigError, match="got travelling q"):
+    with pytest.raises(ConfigError, match="got traveling q"):
         build("distflash", ring(4), "forward", "q")
 
 

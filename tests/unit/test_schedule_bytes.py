@@ -1,4 +1,4 @@
-"""What ranks receive, by schedule, direction and travelling side: the formulas, the papers' examples, and what "auto"
+"""What ranks receive, by schedule, direction and traveling side: the formulas, the papers' examples, and what "auto"
 and overlap make of it.
 """
 

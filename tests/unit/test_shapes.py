@@ -235,7 +235,7 @@ def test_inner_ranks_are_numbered_by_their_axes_wherever_these_are_placed():
 
 
 def test_what_a_preset_names_lies_in_one_node():
-    # the node: as many neighbouring ranks as the preset's groups have
+    # the node: as many neighboring ranks as the preset's groups have
     for config, topology in _topologies():
         if isinstance(config.rank_order, str):
             together = [name for name in FIRST[config.rank_order] if name in ("ulysses", *topology.cp_axes)]

@@ -39,7 +39,7 @@ def test_ranks_and_coordinates_are_a_bijection(topology):
 
 @examples(100)
 @given(_topologies())
-def test_neighbours_on_the_first_axis_are_neighbouring_ranks(topology):
+def test_neighbors_on_the_first_axis_are_neighboring_ranks(topology):
     (first, size), *_ = topology.axes
     for rank in range(topology.world_size - 1):
         if topology.coordinates(rank)[first] + 1 < size:

@@ -16,7 +16,7 @@ from ds_seqpar.data.balance import balanced, shards_of
 from ds_seqpar.testing import attention
 from tests.grids import examples
 from tests.oracle import tensors
-from tests.unit.packs import Tree, parents_of, travelling
+from tests.unit.packs import Tree, parents_of, traveling
 
 # eight completions behind a prompt that is eight times as long: 16 units of tokens do the work of 72
 PROMPT = (192, *(24,) * 8), (-1, *(0,) * 8)
@@ -115,7 +115,7 @@ def test_packs_of_prompts_are_even_and_few_of_them_are_cut(ranks):
             ]
             assert sum(number > 1 for number in on) <= 2 * (ranks - 1), seed
             # two hops of each block; those of documents that are dealt one by one make many more
-            assert sum(travelling(tree._replace(blocks=blocks))) <= 2 * sum(tree.lengths), seed
+            assert sum(traveling(tree._replace(blocks=blocks))) <= 2 * sum(tree.lengths), seed
 
 
 def test_equal_trees_are_whole_and_nothing_travels():
@@ -124,7 +124,7 @@ def test_equal_trees_are_whole_and_nothing_travels():
         count = ranks * each
         at = [tuple(4 * n + parent if parent >= 0 else -1 for parent in parents) for n in range(count)]
         tree = Tree(lengths * count, sum(at, ()))
-        assert sum(travelling(tree._replace(blocks=balanced(tree.lengths, ranks, tree.parents)))) == 0
+        assert sum(traveling(tree._replace(blocks=balanced(tree.lengths, ranks, tree.parents)))) == 0
 
 
 def test_parents_are_checked_where_documents_are_dealt():

@@ -326,7 +326,7 @@ REFUSED = [
     (lambda: _resolved(3, strips=1, layout="zigzag"), 'got "zigzag"'),
     (lambda: _resolved(3, schedule="auto", layout="pairs"), 'got "pairs"'),
     (lambda: _resolved(6, strips=2, layout="pairs"), r'got "pairs"(?!.*schedule)'),
-    (lambda: build("triangle", shaped("triangle", 3), "forward", "q"), "got travelling q"),
+    (lambda: build("triangle", shaped("triangle", 3), "forward", "q"), "got traveling q"),
     (lambda: _attended((4, 1), 24, mask=Mask(causal=False)), "queries of chunk"),
     (lambda: _attended((3, 2), 24, mask=Mask(causal=False, documents=(0, 11))), "queries of chunk"),
     (lambda: _attended(shards=UnevenShards([[(4 * n, 1, 4)] for n in range(3)])), r"got 1\b.*blocks_per_rank=2"),

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 from ...base.errors import InputError, SeqParError, as_seqpar_error
 from ...base.fingerprint import Compared, Fingerprint
-from ..compiler.sharding.handles import object_of
 from ..compiler.sharding.heads import check_heads
 from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..compiler.sharding.op_handles import object_of
 from ..compiler.sharding.shards import Shards, UnevenShards, check_blocks_per_rank, tokens_by_ulysses_rank
 from ..settings import check_length
 from . import replay

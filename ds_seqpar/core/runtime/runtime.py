@@ -16,10 +16,10 @@ from ...base.log import log_once
 from ..compiler.compile import BoundProgram, Compiler, Recipe
 from ..compiler.program.shape import Shape
 from ..compiler.program.ulysses import UlyssesGroup
-from ..compiler.sharding.handles import handle_of
 from ..compiler.sharding.heads import heads_of_ulysses_rank
 from ..compiler.sharding.layout import Topology
 from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.op_handles import handle_of
 from ..compiler.sharding.shards import EvenShards, Shards
 from ..settings import SequenceParallelConfig
 from .buffers import Tensors

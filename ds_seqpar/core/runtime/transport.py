@@ -249,7 +249,7 @@ PAIRS = 16  # members of a group of which every pair is connected when it is mad
 
 
 def connected_to(rank: int, size: int) -> list[int]:
-    """Return the members of a group that one connects to at once: all, or its neighbours and those opposite."""
+    """Return the members of a group that one connects to at once: all, or its neighbors and those opposite."""
     distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
     return sorted({(rank + distance) % size for distance in distances})
 

@@ -38,7 +38,7 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
         ConfigError: A query sees a later chunk, or moving_side is "q" (both sides move here).
     """
     if moving_side != "kv":
-        raise ConfigError('triangle moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
+        raise ConfigError('triangle moves k/v and queries by itself; got traveling q, use "kv" or "auto"')
     tiles = tiling(topology.size("strip", "pair"), topology.size("strip"))
     seen = 0
     for q in tiles.chunks:

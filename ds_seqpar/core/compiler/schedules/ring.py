@@ -169,7 +169,7 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
 
 RING = Schedule(
     name="ring",
-    summary="Ring Attention; with travelling q, BurstAttention's backward",
+    summary="Ring Attention; with traveling q, BurstAttention's backward",
     build=ring,
     axes=lambda ranks, options: (("ring", ranks),),
     received=received,

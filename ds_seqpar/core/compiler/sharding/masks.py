@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ....base.errors import InputError, whole_number
-from .handles import handle_of
 from .layout import Run, Runs
+from .op_handles import handle_of
 
 Triple = tuple[int, int, int]  # start, step, length: the fields of a Run, which unpack faster
 END = sys.maxsize

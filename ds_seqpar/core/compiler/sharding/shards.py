@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from ....base.errors import InputError, whole_number
 from ....base.fingerprint import Fingerprint
-from .handles import handle_of
 from .layout import LAYOUTS, Key, Run, Runs, join, owned
+from .op_handles import handle_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
