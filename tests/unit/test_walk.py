@@ -103,6 +103,19 @@ def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
     ]
 
 
+def test_an_error_after_the_last_step_is_raised_as_it_is(monkeypatch):
+    def fails(of_call):
+        raise RuntimeError("no results")
+
+    monkeypatch.setattr(call.ForwardCall, "results", fails)
+    config = SequenceParallelConfig(size=1).resolve(1)
+    q, k, v, _ = tensors(1, 4, (2, 1), 4)
+    rank = runtime.Runtime(config, config.topology(1), 0, virtual._VirtualComm(0, virtual.Mailbox(deque)))
+    with pytest.raises(RuntimeError, match="no results") as caught:
+        rank.forward_walk((q, k, v), None, call.CallSettings(CAUSAL, rank.shards(4), Scores(1.0)), None).run()
+    assert "q(0)*kv(0)" in caught.value.__notes__[0]
+
+
 # ---- what the validator lets through is right
 
 

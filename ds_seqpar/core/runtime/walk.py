@@ -87,7 +87,7 @@ class Walk:
                 results = self.call.results()
                 return results
         except Exception as error:
-            place = self.program.where(self.at)
+            place = self.program.where(min(self.at, count - 1))  # results come after the last one
             if isinstance(error, CommunicationError):
                 raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
             error.add_note(place)
