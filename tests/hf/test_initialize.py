@@ -195,7 +195,7 @@ REFUSED_ARGUMENTS = {
         lambda: {"training_data": ChainDataset([])},
         ("a length and an index", "ChainDataset", "sp.loader"),
     ),
-    "typo": ({"optimizer": None}, ("argument 'optimizer'", "'optimizer'")),
+    "typo": ({"optimzer": None}, ("argument 'optimzer'", "'optimizer'")),
     "unknown": ({"zzz": None}, ("argument 'zzz'",)),
     "two configurations": (
         {"args": argparse.Namespace(deepspeed_config="ds.json")},
