@@ -138,7 +138,8 @@ class Mask:
         limits += [f"prefix {self.prefix}"] * bool(self.prefix)
         limits += [f"window_right {self.window_right}"] * (self.window_right is not None)
         limits += [f"{len(self.documents)} documents{' with parents' * bool(self.parents)}"] * bool(self.documents)
-        limits += [f"{len(self.blocks)} {'whole ' * self.whole_blocks}blocks"] * bool(self.blocks)
+        blocks = "whole blocks" if self.whole_blocks else "blocks"
+        limits += [f"{len(self.blocks)} {blocks.removesuffix('s' * (len(self.blocks) == 1))}"] * bool(self.blocks)
         return ", ".join(limits) or "full"
 
     @property
