@@ -51,7 +51,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
     Args:
         devices: Number of GPUs of this machine.
         ranks: Number that the user asks for; by default the ranks of one sequence, four at most.
-        config: DeepSpeed JSON that the user asks for; by default one that divides a sequence by itself, or one for 4 CPU ranks.
+        config: DeepSpeed JSON that the user asks for; by default the demo's for these ranks.
 
     Raises:
         SystemExit: If the ranks or the configuration cannot be run.
