@@ -24,7 +24,7 @@ from ds_seqpar.data.random_states import unchanged
 from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree
 
 from .. import compat
-from ..families import base_of, unwrapped
+from ..families import patch_of, unwrapped
 from ..generation import zero
 from ..model.patch import whole_sequences
 from ..rebinding import globals_read, rebound
@@ -104,7 +104,7 @@ def check_together(trainer: Any) -> None:
     given += ["ds3_gather_for_generation=False"] if parts and not trainer.args.ds3_gather_for_generation else []
     if not given or trainer.sp.size == 1 or trainer.use_vllm:
         return
-    has_states = base_of(inner)._sequence_parallel_patch.facts.mixers
+    has_states = patch_of(inner).facts.mixers
     if has_states and compat.generation_config_of(inner)(trainer.generation_config)[0].use_cache:
         raise ConfigError(
             "rows that the ranks of a group generate together need a policy without layers with a state, or "
