@@ -14,12 +14,12 @@ from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ds_seqpar.base.errors import ConfigError, as_seqpar_error
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
 from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine
-from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
+from ds_seqpar.guards.agreement import all_gather_objects, ranks_in_words, together
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
@@ -43,15 +43,13 @@ def checkpoint_of(
         ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or this run cannot
             continue the one that wrote it.
     """
-    output, target, error = str(args.output_dir), None, None
-    try:
+    output = str(args.output_dir)
+    with together(group, "reading a folder of checkpoints", "checkpoint to resume from") as agreed:
         target = parse_resume_argument(resume_from_checkpoint)
+        described = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
+        agreed.value = {"resume_from_checkpoint": described}
         if args.should_save:
             recover(Path(target).parent if isinstance(target, str) else Path(output), remove=False)
-    except (ConfigError, OSError) as reason:
-        error = as_seqpar_error("reading a folder of checkpoints failed", reason)
-    description = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
-    assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": description}, error=error)
     if target is None:
         return None, all_ranks().size()
     if isinstance(target, str):
