@@ -18,8 +18,8 @@ from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
-from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine
-from ds_seqpar.guards.agreement import all_gather_objects, ranks_in_words, together
+from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine, report_of_all
+from ds_seqpar.guards.agreement import all_gather_objects, together
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
@@ -97,19 +97,12 @@ def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]
         dtype=settings.dtype,
         universal=bool(content.get("checkpoint", {}).get("load_universal")),
     )
-    try:
-        # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
-        report = inspect_checkpoint(Path(folder), run, scheduler=not content.keys() & {"optimizer", "scheduler"})
-    except Exception as reason:  # a damaged file may raise anything
-        report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
-    reports = [x for _, x in all_gather_objects(group, ("the checkpoint", report))]
-    if mismatch := next((x.mismatch for x in reports if x.mismatch), ""):
-        raise ConfigError(f"{mismatch}; got {folder}")
-    if len({x.name for x in reports if not x.fault}) > 1:
-        return "ranks see different steps in it", 0
-    faults = {x.fault: [rank for rank, other in enumerate(reports) if other.fault == x.fault] for x in reports}
-    told = [f"{fault} ({ranks_in_words(ranks)})" for fault, ranks in faults.items() if fault]
-    return ", ".join(told), reports[0].ranks
+    # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
+    scheduler = not content.keys() & {"optimizer", "scheduler"}
+    report = report_of_all(group, lambda: inspect_checkpoint(Path(folder), run, scheduler))
+    if report.mismatch:
+        raise ConfigError(f"{report.mismatch}; got {folder}")
+    return report.fault, report.ranks
 
 
 def _checkpoint_steps(folder: str) -> list[int]:
