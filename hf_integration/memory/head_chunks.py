@@ -113,10 +113,6 @@ def _is_linear(module: Any) -> bool:
     return is_plain_lora(module) and _is_linear(module.base_layer)
 
 
-# autograd nodes that only reshape or copy a tensor
-RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0")
-
-
 class _HeadChunkForward:
     """One forward of an attention module in head chunks, with all that its backward repeats.
 
@@ -246,7 +242,7 @@ class _HeadChunkForward:
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
         # beside out and lse only the keys' common part, see `without_outs`
-        self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _only_reshapes(attended)
+        self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _is_viewed(attended, results[0])
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]
         del attended
@@ -265,12 +261,9 @@ class _HeadChunkForward:
         return total
 
 
-def _only_reshapes(attended: Tensor) -> bool:
-    """Return whether the only operations between attention and the output projection reshape or copy."""
-    node: Any = attended.grad_fn
-    while node is not None and node.name() in RESHAPES:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "AttentionBackward"
+def _is_viewed(attended: Tensor, out: Tensor) -> bool:
+    """Return whether what the output projection gets is attention's out itself, in another shape."""
+    return attended.numel() == out.numel() and attended.reshape(out.shape).is_set_to(out)
 
 
 class _GraphStart(Function):

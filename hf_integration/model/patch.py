@@ -23,7 +23,7 @@ from ds_seqpar.core.runtime.buffers import sum_dtype
 from ds_seqpar.core.runtime.operator import DENSE
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.inputs import InputSpec, joined
-from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.agreement import together
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
@@ -113,14 +113,9 @@ def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
         return facts_of(inner)
-    facts = error = None
-    try:
+    with together(sp.groups.control, "looking at a model", "facts of a model", call="patch_attention") as agreed:
         check_patch(model, sp)
-        facts = facts_of(inner)
-    except Exception as reason:  # other ranks wait for this one in the proof
-        error = as_seqpar_error("looking at a model failed", reason)
-    assert_ranks_agree(sp.groups.control, "facts of a model", facts, error=error, call="patch_attention")
-    assert facts is not None
+        agreed.value = facts = facts_of(inner)
     return facts
 
 
@@ -211,13 +206,9 @@ def share_sequences(
     except Exception as reason:  # reported to all ranks, which would wait for this one otherwise
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
-    try:
+    with together(sp.control_world, "patching a model", "models", call="share_sequences") as agreed:
+        agreed.value = {"model": type(unwrapped(model)).__name__}
         patch_attention(model, sp, inputs)
-    except Exception as reason:
-        error = as_seqpar_error("patching a model failed", reason)
-    assert_ranks_agree(
-        sp.control_world, "models", {"model": type(unwrapped(model)).__name__}, error=error, call="share_sequences"
-    )
     return sp
 
 
