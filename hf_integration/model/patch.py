@@ -57,12 +57,13 @@ from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..memory.weight_slices import CHUNKS
-from . import checkpointing, finite, latent, rope, whole_calls
+from . import checkpointing, finite, latent, media, rope, whole_calls
 from .agreement import Agreement
-from .forward import NO_MASK, Patch, hook, patch_of
+from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hook, patch_of
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
+NO_BLOCKS = media.Blocks()
 OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
 # attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
 MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
@@ -108,7 +109,8 @@ def patch_attention(
     declared = joined(TABLE, inputs)
     facts, is_new = _checked(model, inner, sp), not is_tested(inner)
     if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and is_new)):
-        prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+        no_media = prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+        facts = dataclasses.replace(facts, no_media=no_media)
     return patch_by(model, inner, sp, facts, declared)
 
 
@@ -148,12 +150,15 @@ def patch_by(
     for module in mixing.values():
         mixers.share(module, sp)
     ropes = rope.embeddings(base_of(inner))
+    stack = None if facts.stack is None else inner.get_submodule(facts.stack)
     patch = Patch(
         sp=sp,
         facts=facts,
+        stack=stack,
         hooks=[
             *finite.watch(model, sp),
-            *hook(base_of(inner), True),
+            *hook(base_of(inner), before_base),
+            *(hook(stack, before_stack) if stack is not None else ()),
             *(handle for module in ropes for handle in rope.hook(module)),
         ],
         agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips, inputs),
@@ -163,7 +168,8 @@ def patch_by(
     )
     tiled_modules.tile(inner, sp.config)
     patch.tiled = tiled_modules.is_tiled(inner)
-    base_of(inner)._sequence_parallel_patch = patch
+    for module in {base_of(inner), stack} - {None}:
+        module._sequence_parallel_patch = patch
     _patch_heads(patch, model)
     accelerators.watch(base_of(inner))
     return model
@@ -179,7 +185,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
         head for head in around if not tiled and not (is_plain_head(head) and patch.facts.shift_labels)
     )
     patch.untried += around if is_causal_lm(inner) else ()
-    patch.hooks += [handle for head in around for handle in hook(head, False)]
+    patch.hooks += [handle for head in around for handle in hook(head, before_head)]
     if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x, patch.sp)]
     patch.sp.sharding.vocabularies[inner] = vocabulary
@@ -284,7 +290,8 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     if patch.experts is not None:
         patch.experts.close()
     tiled_modules.untile(inner)
-    del base_of(inner)._sequence_parallel_patch
+    for module in {base_of(inner), patch.stack} - {None}:
+        del module._sequence_parallel_patch
     vars(inner).pop(BASE, None)
     return model
 
@@ -374,7 +381,8 @@ def _attention(
     if cached is not None:
         return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
-        return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
+        blocks = context.media.blocks(attention_mask) if context.media is not None else NO_BLOCKS
+        return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk, blocks), None
     return sp.attention_agreed(q, k, v, options, chunks), None
 
 
@@ -382,7 +390,9 @@ def _mask(*, config: Any, **given: Any) -> Any:
     """transformers' mask interface: what `create_causal_mask` and its like give it makes the unpatched model's mask."""
     context = None if torch.compiler.is_compiling() else current()
     if context is not None and context.mode not in (None, "local"):
-        return NO_MASK
+        if context.media is None or context.spec is not None:
+            return NO_MASK
+        return context.media.add_mask(given["mask_function"], given)
     if (name := name_before(config)) not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     if getattr(config, "num_kv_shared_layers", 0):  # Gemma-4 drops queries unless its attention is called "sdpa"
@@ -418,6 +428,7 @@ def _attention_with_layout(
     head_chunks: int,
     layout: BatchLayout | None,
     chunk: int | None,
+    blocks: media.Blocks,
 ) -> Tensor:
     """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
     mask, tokens = options.mask, q.shape[1] * sp.size
@@ -425,6 +436,8 @@ def _attention_with_layout(
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
     if chunk is not None and not (layout is not None and layout.fits(chunk)):
         mask = _in_chunks(mask, chunk, tokens)
+    if blocks.spans:
+        mask = media.with_blocks(mask, blocks)
     shards = None if layout is None else layout.shards
     return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=shards), head_chunks)
 
