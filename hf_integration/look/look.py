@@ -81,7 +81,7 @@ def look(model: PreTrainedModel) -> Facts:
         base=None if base is small.base_model else prefix,
         stack=stack,
         outside=stack is not None and _makes_masks_outside(plain, stack),
-        **({} if stack is None else {"no_media": ""}),
+        no_media=Facts.no_media if stack is None else "",
         masks=_masks(text_config(small.config), plain),
         heads=() if heads == (config_heads(small.config),) else heads,
         keywords=_reaches(watch, ids),

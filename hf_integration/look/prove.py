@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -33,6 +34,7 @@ from .media import media_batch
 from .small import call, layers_of, small_copy, tokens_for
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
+MOST_ROUNDED = 1e-3  # difference that rounding may explain
 FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
 
 
@@ -144,13 +146,26 @@ def _compared(
         by_row = expected.by_row
         patch(small)
         got = _on_all(sp, functools.partial(_outcome, called, [batch], sp), place)
+        unpatch(small)
         wrong, gap = difference(expected.values, got.values, tolerance)
+        if _number_on_all(sp, bool(wrong)):  # unless rounding alone makes as much
+            rounded = 2 * _on_all(sp, functools.partial(_rounding, called, alone, expected), place)
+            wrong, gap = difference(expected.values, got.values, max(tolerance, min(rounded, MOST_ROUNDED)))
         largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
             wrong = f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}{place}"
             return Comparison(wrong, kind, largest)
-        unpatch(small)
     return Comparison(largest=largest)
+
+
+def _rounding(model: Any, batches: list[Batch], expected: _Outcome) -> float:
+    """Return the largest difference that other rounding of its weights makes to what a plain model gives."""
+    other, draws = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=draws).to(parameter) * 2 - 1
+            parameter.mul_(1 + 2 * torch.finfo(parameter.dtype).eps * signs)
+    return difference(expected.values, _outcome(other, batches).values, 0.0)[1]
 
 
 class _Failed(Exception):

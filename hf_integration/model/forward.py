@@ -33,6 +33,7 @@ from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mod
 from ..families import base_of, is_causal_lm, keep_name, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
+from ..inputs import TABLE
 from ..look.facts import Facts, text_config
 from ..noise import OwnNoise, drawn_since
 from . import checkpointing, media, rope, whole_calls
@@ -194,6 +195,8 @@ def _complete(
         if mistake := wrong_inputs(inputs):
             raise InputError(mistake)
     else:
+        if context.mode == "sharded" and (names := media.names_of(patch.facts, inputs)):
+            wrong = wrong or TABLE["pixel_values"].sentence.format(names[0])
         layout, backward = layout_of(inputs.get("placement")), torch.is_grad_enabled() and module.training
         patch.agreement.agree(inputs, wrong, backward, compiled, context.compared)
         if patch.ropes and cached is not None:
@@ -280,6 +283,8 @@ def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) ->
     patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
     keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
     checkpointing.keep_attention(patch.layers, module, patch.sp)
+    if media.names_of(patch.facts, inputs):
+        return (), _between(patch, module, inputs, torch.compiler.is_compiling())
     if patch.in_graph and layout_of(inputs.get("placement")) is None and KEYWORD not in inputs:
         mode = _mode(patch, module, inputs)
         if mode in ("local", "sharded"):

@@ -37,6 +37,7 @@ from ..families import (
     attentions,
     base_of,
     check_adapters,
+    check_config,
     check_model,
     heads_around,
     is_causal_lm,
@@ -248,6 +249,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     inner = unwrapped(model)
     check_model(inner)
     facts = facts_of(inner)
+    check_config(inner, facts.outside)
     mixers.check(modules_of(inner, facts, "mixers").values())
     if sp is None:
         return
