@@ -53,6 +53,7 @@ class ForwardContext:
     spec: ShardSpec | None = None  # of a whole batch that was sharded
     logits: ShardSpec | None = None  # of its tokens that get logits
     cached: Any = None  # the CachedForward of a forward with a cache in parts
+    media: Any = None  # the MediaCall of a whole call of which the stack inside makes shards
     shared: SharedPrompts | None = None  # the prompts of a whole batch that are computed once for several rows
     compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all

@@ -26,7 +26,7 @@ from ds_seqpar.models import unwrapped
 from .compat import ATTENTION, EAGER, attention_name
 from .module_patch import patch_on
 
-__all__ = ["base_of", "check_adapters", "check_model", "unwrapped"]
+__all__ = ["base_of", "check_adapters", "check_config", "check_model", "unwrapped"]
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -46,7 +46,7 @@ def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model that is not of transformers, or whose config makes its attention another one."""
+    """Raise ConfigError for a model that is not of transformers, or not of one sequence."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"patch_attention needs a transformers model; got {type(model).__name__}, "
@@ -58,11 +58,20 @@ def check_model(model: PreTrainedModel) -> None:
             f"{model.config.model_type!r} with cross-attention between an encoder and a decoder, which is not "
             "supported, see docs/supported.md"
         )
-    if unmet_needs := _unmet_needs(model.config.get_text_config(decoder=True)):
+
+
+def check_config(model: PreTrainedModel, outside: bool) -> None:
+    """Raise ConfigError for a model whose config makes its attention another one.
+
+    Args:
+        model: A transformers model.
+        outside: Whether its masks are made around its layers, for each batch, whatever the config of these says.
+    """
+    if unmet_needs := _unmet_needs(model.config.get_text_config(decoder=True), outside):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(unmet_needs)}; change the model's config")
 
 
-def _unmet_needs(config: PreTrainedConfig) -> list[str]:
+def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
     """Return "NEEDED; got GIVEN" for each setting with which no model can be patched."""
     unmet = [
         f"{name} 0 (ranks would drop different weights); got {rate}"
@@ -71,7 +80,8 @@ def _unmet_needs(config: PreTrainedConfig) -> list[str]:
     ]
     if not getattr(config, "is_causal", True):
         unmet.append("a causal model; got is_causal=False in its config")
-    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": of pictures
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False) in (True, "all")  # "vision": of pictures
+    if is_bidirectional and not outside:
         unmet.append("a causal model; got use_bidirectional_attention in its config")
     return unmet
 

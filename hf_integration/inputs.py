@@ -1,6 +1,20 @@
 """How ranks share the arguments of transformers' models, by name. Numbers and objects need no declaration."""
 
-from ds_seqpar.data.inputs import INPUTS, joined, refused, replicated, tokens
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ds_seqpar.data.inputs import INPUTS, joined, own, refused, replicated, tokens
+
+
+def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tensor) -> list[Tensor]:
+    """Return the rows of features, each (tokens of media, width), of the tokens of media that this rank has."""
+    is_media = batch["visual_pos_masks"].flatten()
+    numbers, held = is_media.long().cumsum(0) - 1, held.to(is_media.device)
+    mine = numbers[held[is_media[held]]]
+    return [x[mine.to(x.device)] for x in features]
+
 
 POSITIONS = "position_ids of the model"  # those of a forward with a cache, which go where tokens go
 MEDIA = [
@@ -12,15 +26,19 @@ MEDIA = [
     "input_features_mask", "feature_attention_mask", "audio", "audio_values", "audio_embeds", "audio_features",
     "audio_attention_mask", "audio_feature_lengths", "audio_codes", "input_values", "mm_encoder_outputs",
 ]  # fmt: skip
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # what tells tokens of media from text
 TABLE = joined(
     INPUTS,
-    dict.fromkeys(("token_type_ids", "mm_token_type_ids", "per_layer_inputs", POSITIONS), tokens()),
+    dict.fromkeys((*TYPES, "per_layer_inputs", "ple_input_ids", "visual_pos_masks", POSITIONS), tokens()),
     {
+        "deepstack_visual_embeds": own(_of_own_tokens),
         "logits_to_keep": replicated(),
         "cache_position": refused("a patched model counts the tokens of its cache itself; got {}, leave it out"),
     },
     dict.fromkeys(
         MEDIA,
-        refused("ranks share sequences of text alone; got {}, leave pictures, films and sounds out of the batch"),
+        refused(
+            "parts of sequences are of text alone; got {}, call the model with the whole batch, the same on all ranks"
+        ),
     ),
 )

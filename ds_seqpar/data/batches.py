@@ -141,6 +141,7 @@ def shard_call(
     checks: ValueChecks,
     on_cpu: Mapping[str, Tensor] | None = None,
     table: Mapping[str, InputSpec] = INPUTS,
+    end_to_end: bool = False,
 ) -> tuple[dict[str, Any], float | Tensor]:
     """Return this rank's shard of a whole batch that a model is called with. It does not communicate.
 
@@ -153,6 +154,7 @@ def shard_call(
         checks: judges the batch's values.
         on_cpu: name -> the same values on the CPU, for tensors on a device.
         table: how ranks share each input.
+        end_to_end: whether rows must lie end to end, since their masks differ.
 
     Returns:
         (the shard, without `num_items_in_batch`, on the tokens' device; how many labels count in the whole batch: a
@@ -166,7 +168,7 @@ def shard_call(
     known = {**whole, **(on_cpu or {})}
     known |= {name: _read(name, known[name]) for name in READ & known.keys()}
     shape = (labels_of(whole) if "labels" in whole else tokens).shape[:2]
-    checked = _checked(sp, whole, known, True, shape, checks)
+    checked = _checked(sp, whole, known, True, shape, checks, end_to_end)
     if checked.from_padding is not None:
         checks.require(checked.from_padding, _warn_if_any)
     return _on_device(_shard(checked, table, tokens.device), tokens.device), checked.counted
@@ -254,6 +256,7 @@ def _checked(
     causal: bool,
     shape: tuple[int, ...],
     checks: ValueChecks,
+    end_to_end: bool = False,
 ) -> CheckedBatch:
     """Check a whole batch of (rows, tokens). known: the batch, with some of its tensors on the CPU."""
     rows, seq = shape
@@ -267,7 +270,7 @@ def _checked(
         raise InputError(f"a batch needs a label for each token, -100 where it does not count; got {got}, give as many")
     usable = check_range(known, sp.vocabulary, checks)
     inputs, labels = {**batch, **usable}, {**known, **usable}.get("labels")
-    mask, segments, placement = _layout_of(sp, known, rows, seq, causal)
+    mask, segments, placement = _layout_of(sp, known, rows, seq, causal, end_to_end)
     part, from_padding = Part(sp, rows, seq, segments, placement), None
     counted: float | Tensor = 0.0
     if labels is not None:
@@ -282,7 +285,7 @@ def _checked(
 
 
 def _layout_of(
-    sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool
+    sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool, end_to_end: bool
 ) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
     """Return (the padding mask, tokens of each document and stretch of padding, the layout). The host reads these.
 
@@ -290,7 +293,8 @@ def _layout_of(
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
-    documents = segments = _documents_of(batch, mask, rows, seq)
+    documents = _documents_of(batch, mask, rows, seq)
+    segments = documents or ((seq,) * rows if end_to_end else None)
     if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
         segments = _padding_as_documents(documents or (seq,) * rows, mask)
     placement = sp.place(rows * seq, segments, causal=causal) if segments else sp.place(seq, causal=causal)

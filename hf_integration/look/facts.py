@@ -20,6 +20,10 @@ class Facts:
     attention: tuple[str, ...] = ("layers.*.self_attn",)
     mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, in the same way
     base: str | None = None  # the module that heads call, below the model; None: its base model
+    # the module in `base` that gets inputs_embeds with features of media in them, below the model; None: there is none
+    stack: str | None = None
+    outside: bool = False  # whether masks are made around it, of what tells media from text
+    no_media: str = "it puts no features of media in the place of tokens' embeddings"  # "": it takes them
     # (kind of layer of config.layer_types, "" for all; the setting of LENGTHS with the length of its window or chunk)
     masks: tuple[tuple[str, str], ...] = ()
     heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config

@@ -67,7 +67,7 @@ def look(model: PreTrainedModel) -> Facts:
     if noisy := [name for other in others if (name := _first_difference(plain, other)) is not None]:
         _refuse(f"{_described(small, noisy[0])} that draws random numbers, with no number of its config to turn it off")
     base = watch.base = _called_base(small, plain)
-    prefix, first, counts_padding = watch.names[base], 0, True
+    prefix, first, counts_padding, stack = watch.names[base], 0, True, _stack(small, plain, base)
     if given := takes(base, "position_ids"):
         first, counts_padding = _default_positions(watch, ids, positions)
     _check_tokens(watch, ids, positions + first if given else None)
@@ -80,6 +80,9 @@ def look(model: PreTrainedModel) -> Facts:
         attention=_names(base, [watch.small.get_submodule(one.name) for one in plain.calls]),
         mixers=_names(base, [watch.small.get_submodule(name) for name in plain.mixed]),
         base=None if base is small.base_model else prefix,
+        stack=stack,
+        outside=stack is not None and _makes_masks_outside(plain, stack),
+        no_media=Facts.no_media if stack is None else "",
         masks=_masks(text_config(small.config), plain),
         heads=() if heads == (config_heads(small.config),) else heads,
         keywords=_reaches(watch, ids),
@@ -120,6 +123,7 @@ class MadeMask:
     mask: Tensor
     function: Callable[..., Tensor]  # (row, head, query, key) -> whether the query sees the key
     local_size: int | None  # the length of a window or a chunk
+    events: int  # that were seen before
 
 
 @dataclasses.dataclass
@@ -215,7 +219,8 @@ _watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # of the forward 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:
     """transformers' mask interface: make the mask of eager attention, and keep it."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **given)
-    _watch.get().seen.masks.append(MadeMask(mask, mask_function, local_size))
+    seen = _watch.get().seen
+    seen.masks.append(MadeMask(mask, mask_function, local_size, len(seen.events)))
     return mask
 
 
@@ -280,8 +285,29 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
     base: nn.Module = model.base_model
     called = [model.get_submodule(name) for name, _, is_output in seen.events if not is_output]
     inside = {*base.modules()} - ({model} if model.get_output_embeddings() is not None else set())
-    attending = {model.get_submodule(name) for name in (*(one.name for one in seen.calls), *seen.mixed)}
+    attending = _attending(model, seen)
     return next((m for m in called if m in inside and attending <= {*m.modules()}), base)
+
+
+def _stack(model: Any, seen: Seen, base: nn.Module) -> str | None:
+    """Return the name of the innermost model in `base` that is called with embeddings and attends; None for `base`."""
+    inside, attending = {*base.modules()} - {base}, _attending(model, seen)
+    called = dict.fromkeys(name for name, _, is_output in seen.events if not is_output)
+    stacks = [
+        name
+        for name, module in ((name, model.get_submodule(name)) for name in called)
+        if module in inside and isinstance(module, PreTrainedModel) and attending <= {*module.modules()}
+    ]
+    return next((x for x in reversed(stacks) if "inputs_embeds" in parameters_of(model.get_submodule(x))), None)
+
+
+def _makes_masks_outside(seen: Seen, stack: str) -> bool:
+    began = [*seen.events].index((stack, 0, False))
+    return any(made.events <= began for made in seen.masks)
+
+
+def _attending(model: Any, seen: Seen) -> set[nn.Module]:
+    return {model.get_submodule(name) for name in (*(one.name for one in seen.calls), *seen.mixed)}
 
 
 # ---- tokens

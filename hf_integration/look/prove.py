@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
@@ -25,11 +27,14 @@ from ds_seqpar.whole import whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..families import is_causal_lm, set_balance_weight
+from ..inputs import MEDIA
 from .facts import Facts, base_module, text_config
 from .look import tensors_in
+from .media import media_batch
 from .small import call, layers_of, small_copy, tokens_for
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
+MOST_ROUNDED = 1e-3  # difference that rounding may explain
 FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
 
 
@@ -54,12 +59,12 @@ def prove(
     facts: Facts,
     patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
-) -> None:
+) -> str:
     """Compare a small copy of a model, patched, with the same copy unpatched, in fp32. Collective over `sp`.
 
     Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. What
     a classifier gives a row may be of padding, or of one document of a pack: there the base model alone is given the
-    last two.
+    last two. Where they agree, a model that takes media is compared in batches with media too.
 
     Args:
         model: A transformers model, unwrapped. Its tensors are not read.
@@ -68,19 +73,26 @@ def prove(
         patch: Patches the copy.
         unpatch: Restores what it had.
 
+    Returns:
+        Why the model must not be given media, as a clause; "" where it may.
+
     Raises:
         ConfigError: They do not agree, or the copy does not run; on all ranks. The sentence names the first layer that
             differs.
     """
     began, error = time.monotonic(), None
-    if wrong := compared(model, sp, facts, patch, unpatch).wrong:
+    text, no_media = compared(model, sp, facts, patch, unpatch), facts.no_media
+    if wrong := text.wrong:
         error = ConfigError(
             f"a {type(model).__name__} must be exact in a small copy before it is trained; got one {wrong}, "
             "call sp.attention from a model of your own (docs/other_models.md)"
         )
     assert_ranks_agree(sp.groups.control, PROOF, None, error=error)
+    if not no_media and (wrong := compared(model, sp, facts, patch, unpatch, _media_batches).wrong):
+        no_media = f"a small copy of it with media was one {wrong}"
     seconds = time.monotonic() - began
     log_once(f"{model.config.model_type}: checked against an unsplit copy, of few small layers, in {seconds:.1f} s")
+    return no_media
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,22 +105,36 @@ class Comparison:
 
 
 def compared(
-    model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
+    model: Any,
+    sp: SequenceParallel,
+    facts: Facts,
+    patch: Callable[[Any], object],
+    unpatch: Callable[[Any], object],
+    batches: Callable[[Any, SequenceParallel], dict[str, Batch]] | None = None,
 ) -> Comparison:
-    """Return how a small copy of a model differs once it is patched. The arguments are those of `prove`."""
+    """Return how a small copy of a model differs once it is patched. The arguments are those of `prove`.
+
+    Args:
+        batches: (the copy, sp) -> batches by kind; None: those of text.
+    """
     with _in_fp32(sp):
         try:
-            return _compared(model, sp, facts, patch, unpatch)
+            return _compared(model, sp, facts, patch, unpatch, batches or _batches)
         except _Failed as reason:
             return Comparison(str(reason))
 
 
 def _compared(
-    model: Any, sp: SequenceParallel, facts: Facts, patch: Callable[[Any], object], unpatch: Callable[[Any], object]
+    model: Any,
+    sp: SequenceParallel,
+    facts: Facts,
+    patch: Callable[[Any], object],
+    unpatch: Callable[[Any], object],
+    batches: Callable[[Any, SequenceParallel], dict[str, Batch]],
 ) -> Comparison:
     small = called = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
     tolerance, largest, by_row = TOLERANCE[sp.config.comm_dtype], 0.0, False
-    for kind, batch in _batches(small, sp).items():
+    for kind, batch in _on_all(sp, lambda: batches(small, sp)).items():
         if kind == "packed" and sp.size == 1:  # forwards are the plain model's, which may mix documents
             continue
         if kind == "packed" and facts.balance:  # which is a mean over all documents
@@ -120,13 +146,26 @@ def _compared(
         by_row = expected.by_row
         patch(small)
         got = _on_all(sp, functools.partial(_outcome, called, [batch], sp), place)
+        unpatch(small)
         wrong, gap = difference(expected.values, got.values, tolerance)
+        if _number_on_all(sp, bool(wrong)):  # unless rounding alone makes as much
+            rounded = 2 * _on_all(sp, functools.partial(_rounding, called, alone, expected), place)
+            wrong, gap = difference(expected.values, got.values, max(tolerance, min(rounded, MOST_ROUNDED)))
         largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
             wrong = f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}{place}"
             return Comparison(wrong, kind, largest)
-        unpatch(small)
     return Comparison(largest=largest)
+
+
+def _rounding(model: Any, batches: list[Batch], expected: _Outcome) -> float:
+    """Return the largest difference that other rounding of its weights makes to what a plain model gives."""
+    other, draws = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=draws).to(parameter) * 2 - 1
+            parameter.mul_(1 + 2 * torch.finfo(parameter.dtype).eps * signs)
+    return difference(expected.values, _outcome(other, batches).values, 0.0)[1]
 
 
 class _Failed(Exception):
@@ -167,6 +206,30 @@ def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
     return {kind: {name: x.to(sp.device) for name, x in batch.items()} for kind, batch in batches.items()}
 
 
+def _media_batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
+    batch, reason = media_batch(model)
+    if batch is None:
+        raise ValueError(f"no batch with media was found for it: {reason}")
+    pad = getattr(text_config(model.config), "pad_token_id", None) or 0
+    return {"media": batch, "padded media": _padded(batch, pad)}
+
+
+def _padded(batch: Batch, pad: int) -> Batch:
+    """Return a batch with padding before its first and its last row, and behind the others."""
+    ids, length = batch["input_ids"], 7
+
+    def longer(x: Tensor, value: int) -> Tensor:
+        rows = [
+            F.pad(row, (length, 0) if n in (0, len(x) - 1) else (0, length), value=value) for n, row in enumerate(x)
+        ]
+        return torch.stack(rows)
+
+    values = {"input_ids": pad, "labels": IGNORE}
+    padded = {name: longer(x, values.get(name, 0)) for name, x in batch.items() if x.shape == ids.shape}
+    padded["labels"][[0, -1], length] = IGNORE  # from padding no token is predicted
+    return {**batch, **padded, "attention_mask": longer(torch.ones_like(ids), 0)}
+
+
 def _documents(batch: Batch) -> list[Batch]:
     """Return each document of a packed batch as a batch of its own."""
     documents = []
@@ -192,7 +255,8 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
             layer.register_forward_hook(lambda _, args, out, to=seen[-1]: to.append(tensors_in(out)[0].detach()))
         )
     outputs: list[list[Tensor]] = []
-    losses, by_row, total, has_loss = [], False, _predicted(batches), is_causal_lm(model)
+    losses, by_row, total = [], False, _predicted(batches)
+    has_loss = is_causal_lm(model) or any(name in MEDIA for batch in batches for name in batch)
     for batch in batches:
         number = _predicted([batch])
         output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})

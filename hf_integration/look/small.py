@@ -175,10 +175,12 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
             if (numbers := sum(x.numel() for x in type(model)(copy.deepcopy(config)).parameters())) > LARGEST:
                 raise ValueError(f"a copy with {layers} layers has {numbers} parameters")
         small = new_model(type(model), config)
-        for parameter in small.parameters():
+        for name, parameter in small.named_parameters():
             spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
             if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 hides what they do
                 parameter.add_(0.1 * torch.randn_like(parameter))
+                # heads that are as wide as the model's, whose scores are not scaled, would make much of rounding
+                parameter.mul_(0.25 if name.endswith("q_norm.weight") else 1)
             elif spread < wanted:
                 parameter.mul_(wanted / spread)
             if parameter.dim() > 1:  # padding in an embedding: what divides by its size has no gradient

@@ -33,10 +33,11 @@ from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mod
 from ..families import base_of, is_causal_lm, keep_name, patch_of, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
+from ..inputs import TABLE
 from ..look.facts import Facts, text_config
 from ..module_patch import patched
 from ..noise import OwnNoise, drawn_since
-from . import checkpointing, rope, whole_calls
+from . import checkpointing, media, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
 from .prompts import may_share
@@ -56,6 +57,7 @@ class Patch:
     layers: tuple[Any, ...]  # those that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
     experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
+    stack: nn.Module | None = None  # the module in the base model that shards calls with media
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
     above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
     untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
@@ -74,10 +76,15 @@ class Patch:
         return torch.compiler.is_compiling() and self.facts.keywords and not self.ropes and not self.tiled
 
 
-def hook(module: nn.Module, is_base: bool) -> list[RemovableHandle]:
-    """Register the hooks of a patched base model, or of a module around one."""
+def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
+    """Register the hooks of a patched base model, of the stack in it, or of a module around it.
+
+    Args:
+        module: The module.
+        before: What runs before its forward: `before_base`, `before_stack` or `before_head`.
+    """
     bind = functools.partial(_by_name, _argument_names(module))
-    before = functools.partial(_before_base if is_base else _before_head, bind)
+    before = functools.partial(before, bind)
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
         module.register_forward_hook(functools.partial(_after, bind), with_kwargs=True),
@@ -98,6 +105,7 @@ def _by_name(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> 
 
 
 Bind = Callable[[tuple, Mapping[str, Any]], dict[str, Any]]
+Before = Callable[[Bind, Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]
 
 # ---- which mode
 
@@ -113,6 +121,8 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
         return bool(patch.whole)
     moved = inputs.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(inputs))
     shares = may_share(patch.sp, unwrapped(module), patch.facts, inputs)
+    if not _is_sharded(inputs) and media.names_of(patch.facts, inputs):
+        return True
     return not (_is_sharded(inputs) or moved or shares) or takes_cache(module, inputs)
 
 
@@ -138,9 +148,10 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     """
     outer = current()
     context = ForwardContext(module=module, outer=outer)
-    if outer is not None and outer.module in patch.heads and outer.module is not module:
+    around = outer is not None and (outer.module in patch.heads or outer.media is not None)
+    if outer is not None and around and outer.module is not module:
         if outer.mode is None or (outer.mode == "whole" and outer.spec is None):
-            context = context.replace(within=True)
+            context = context.replace(within=True, media=outer.media)
         elif not outer.state.begun and _continues(patch, inputs, outer):
             context = outer.replace(module=module, outer=outer, within=True)
     set_current(context)
@@ -182,6 +193,8 @@ def _complete(
         if mistake := wrong_inputs(inputs):
             raise InputError(mistake)
     else:
+        if context.mode == "sharded" and (names := media.names_of(patch.facts, inputs)):
+            wrong = wrong or TABLE["pixel_values"].sentence.format(names[0])
         layout, backward = layout_of(inputs.get("placement")), torch.is_grad_enabled() and module.training
         patch.agreement.agree(inputs, wrong, backward, compiled, context.compared)
         if patch.ropes and cached is not None:
@@ -200,7 +213,7 @@ def _complete(
 # ---- modules around the base model
 
 
-def _before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Begin a forward of a module around the base model. One that gets whole outputs leaves sharding to that."""
     inner, inputs = unwrapped(module), bind(args, kwargs)
     patch = patch_of(inner)
@@ -228,7 +241,9 @@ def _begin_head(
     context = context.replace(mode=mode)
     if not context.has_all_tokens and patch.experts is not None:
         check_output(inner, inputs)
-    if mode == "whole" and module in patch.above:
+    if mode == "whole" and media.names_of(patch.facts, inputs):
+        context = _begin_media(patch, inner, inputs, context, compiled)
+    elif mode == "whole" and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
     else:
         if mode == "sharded":
@@ -242,6 +257,16 @@ def _begin_head(
     return inputs if context.spec is not None else None
 
 
+def _begin_media(
+    patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext, compiled: bool
+) -> ForwardContext:
+    """Compare the arguments of a call with media, and return its context. The stack inside will shard its own."""
+    names = media.names_of(patch.facts, inputs)
+    error = media.error_of(patch.facts, names, inputs, inner.config.model_type)
+    whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled, names, error)
+    return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2]))
+
+
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
     """Return why a module around the base model cannot take a sharded batch; "" where it can."""
     if not is_causal_lm(inner):
@@ -252,15 +277,25 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
 # ---- the base model
 
 
-def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     patch, inputs = patched(module).model, bind(args, kwargs)
     keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
     checkpointing.keep_attention(patch.layers, module, patch.sp)
+    if media.names_of(patch.facts, inputs):
+        return (), _between(patch, module, inputs, torch.compiler.is_compiling())
     if patch.in_graph and layout_of(inputs.get("placement")) is None and KEYWORD not in inputs:
         mode = _mode(patch, module, inputs)
         if mode in ("local", "sharded"):
             return (), _in_graph(patch, module, inputs, mode)
     return (), _between(patch, module, inputs, torch.compiler.is_compiling())
+
+
+def before_stack(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Shard what the stack is given in a call with media. In others the base model around it has sharded it."""
+    context = None if torch.compiler.is_compiling() else current()
+    if context is None or context.media is None or context.spec is not None:
+        return args, kwargs
+    return before_base(bind, module, args, kwargs)
 
 
 def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> dict[str, Any]:
@@ -282,6 +317,12 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
         context = given.replace(module=module, outer=given, within=True)
     if context.mode is None:
         context = context.replace(mode=_mode(patch, module, inputs))
+        is_stack = module is patch.stack
+        if not is_stack and context.media is None and context.mode == "whole" and media.names_of(patch.facts, inputs):
+            context = _begin_media(patch, module, inputs, context, compiled)
+        if not is_stack and context.media is not None:
+            set_current(context)
+            return inputs
         inputs, context = _complete(patch, module, inputs, context, "", compiled)
     context.state.begun = True
     set_current(context)
@@ -300,14 +341,15 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
     inputs.pop("placement", None)
-    positions, facts, sp = inputs.get("position_ids"), patch.facts, patch.sp
-    if positions is not None and context.layout is not None and not facts.counts_padding:
-        counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
-        positions = counted.to(positions.device).expand_as(positions)
-    if positions is not None and facts.first_position:
-        positions = positions + facts.first_position
+    positions, facts, sp, call = inputs.get("position_ids"), patch.facts, patch.sp, context.media
+    if positions is not None and (call is None or not call.counts):
+        if context.layout is not None and not facts.counts_padding:
+            counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
+            positions = counted.to(positions.device).expand_as(positions)
+        positions = positions + facts.first_position if facts.first_position else positions
     inputs["position_ids"] = positions
-    inputs |= {"attention_mask": NO_MASK, "use_cache": False}
+    mask = NO_MASK if call is None or call.mask is None else call.mask
+    inputs |= {"attention_mask": mask, "use_cache": False}
     return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
 

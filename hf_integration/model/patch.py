@@ -34,6 +34,7 @@ from ..families import (
     NAME,
     base_of,
     check_adapters,
+    check_config,
     check_model,
     heads_around,
     is_causal_lm,
@@ -55,12 +56,13 @@ from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
 from ..module_patch import patch_on, patched, restore
-from . import checkpointing, finite, latent, rope, whole_calls
+from . import checkpointing, finite, latent, media, rope, whole_calls
 from .agreement import Agreement
-from .forward import NO_MASK, Patch, hook
+from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hook
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
+NO_BLOCKS = media.Blocks()
 OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
 
 
@@ -104,7 +106,8 @@ def patch_attention(
     declared = joined(TABLE, inputs)
     facts, is_new = _checked(model, inner, sp), not is_tested(inner)
     if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and is_new)):
-        prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+        no_media = prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+        facts = dataclasses.replace(facts, no_media=no_media)
     return patch_by(model, inner, sp, facts, declared)
 
 
@@ -138,12 +141,15 @@ def patch_by(
     for module in mixing.values():
         mixers.share(module, sp)
     ropes = rope.embeddings(base_of(inner))
+    stack = None if facts.stack is None else inner.get_submodule(facts.stack)
     patch = Patch(
         sp=sp,
         facts=facts,
+        stack=stack,
         hooks=[
             *finite.watch(model, sp),
-            *hook(base_of(inner), True),
+            *hook(base_of(inner), before_base),
+            *(hook(stack, before_stack) if stack is not None else ()),
             *(handle for module in ropes for handle in rope.hook(module)),
         ],
         agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips, inputs),
@@ -152,7 +158,8 @@ def patch_by(
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
         tiled=tiled_modules.tile(inner, sp.config),
     )
-    patched(base_of(inner)).model = patch
+    for module in {base_of(inner), stack} - {None}:
+        patched(module).model = patch
     _patch_heads(patch, model)
     accelerators.watch(base_of(inner))
     return model
@@ -168,7 +175,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
         head for head in around if not tiled and not (is_plain_head(head) and patch.facts.shift_labels)
     )
     patch.untried += around if is_causal_lm(inner) else ()
-    patch.hooks += [handle for head in around for handle in hook(head, False)]
+    patch.hooks += [handle for head in around for handle in hook(head, before_head)]
     if inner in around or inner is base_of(inner):
         patch.hooks += [handle for x in token_modules(inner) for handle in whole_calls.compute_on_parts(x, patch.sp)]
     patch.sp.sharding.vocabularies[inner] = vocabulary
@@ -227,6 +234,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     inner = unwrapped(model)
     check_model(inner)
     facts = facts_of(inner)
+    check_config(inner, facts.outside)
     mixers.check(modules_of(inner, facts, "mixers").values())
     if sp is None:
         return
@@ -348,7 +356,8 @@ def _attention(
     if cached is not None:
         return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
-        return _attention_with_layout(sp, q, k, v, options, own.head_chunks, layout, chunk), None
+        blocks = context.media.blocks(attention_mask) if context.media is not None else NO_BLOCKS
+        return _attention_with_layout(sp, q, k, v, options, own.head_chunks, layout, chunk, blocks), None
     return sp.attention_agreed(q, k, v, options, own.head_chunks), None
 
 
@@ -356,7 +365,9 @@ def _mask(*, config: Any, **given: Any) -> Any:
     """transformers' mask interface: what `create_causal_mask` and its like give it makes the unpatched model's mask."""
     context = None if torch.compiler.is_compiling() else current()
     if context is not None and context.mode not in (None, "local"):
-        return NO_MASK
+        if context.media is None or context.spec is not None:
+            return NO_MASK
+        return context.media.add_mask(given["mask_function"], given)
     if (name := name_before(config)) not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     if getattr(config, "num_kv_shared_layers", 0):  # Gemma-4 drops queries unless its attention is called "sdpa"
@@ -392,6 +403,7 @@ def _attention_with_layout(
     head_chunks: int,
     layout: BatchLayout | None,
     chunk: int | None,
+    blocks: media.Blocks,
 ) -> Tensor:
     """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
     mask, tokens = options.mask, q.shape[1] * sp.size
@@ -399,6 +411,8 @@ def _attention_with_layout(
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
     if chunk is not None and not (layout is not None and layout.fits(chunk)):
         mask = _in_chunks(mask, chunk, tokens)
+    if blocks.spans:
+        mask = media.with_blocks(mask, blocks)
     shards = None if layout is None else layout.shards
     return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=shards), head_chunks)
 

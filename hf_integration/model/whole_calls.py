@@ -8,7 +8,7 @@ until its values are read (`ds_seqpar.whole`); only the loss is summed at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.compat import tensor_version
-from ds_seqpar.base.errors import ConfigError, InputError, as_seqpar_error
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ds_seqpar.base.on_devices import to_device
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batches import shard_call, shard_shared_prompts
 from ds_seqpar.data.random_states import OwnStream
-from ds_seqpar.data.value_checks import ValueChecks
+from ds_seqpar.data.value_checks import INTEGERS, ValueChecks
 from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
@@ -137,7 +137,9 @@ def _sharded(
     assert context.module is not None  # constants for graphs have none
     model: Any = unwrapped(context.module)
     sp, labeled = agreement.sp, inputs.get("labels") is not None
-    checks, cached = _compared(inputs), None
+    checks, cached, table = _compared(inputs), None, agreement.inputs
+    if context.media is not None:
+        inputs, table = context.media.of_stack(inputs, table)
     if takes_cache(context.module, inputs):
         cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, agreement.inputs)
         checks.fields["cache"] = str(cached.kept)
@@ -155,11 +157,13 @@ def _sharded(
         rows, tokens = 1, len(shared.tokens)
         checks.fields["shared prompts"] = str(shard["placement"])
     else:
-        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, agreement.inputs)
+        end_to_end = context.media is not None and any(x.spans for x in context.media.masks)
+        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, table, end_to_end)
     if labeled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
         cached.begin(shard.get("placement"))
+    if POSITIONS in shard:
         shard["position_ids"] = shard.pop(POSITIONS)
     spec = logits = ShardSpec.of(sp.sharding, rows, tokens, shard.get("placement"), "outputs")
     if keep := shard.pop("logits_to_keep", 0):
@@ -199,21 +203,40 @@ def _compared(inputs: Mapping[str, Any]) -> ValueChecks:
 
 
 @between_graphs
-def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], compiled: bool = False) -> None:
+def compare_inputs(
+    agreement: Agreement,
+    model: Any,
+    inputs: Mapping[str, Any],
+    compiled: bool = False,
+    media: Collection[str] = (),
+    error: SeqParError | None = None,
+) -> None:
     """Compare the arguments of a module that gets whole outputs; the model inside shards them.
 
     Args:
         compiled: Whether the module is compiled; its gradients would end at the base model.
+        media: The names of those of media, whose values are compared too.
+        error: What is wrong with the call.
 
     Raises:
         ConfigError, DisagreementError: On all ranks of the sequence, unless all call the module with the same
             arguments, and the model inside makes the outputs that it needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
-    error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
+    error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else error
     checks = _compared(inputs)
+    checks.compare({f"{name} by row": _sums_of_bits(inputs[name]) for name in media if _is_large(inputs[name])})
     checks.fields |= agreement.drawn
     agreement.compare_batch(checks, error)
+
+
+def _is_large(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1
+
+
+def _sums_of_bits(x: Tensor) -> Tensor:
+    """Return for each row of a tensor the sum of its numbers' bits, in one pass over pictures and without a copy."""
+    return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:

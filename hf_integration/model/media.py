@@ -1,0 +1,165 @@
+"""Calls with pictures, films or sounds: all around the stack of layers runs whole on each rank, the stack on shards.
+
+Models make features of media, put them in the place of tokens' embeddings, and call their stack of layers with these
+`inputs_embeds`. So all before that call is plain code, the same on all ranks, and the stack's call is a whole call.
+Padding and documents are those that the outermost call was given, whatever the model has made of them since.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
+from ds_seqpar.core.compiler.sharding.masks import Mask
+from ds_seqpar.core.runtime.operator import describe
+from ds_seqpar.data.inputs import INPUTS, LAYOUT, InputSpec, tokens
+
+from ..generation.forward import has_cache
+from ..inputs import MEDIA, POSITIONS, TYPES
+from ..look.facts import Facts
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The spans of tokens that see one another under a mask, in rows that lie end to end."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+    whole: bool = False  # whether a window leaves a token its whole span
+
+
+@dataclasses.dataclass(eq=False)
+class MediaCall:
+    """What the stack must know of the call of a model with media around it."""
+
+    shape: tuple[int, int]  # rows and tokens
+    layout: dict[str, Any]  # the arguments that say where padding and documents lie
+    masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
+    mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
+    counts: bool = False  # whether the stack was given its positions
+
+    def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
+        """Keep the blocks of a mask, and return what stands for it: four dims reach the layers unchanged."""
+        if (given["batch_size"], given["q_length"]) != self.shape or given["kv_length"] != self.shape[1]:
+            raise InputError(
+                f"a mask must be of the call's rows and tokens, {self.shape}; got {given['q_length']} tokens"
+            )
+        self.masks.append(blocks_of(function, self.shape, given["attention_mask"], given["device"]))
+        return torch.empty(1, 1, 0, len(self.masks), device=given["device"])
+
+    def blocks(self, mask: Any) -> Blocks:
+        """Return the blocks of the mask that a layer got."""
+        number = mask.shape[-1] if _stands_for_mask(mask) else 0
+        return self.masks[number - 1] if number else Blocks()
+
+    def of_stack(
+        self, given: Mapping[str, Any], table: Mapping[str, InputSpec]
+    ) -> tuple[dict[str, Any], Mapping[str, InputSpec]]:
+        """Return the arguments with which the stack is called, and how ranks share them."""
+        rows, length = self.shape
+        if tuple(given["inputs_embeds"].shape[:2]) != self.shape:
+            raise InputError(
+                f"features must come in place of tokens, of which there are {self.shape}; got inputs_embeds "
+                f"{describe(given['inputs_embeds'])} of the model, which ranks cannot share"
+            )
+        made = given.get("attention_mask")
+        masks = [*made.values()] if isinstance(made, Mapping) else [made]
+        if isinstance(made, Mapping) or _stands_for_mask(made):
+            self.mask = made
+        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, or what the model made of it
+            masks = []
+        if wrong := [x for x in masks if x is not None and not _stands_for_mask(x)]:
+            raise InputError(
+                f"masks must be made by transformers' makers of masks; got {describe(wrong[0])} of the model"
+            )
+        inputs = {name: x for name, x in given.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
+        if isinstance(positions := given.get("position_ids"), Tensor):
+            self.counts = True
+            inputs[POSITIONS] = positions.expand(*positions.shape[:-2], rows, length)
+            table = {**table, POSITIONS: tokens(inputs[POSITIONS].dim() - 1)}
+        return inputs | self.layout, table
+
+
+def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments for which all around the stack must see whole rows."""
+    return [
+        name for name, x in inputs.items() if x is not None and (name in MEDIA or (facts.outside and name in TYPES))
+    ]
+
+
+def begin(inputs: Mapping[str, Any], shape: tuple[int, int]) -> MediaCall:
+    """Return what the stack must know of a call of the outermost module. shape: rows and tokens."""
+    layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
+    positions = layout.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3:  # those of text are before three others, if any
+        layout |= {"position_ids": positions[0]} if len(positions) == 4 else {}
+        layout = layout if len(positions) == 4 else {n: x for n, x in layout.items() if n != "position_ids"}
+    return MediaCall(shape, layout)
+
+
+def error_of(facts: Facts, names: list[str], inputs: Mapping[str, Any], model_type: str) -> SeqParError | None:
+    """Return why a model cannot be called with media; None where it can."""
+    if facts.no_media:
+        return ConfigError(
+            f"ranks that share a {model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, leave "
+            "pictures, films and sounds out of the batch"
+        )
+    if has_cache(inputs):
+        return InputError(f"a batch with media takes no kv cache; got one beside {names[0]}, leave out use_cache")
+    return None
+
+
+def blocks_of(
+    function: Callable[..., Tensor], shape: tuple[int, int], padding: Tensor | None, device: torch.device
+) -> Blocks:
+    """Return the blocks of a causal mask: neighbors that see each other are in one.
+
+    Args:
+        function: (row, head, query, key) -> whether the query sees the key, as transformers' makers of masks have it.
+        shape: Rows and tokens.
+        padding: (rows, tokens), 0 for padding, which is in no block.
+        device: Of what the function reads.
+
+    Raises:
+        InputError: The keys that a query sees are not one interval.
+    """
+    rows, length = shape
+
+    def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if not len(row):
+            return torch.zeros(0, dtype=torch.bool, device=device)
+        return torch.vmap(function)(row, torch.zeros_like(row), query, key)
+
+    at = torch.arange(rows * length, device=device)
+    row, token = at // length, at % length
+    joined = sees(row, token, (token + 1).clamp(max=length - 1)) & (token + 1 < length)
+    if padding is not None:
+        real = padding.bool().flatten()
+        joined &= real & real.roll(-1)
+    before = torch.nn.functional.pad(joined[:-1], (1, 0), value=False)
+    first, last = (joined & ~before).nonzero().flatten(), (~joined & before).nonzero().flatten()
+    row, first_token, last_token = first // length, first % length, last % length
+    next_token = first_token.roll(-1)
+    apart = (row == row.roll(-1)) & (first_token < next_token)
+    if bool((~sees(row, first_token, last_token) | (apart & sees(row, first_token, next_token))).any()):
+        raise InputError(
+            "ranks share attention in which the keys of a token are one interval; got pictures of a row that see one "
+            "another, give each picture a row of its own"
+        )
+    whole = bool(sees(row, last_token, first_token).all())
+    return Blocks(tuple(zip(first.tolist(), (last + 1).tolist(), strict=True)), whole and len(first) > 0)
+
+
+@functools.lru_cache(maxsize=64)
+def with_blocks(mask: Mask, blocks: Blocks) -> Mask:
+    """Return a mask with blocks."""
+    return dataclasses.replace(mask, blocks=blocks.spans, whole_blocks=blocks.whole)
+
+
+def _stands_for_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4 and tuple(x.shape[:3]) == (1, 1, 0)
