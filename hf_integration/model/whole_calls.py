@@ -42,10 +42,6 @@ FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
     "fused_linear_cross_entropy=False, cross_entropy=False"
 )
-COMPILED = (
-    "a model that is given whole outputs of its base model needs to run uncompiled; got one inside torch.compile, "
-    "compile its layers instead (layer.compile())"
-)
 
 # tensor of a whole batch on a device -> (the same on the CPU, the version of the tensor then)
 _on_cpu = WeakTensorKeyDictionary()
@@ -198,22 +194,17 @@ def _compared(inputs: Mapping[str, Any]) -> ValueChecks:
     return checks
 
 
-@between_graphs
-def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any], compiled: bool = False) -> None:
+def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any]) -> None:
     """Compare the arguments of a module that gets whole outputs; the model inside shards them.
-
-    Args:
-        compiled: Whether the module is compiled; its gradients would end at the base model.
 
     Raises:
         ConfigError, DisagreementError: On all ranks of the sequence, unless all call the module with the same
             arguments, and the model inside makes the outputs that it needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
-    error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
     checks = _compared(inputs)
     checks.fields |= agreement.drawn
-    agreement.compare_batch(checks, error)
+    agreement.compare_batch(checks, ConfigError(FUSED) if fused else None)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
@@ -232,7 +223,6 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
     return ""
 
 
-@between_graphs
 def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mapping[str, Any], output: Any) -> Any:
     """Replace this rank's shards in the output of a whole call by whole tensors.
 
