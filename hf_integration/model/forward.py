@@ -329,7 +329,7 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
             _agree_on_finite(patch)
         return output
     is_base, is_whole = module is base_of(inner), context.spec is not None
-    if is_base and patch.experts is not None and not torch.compiler.is_compiling():
+    if is_base and patch.experts is not None and context.module is not None:  # else it is in a graph
         context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:
         return output
@@ -338,7 +338,7 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if context.mode == "decode":
         return output
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
-    if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
+    if sharded_loss and (module in patch.above or context.module is not None):  # a library's stays one graph
         _try_shard_loss(patch, module, inputs, output, context)
     _agree_on_finite(patch)
     if patch.experts is not None and not is_base:
