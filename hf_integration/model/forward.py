@@ -36,7 +36,7 @@ from ..graph_breaks import between_graphs
 from ..look.facts import Facts, text_config
 from ..module_patch import patched
 from ..noise import OwnNoise, drawn_since
-from . import checkpointing, rope, whole_calls
+from . import checkpointing, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
 from .prompts import may_share
@@ -193,7 +193,7 @@ def _complete(
         elif patch.ropes and context.shared is not None:
             rope_tokens = context.shared.shape[1]
         elif patch.ropes:
-            rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
+            rope_tokens = tokens_of(inputs).shape[1] * patch.sp.size if layout is None else layout.longest
     if cached is not None:
         cached.kept.running = True
     if not context.has_all_tokens and not compiled:

@@ -34,7 +34,7 @@ from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS
 from ..look.facts import Facts
 from ..noise import own_stream
-from .agreement import Agreement, common_misuse, tokens_of
+from .agreement import Agreement, common_misuse, compare_batch, tokens_of
 from .losses import check_loss, loss_function_error
 from .prompts import prompts_of_call, wants_token_numbers
 
@@ -103,7 +103,7 @@ def shard_inputs(
     try:
         return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
-        agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
+        compare_batch(agreement.sp, None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
 
 
@@ -121,7 +121,7 @@ def with_cache(
         cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks, agreement.inputs)
         cached.begin()
     except Exception as reason:
-        agreement.compare_batch(None, as_seqpar_error("reading a cache failed", reason))
+        compare_batch(agreement.sp, None, as_seqpar_error("reading a cache failed", reason))
         raise
     checks.fields["cache"] = str(cached.kept)
     return context.replace(cached=cached, compared=checks)
@@ -204,7 +204,7 @@ def compare_inputs(agreement: Agreement, model: Any, inputs: Mapping[str, Any]) 
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     checks = _compared(inputs)
     checks.fields |= agreement.drawn
-    agreement.compare_batch(checks, ConfigError(FUSED) if fused else None)
+    compare_batch(agreement.sp, checks, ConfigError(FUSED) if fused else None)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:

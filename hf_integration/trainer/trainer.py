@@ -200,7 +200,7 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         self._set_loss_check(base)
         for layer in layers_of(base) if self._compile else ():
             layer.compile(**self._compile)
-        if checks.extends(type(self), "RewardTrainer"):
+        if rollouts.base_of_trl(type(self), "RewardTrainer"):
             model.register_forward_pre_hook(_without_margin, with_kwargs=True, prepend=True)
 
     def _set_loss_check(self, base: nn.Module) -> None:
