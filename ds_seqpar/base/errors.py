@@ -82,11 +82,12 @@ def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
     Args:
         action: A clause, such as "loading data failed".
     """
-    if isinstance(reason, SeqParError):
+    is_of_worker = "Original Traceback" in str(reason)  # which loads data, and of which torch gives no more
+    if isinstance(reason, SeqParError) and not is_of_worker:
         return reason
     sentence = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the cause has the whole text
     found = f", {type(reason).__name__}: {sentence}"
-    if "Original Traceback" in str(reason):  # of a worker that loads data; its last line is the reason
+    if is_of_worker:
         found = f" in a worker, {str(reason).strip().splitlines()[-1]}"
     error = InputError(f"{action}{found}")
     error.__cause__ = reason

@@ -24,7 +24,7 @@ from ..compat import LEAF, ZERO_ID
 from ..context import current
 from ..families import base_of, is_of_liger, patch_of, unwrapped
 from ..graph_breaks import between_graphs
-from ..module_patch import is_overridden, override, override_forward, patched
+from ..module_patch import override, override_forward, patched
 from .tiled_function import tile_count, tiled, trained_parameters
 from .tiled_loss import model_forward
 
@@ -98,11 +98,6 @@ def evaluating_loss(model: nn.Module) -> Iterator[None]:
         patch.evaluating = False
 
 
-def has_tiled_loss(model: Any) -> bool:
-    """Return whether a model computes its loss in tiles."""
-    return is_overridden(model, "forward")
-
-
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
     """Return the dense MLPs.
 
@@ -122,14 +117,10 @@ def _norms(model: Any) -> list[nn.Module]:
     """
     base = base_of(model)
     children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
-    norms = [module for module in (*children, *base.children()) if _is_norm(module)]
+    norms = [module for module in (*children, *base.children()) if type(module).__name__.endswith("Norm")]
     for other in filter(_has_other_forward, norms):
         log_once(f"{SECTION}.mlp_tiles: a {type(other).__name__} with a forward of its own is not tiled")
     return [module for module in norms if not _has_other_forward(module)]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm")
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:

@@ -30,12 +30,12 @@ from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.guards import mismatch_hints
 from ds_seqpar.guards.agreement import Advice
 
-from ..families import base_of
+from ..families import base_of, patch_of
 from ..generation.forward import has_cache
 from ..inputs import TABLE
 from ..module_patch import patch_on
 from ..noise import noise_numbers
-from .checkpointing import is_checkpointed, layers_of
+from .checkpointing import is_checkpointed
 from .weights import check_not_flattened, compares_weights, fingerprint, trained_weights
 
 COMPILED = (
@@ -73,7 +73,6 @@ class Agreement:
         self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
         self.inputs = inputs  # how ranks share what the model is called with
         self.trained = 0  # forwards that a backward may follow
-        self.layers: list[weakref.ref] | None = None
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
@@ -84,14 +83,6 @@ class Agreement:
         copied = Agreement(self.sp, memo.get(id(model), model), self.patched, self.skips, self.inputs)
         copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
-
-    def compare_batch(self, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
-        """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
-        fields = None if batch is None else batch.fields
-        advice = _advice_of(self.sp)
-        self.sp.checker.check_deferred("whole batch", fields, error=error, call=FORWARD, advice=advice, like=())
-        if batch is not None:
-            batch.post(self.sp.checker)
 
     def agree(
         self, inputs: Mapping[str, Any], wrong: str, backward: bool, compiled: bool, batch: ValueChecks | None = None
@@ -110,8 +101,6 @@ class Agreement:
         """
         model, checker, like = self.model(), self.sp.checker, dict[str, Any]()
         layout = layout_of(inputs.get("placement"))
-        if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
-            self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         checks, tokens = batch or ValueChecks(at_once=("cpu",)), None
         try:
             if sentence := wrong_inputs(inputs) or wrong or _misuse(inputs) or self._replaced(model):
@@ -133,7 +122,7 @@ class Agreement:
         except SeqParError as reason:
             error = reason
         like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
-        like["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
+        like["checkpointed layers"] = sum(map(is_checkpointed, () if model is None else patch_of(model).layers))
         if not self.compared and model is not None:
             # accelerate's autocast is inside of the forward, where ranks do not compare any more
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
@@ -184,9 +173,12 @@ class Agreement:
         self.sp.checker.check_values(torch.stack([*sizes.values()]), fields)
 
 
-def raise_in_call(sp: SequenceParallel, error: SeqParError) -> None:
-    """Raise an error of this rank on all ranks of the sequence, which compare the batch of a whole call."""
-    sp.checker.check_deferred("whole batch", None, error=error, call=FORWARD, advice=_advice_of(sp), like=())
+def compare_batch(sp: SequenceParallel, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
+    """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
+    fields = None if batch is None else batch.fields
+    sp.checker.check_deferred("whole batch", fields, error=error, call=FORWARD, advice=_advice_of(sp), like=())
+    if batch is not None:
+        batch.post(sp.checker)
 
 
 def _advice_of(sp: SequenceParallel) -> Advice:

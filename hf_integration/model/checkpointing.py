@@ -30,7 +30,7 @@ def layers_of(model: nn.Module) -> tuple[Any, ...]:
 
 def is_checkpointed(layer: Any) -> bool:
     """Return whether the layer's next forward is checkpointed."""
-    return layer is not None and layer.training and layer.gradient_checkpointing
+    return layer.training and layer.gradient_checkpointing
 
 
 class AsInForward:

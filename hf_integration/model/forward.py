@@ -37,13 +37,17 @@ from ..inputs import TABLE
 from ..look.facts import Facts, text_config
 from ..module_patch import patched
 from ..noise import OwnNoise, drawn_since
-from . import checkpointing, media, rope, whole_calls
+from . import checkpointing, media, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
 from .prompts import may_share
 
 # passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
+WHOLE_COMPILED = (
+    "a model in torch.compile needs batches of sp.shard_batches; got a whole batch, or a kv cache, compile its layers "
+    "instead (layer.compile()), which take any"
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,9 +75,9 @@ class Patch:
         return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": []})
 
     @property
-    def in_graph(self) -> bool:
+    def is_one_graph(self) -> bool:
         """Whether nothing in a compiled forward needs the context between its graphs."""
-        return torch.compiler.is_compiling() and self.facts.keywords and not self.ropes and not self.tiled
+        return self.facts.keywords and not self.ropes and not self.tiled
 
 
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
@@ -202,7 +206,7 @@ def _complete(
         elif patch.ropes and context.shared is not None:
             rope_tokens = context.shared.shape[1]
         elif patch.ropes:
-            rope_tokens = rope.tokens_up_to_the_longest(tokens_of(inputs).shape[1], patch.sp.size, layout)
+            rope_tokens = tokens_of(inputs).shape[1] * patch.sp.size if layout is None else layout.longest
     if cached is not None:
         cached.kept.running = True
     if not context.has_all_tokens and not compiled:
@@ -219,22 +223,13 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if compiled := torch.compiler.is_compiling():
-        mode = "local" if KEYWORD in kwargs or wrong_inputs(inputs) else _mode(patch, module, inputs)
-        if mode == "local" or (mode == "sharded" and not _wrong_shard(inner, inputs)):
-            return args, kwargs  # the base model does all, in the graph
-    sharded = _begin_head(patch, module, inner, inputs, compiled)
-    return (args, kwargs) if sharded is None else ((), sharded)
-
-
-@between_graphs
-def _begin_head(
-    patch: Patch, module: nn.Module, inner: Any, inputs: dict[str, Any], compiled: bool
-) -> dict[str, Any] | None:
-    """Begin a forward. Return the arguments by name with this rank's shard, where a whole batch was sharded."""
+    if torch.compiler.is_compiling():  # the base model does all, in the graph
+        if not wrong_inputs(inputs):
+            _check_compiled(patch, module, inputs)
+        return args, kwargs
     context = _begin(patch, module, inputs)
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
-        return None
+        return args, kwargs
     mode, wrong = _mode(patch, module, inputs), ""
     if mode == "decode" and module in patch.above:
         mode = "whole"
@@ -242,28 +237,36 @@ def _begin_head(
     if not context.has_all_tokens and patch.experts is not None:
         check_output(inner, inputs)
     if mode == "whole" and media.names_of(patch.facts, inputs):
-        context = _begin_media(patch, inner, inputs, context, compiled)
+        context = _begin_media(patch, inner, inputs, context)
     elif mode == "whole" and module in patch.above:
-        whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled)
+        whole_calls.compare_inputs(patch.agreement, inner, inputs)
     else:
         if mode == "sharded":
             wrong = _wrong_shard(inner, inputs)
             tries_loss = module in patch.untried and inputs.get("labels") is not None
             context = context.replace(state=ForwardState(losses=[] if tries_loss else None))
-        inputs, context = _complete(patch, module, inputs, context, wrong, compiled)
+        inputs, context = _complete(patch, module, inputs, context, wrong)
     set_current(context)
-    if (compiled and context.spec is not None) or (context.cached is not None and patch.facts.keywords):
-        return {**inputs, KEYWORD: context}  # the base model may be compiled, and then finds none else
-    return inputs if context.spec is not None else None
+    if context.cached is not None and patch.facts.keywords:
+        return (), {**inputs, KEYWORD: context}  # the base model may be compiled, and then finds none else
+    return ((), inputs) if context.spec is not None else (args, kwargs)
 
 
-def _begin_media(
-    patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext, compiled: bool
-) -> ForwardContext:
+def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise InputError on all ranks for a batch that a compiled model cannot take."""
+    inner, mode = unwrapped(module), _mode(patch, module, inputs)
+    wrong = WHOLE_COMPILED if mode in ("whole", "decode") else ""
+    if mode == "sharded" and module is not base_of(inner):
+        wrong = _wrong_shard(inner, inputs)
+    if wrong:
+        torch.compiler.disable(patch.agreement.agree)(inputs, wrong, False, True)
+
+
+def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
     """Compare the arguments of a call with media, and return its context. The stack inside will shard its own."""
     names = media.names_of(patch.facts, inputs)
     error = media.error_of(patch.facts, names, inputs, inner.config.model_type)
-    whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled, names, error)
+    whole_calls.compare_inputs(patch.agreement, inner, inputs, names, error)
     return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2]))
 
 
@@ -281,13 +284,13 @@ def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) ->
     patch, inputs = patched(module).model, bind(args, kwargs)
     keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
     checkpointing.keep_attention(patch.layers, module, patch.sp)
-    if media.names_of(patch.facts, inputs):
-        return (), _between(patch, module, inputs, torch.compiler.is_compiling())
-    if patch.in_graph and layout_of(inputs.get("placement")) is None and KEYWORD not in inputs:
-        mode = _mode(patch, module, inputs)
-        if mode in ("local", "sharded"):
-            return (), _in_graph(patch, module, inputs, mode)
-    return (), _between(patch, module, inputs, torch.compiler.is_compiling())
+    if not torch.compiler.is_compiling():
+        return (), _arguments(patch, module, inputs)
+    if KEYWORD not in inputs:  # else it is of a head that is not compiled
+        _check_compiled(patch, module, inputs)
+        if patch.is_one_graph and layout_of(inputs.get("placement")) is None:
+            return (), _in_graph(patch, module, inputs)
+    return (), torch.compiler.disable(_arguments)(patch, module, inputs, compiled=True)
 
 
 def before_stack(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -298,9 +301,9 @@ def before_stack(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
     return before_base(bind, module, args, kwargs)
 
 
-def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> dict[str, Any]:
+def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a base model whose forward is part of one graph."""
-    if mode == "local":
+    if _mode(patch, module, inputs) == "local":
         if wrong := wrong_inputs(inputs):
             raise InputError(wrong)
         return {**inputs, KEYWORD: LOCAL}
@@ -308,8 +311,7 @@ def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any], mode: str) -> d
     return _for_layers(patch, module, {**inputs, "position_ids": positions}, SHARDED)
 
 
-@between_graphs
-def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) -> dict[str, Any]:
+def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     """Return the arguments of a base model by name, with this rank's shard, and with the context for its layers."""
     given = inputs.pop(KEYWORD, None)  # a compiled head's
     context = _begin(patch, module, inputs)
@@ -319,7 +321,7 @@ def _between(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool) 
         context = context.replace(mode=_mode(patch, module, inputs))
         is_stack = module is patch.stack
         if not is_stack and context.media is None and context.mode == "whole" and media.names_of(patch.facts, inputs):
-            context = _begin_media(patch, module, inputs, context, compiled)
+            context = _begin_media(patch, module, inputs, context)
         if not is_stack and context.media is not None:
             set_current(context)
             return inputs
@@ -365,7 +367,7 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
             _agree_on_finite(patch)
         return output
     is_base, is_whole = module is base_of(inner), context.spec is not None
-    if is_base and patch.experts is not None and not torch.compiler.is_compiling():
+    if is_base and patch.experts is not None and context.module is not None:  # else it is in a graph
         context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:
         return output
@@ -374,7 +376,7 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if context.mode == "decode":
         return output
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
-    if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
+    if sharded_loss and (module in patch.above or context.module is not None):  # a library's stays one graph
         _try_shard_loss(patch, module, inputs, output, context)
     _agree_on_finite(patch)
     if patch.experts is not None and not is_base:

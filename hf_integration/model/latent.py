@@ -32,32 +32,27 @@ def use_latent(module: Any) -> None:
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values; or (latent (B, s, R), matrix (H, R, D + Dv)), of three dims, for attention to expand."""
-    if not torch.compiler.is_compiling():
-        return _latent(module, kv_nope, k_rot)
-    if patched(module).sp.config.latent_attention == "latent":
-        return _latent_between_graphs(module, kv_nope, k_rot)
-    return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
-
-
-@between_graphs
-def _latent_between_graphs(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    if current() is None:
-        raise ConfigError(
-            f'{SECTION}.latent_attention "latent" needs a model that is not compiled as one, since its graphs do not '
-            'know what forward they are in; set "auto", with which they send keys and values'
-        )
+    if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
+        return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
     return _latent(module, kv_nope, k_rot)
 
 
+@between_graphs
 def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     expand, context, sp = type(module).expand_kv, current(), patched(module).sp
+    is_needed = sp.config.latent_attention == "latent"
+    if context is None and is_needed:
+        raise ConfigError(
+            f'{SECTION}.latent_attention "latent" needs a forward of the model, and one that is not compiled as one, '
+            'since its graphs do not know what forward they are in; set "auto", with which they send keys and values'
+        )
     if context is None or context.has_all_tokens or context.cached is not None:
         return expand(module, kv_nope, k_rot)
     tokens = context.layout.tokens if context.layout is not None else kv_nope.shape[2] * sp.size
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     sizes = tokens, module.num_heads, sum(widths), module.qk_head_dim + module.v_head_dim
     # the proof of a model changes the settings of the runtime
-    if not is_sent(sp.runtime.config, *sizes) or not _is_linear(module, sp.config.latent_attention == "latent"):
+    if not is_sent(sp.runtime.config, *sizes) or not _is_linear(module, is_needed):
         return expand(module, kv_nope, k_rot)
     units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
     matrix = torch.cat(expand(module, *units.split(widths, dim=-1)), dim=-1)

@@ -24,7 +24,7 @@ from ds_seqpar.whole import plain
 from ..families import base_of, is_causal_lm, patch_of, unwrapped, vocabulary
 from ..memory.tiled_function import GradientSums, tiled_by_token
 from ..memory.tiled_loss import Instead, class_forward, loss_tiles, through, without_tokens
-from .agreement import raise_in_call
+from .agreement import compare_batch
 from .forward import Patch
 
 TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
@@ -58,7 +58,7 @@ def log_probs(
             raise InputError(f"log_probs needs whole rows; got {min(sharded)} of a shard, give it the rows before that")
     except Exception as reason:
         if sp.size > 1 and not (patch and patch.whole):  # other ranks compare the batch of the call
-            raise_in_call(sp, as_seqpar_error("asking for log-probabilities failed", reason))
+            compare_batch(sp, None, as_seqpar_error("asking for log-probabilities failed", reason))
         raise
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}

@@ -55,7 +55,7 @@ from ..look.facts import Facts, masks, modules_of, text_config
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
-from ..module_patch import patch_on, patched, restore
+from ..module_patch import is_overridden, patch_on, patched, restore
 from . import checkpointing, finite, latent, media, rope, whole_calls
 from .agreement import Agreement
 from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hook
@@ -169,7 +169,7 @@ def _patch_heads(patch: Patch, model: nn.Module) -> None:
     """Hook the modules around a patched base model that are not hooked yet; there may be several heads around one."""
     inner = unwrapped(model)
     around = tuple(head for head in heads_around(model) if head not in patch.heads)
-    tiled = tiled_modules.has_tiled_loss(inner)  # a custom forward then runs once for each tile
+    tiled = is_overridden(inner, "forward")  # a custom forward then runs once for each tile of the loss
     patch.heads += around
     patch.above += tuple(
         head for head in around if not tiled and not (is_plain_head(head) and patch.facts.shift_labels)

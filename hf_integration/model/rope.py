@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ds_seqpar.data.batch_layout import BatchLayout
-
 from ..context import current
 from ..graph_breaks import between_graphs
 
@@ -21,30 +19,14 @@ ROPE_TYPES = ("dynamic", "longrope")
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the RoPE embeddings of a model whose frequencies depend on the longest position."""
-    return tuple(module for module in model.modules() if set(ROPE_TYPES) & set(_rope_types(module)))
-
-
-def _rope_types(module: nn.Module) -> tuple[str, ...]:
-    rope_type = getattr(module, "rope_type", ())  # a dict by layer type, in families that have several
-    return (
-        (rope_type,) if isinstance(rope_type, str) else tuple(rope_type.values() if isinstance(rope_type, dict) else ())
-    )
+    types = {module: getattr(module, "rope_type", None) for module in model.modules()}
+    # a dict by layer type, in families that have several
+    return tuple(m for m, x in types.items() if {*ROPE_TYPES} & ({*x.values()} if isinstance(x, dict) else {x}))
 
 
 def hook(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
     """Hook an embedding, so that it gets the longest position in forwards that are not local."""
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)
-
-
-def tokens_up_to_the_longest(local_tokens: int, size: int, placement: BatchLayout | None) -> int:
-    """Return the number of tokens up to the longest position.
-
-    Args:
-        local_tokens: Tokens of a row that a rank holds.
-        size: The number of ranks that share sequences equally.
-        placement: The batch's layout, where they do not.
-    """
-    return local_tokens * size if placement is None else placement.longest
 
 
 @between_graphs

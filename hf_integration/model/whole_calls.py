@@ -34,17 +34,13 @@ from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS
 from ..look.facts import Facts
 from ..noise import own_stream
-from .agreement import Agreement, common_misuse, tokens_of
+from .agreement import Agreement, common_misuse, compare_batch, tokens_of
 from .losses import check_loss, loss_function_error
 from .prompts import prompts_of_call, wants_token_numbers
 
 FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
     "fused_linear_cross_entropy=False, cross_entropy=False"
-)
-COMPILED = (
-    "a model that is given whole outputs of its base model needs to run uncompiled; got one inside torch.compile, "
-    "compile its layers instead (layer.compile())"
 )
 
 # tensor of a whole batch on a device -> (the same on the CPU, the version of the tensor then)
@@ -107,7 +103,7 @@ def shard_inputs(
     try:
         return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context)
     except Exception as reason:
-        agreement.compare_batch(None, as_seqpar_error("sharding a whole batch failed", reason))
+        compare_batch(agreement.sp, None, as_seqpar_error("sharding a whole batch failed", reason))
         raise
 
 
@@ -125,7 +121,7 @@ def with_cache(
         cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks, agreement.inputs)
         cached.begin()
     except Exception as reason:
-        agreement.compare_batch(None, as_seqpar_error("reading a cache failed", reason))
+        compare_batch(agreement.sp, None, as_seqpar_error("reading a cache failed", reason))
         raise
     checks.fields["cache"] = str(cached.kept)
     return context.replace(cached=cached, compared=checks)
@@ -202,19 +198,16 @@ def _compared(inputs: Mapping[str, Any]) -> ValueChecks:
     return checks
 
 
-@between_graphs
 def compare_inputs(
     agreement: Agreement,
     model: Any,
     inputs: Mapping[str, Any],
-    compiled: bool = False,
     media: Collection[str] = (),
     error: SeqParError | None = None,
 ) -> None:
     """Compare the arguments of a module that gets whole outputs; the model inside shards them.
 
     Args:
-        compiled: Whether the module is compiled; its gradients would end at the base model.
         media: The names of those of media, whose values are compared too.
         error: What is wrong with the call.
 
@@ -223,11 +216,11 @@ def compare_inputs(
             arguments, and the model inside makes the outputs that it needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
-    error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else error
+    error = ConfigError(FUSED) if fused else error
     checks = _compared(inputs)
     checks.compare({f"{name} by row": _sums_of_bits(inputs[name]) for name in media if _is_large(inputs[name])})
     checks.fields |= agreement.drawn
-    agreement.compare_batch(checks, error)
+    compare_batch(agreement.sp, checks, error)
 
 
 def _is_large(x: Any) -> bool:
@@ -255,7 +248,6 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
     return ""
 
 
-@between_graphs
 def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mapping[str, Any], output: Any) -> Any:
     """Replace this rank's shards in the output of a whole call by whole tensors.
 

@@ -85,11 +85,6 @@ def check_kind(trainer_class: type) -> None:
             check_calls(base)
 
 
-def extends(trainer_class: type, name: str) -> bool:
-    """Return whether a class extends a Trainer of trl's."""
-    return any(base.__name__ == name and base.__module__.startswith("trl.") for base in trainer_class.__mro__)
-
-
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
     unmet = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,11 +45,13 @@ Behind: Any = object  # stands in for the class after the mixin; type checkers t
 
 def rolls_out(trainer: Any) -> bool:
     """Return whether a Trainer trains on what it generates."""
-    return any(map(_is_trls, type(trainer).__mro__))
+    return base_of_trl(type(trainer), *ROLLOUTS) is not None
 
 
-def _is_trls(base: type) -> bool:
-    return base.__name__ in ROLLOUTS and base.__module__.startswith("trl.")
+def base_of_trl(trainer_class: type, *names: str) -> type | None:
+    """Return the class of trl's, with one of these names, that a class is or extends; None where there is none."""
+    bases = (x for x in trainer_class.__mro__ if x.__name__ in names and x.__module__.startswith("trl."))
+    return next(bases, None)
 
 
 def check_length(trainer: Any, group_generation_over: object) -> None:
@@ -71,9 +72,10 @@ def check(trainer: Any) -> None:
     Raises:
         ConfigError: If completions would not be divided among the ranks of a group.
     """
-    classes = [*type(trainer).__mro__]
-    compat.check_rollouts(next(filter(_is_trls, classes)))
-    for base in itertools.takewhile(lambda x: not _is_trls(x), classes[classes.index(Rollouts) + 1 :]):
+    classes, of_trl = [*type(trainer).__mro__], base_of_trl(type(trainer), *ROLLOUTS)
+    assert of_trl is not None
+    compat.check_rollouts(of_trl)
+    for base in classes[classes.index(Rollouts) + 1 : classes.index(of_trl)]:
         if own := sorted({*compat.REBOUND} & {*vars(base)}):
             raise ConfigError(
                 f"a class between SequenceParallelMixin and trl's trainer must not have a method {own[0]}, whose "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -45,6 +46,7 @@ from ..families import unwrapped
 from ..loaders import stream_of
 from ..model import whole_calls
 from ..model.agreement import common_misuse
+from ..model.checkpointing import layers_of
 from ..model.patch import patch_attention, unpatch_attention
 from . import checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
@@ -152,6 +154,10 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
             plugin.deepspeed_config.pop(key, None)
         self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
         self.gather_function = self.accelerator.gather_for_metrics
+        dynamo, self._compile = self.accelerator.state.dynamo_plugin, {}
+        if dynamo.backend != DynamoBackend.NO:  # whole batches are shared between graphs, so layers are compiled
+            self._compile, dynamo.backend = dynamo.to_kwargs(), DynamoBackend.NO
+            log_once("sequence_parallel: torch_compile compiles each layer by itself, in place of the model")
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         model = super().call_model_init(trial)
@@ -192,7 +198,9 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         patch_attention(base, self.sp, self._inputs)
         checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._set_loss_check(base)
-        if checks.extends(type(self), "RewardTrainer"):
+        for layer in layers_of(base) if self._compile else ():
+            layer.compile(**self._compile)
+        if rollouts.base_of_trl(type(self), "RewardTrainer"):
             model.register_forward_pre_hook(_without_margin, with_kwargs=True, prepend=True)
 
     def _set_loss_check(self, base: nn.Module) -> None:

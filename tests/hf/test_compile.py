@@ -56,21 +56,26 @@ def test_a_compiled_patched_model_is_one_graph_and_refuses_what_an_eager_one_doe
 
 
 def on_whole_batches():
-    """Differences of gradients and loss between a patched and compiled LLaMA and the plain one, on whole batches. Whole
-    logits are part of the loss."""
+    """What a compiled model says of whole batches; and differences of gradients and loss between a patched LLaMA whose
+    layers are compiled and the plain one. Whole logits are part of the loss."""
     plain, model, sp = small(), small(), make()
     model.patch_attention(sp)
-    compiled, (batch,) = torch.compile(model, backend="eager"), window()
+    (batch,) = window()
+    refused = refusal(torch.compile(model, backend="eager"), **batch)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
     losses = []
-    for its in (plain, compiled):
+    for its in (plain, model):
         output = its(**batch)
         losses.append(output.loss + output.logits[:, :-1].logsumexp(-1).pow(2).mean())
         losses[-1].backward()
-    return gap(averaged(model), families.gradients(plain)), abs((losses[1] - losses[0]).item())
+    return refused, gap(averaged(model), families.gradients(plain)), abs((losses[1] - losses[0]).item())
 
 
-def test_a_compiled_model_takes_whole_batches():
-    for differences in on_ranks(2, on_whole_batches, timeout=300):
+def test_compiled_layers_take_whole_batches_and_a_compiled_model_refuses_them():
+    for (kind, message), *differences in on_ranks(2, on_whole_batches, timeout=300):
+        assert kind == "InputError"
+        assert "layer.compile()" in message
         assert max(differences) < 1e-5
 
 

@@ -167,6 +167,12 @@ def in_fsdp(model):
     return fully_shard([fully_shard(layer) for layer in model.model.layers] and model)
 
 
+def with_compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
 def in_ddp(model):
     return DistributedDataParallel(model, find_unused_parameters=True)
 
@@ -180,7 +186,7 @@ WRAPPERS = {
     "head chunks, tiled MLPs": (("qwen3", {}), {"head_chunks": 2, "mlp_tiles": 3}, as_it_is),
     "scaled logits": (("cohere2", {}), {"ulysses": 1}, as_it_is),
     "divided logits": (("granite", {}), {"ulysses": 1}, as_it_is),
-    "compiled": (("llama", {}), {}, lambda model: torch.compile(model, backend="aot_eager")),
+    "compiled": (("llama", {}), {}, with_compiled_layers),
     "checkpoints": (("qwen3", {}), {}, as_it_is),
 }
 FEW = ["DDP, LoRA on the head", "FSDP2", "tied, in loss tiles", "scaled logits"]

@@ -259,7 +259,7 @@ def test_one_rank_draws_what_a_plain_model_draws(sharded):
 
 def compiled(sp):
     model = patch_attention(dropping("q_proj"), sp)
-    torch.compile(model, backend="eager")(**batch()).loss.backward()
+    torch.compile(model, backend="eager")(**sp.shard_batch(batch())).loss.backward()
 
 
 def of_other_numbers(sp):

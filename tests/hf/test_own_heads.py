@@ -206,8 +206,8 @@ def test_outputs_stay_in_parts_and_inputs_are_compared():
     assert kind == "DisagreementError"
     assert missing(message, "same whole batch", "rank 1: weights") == []
     kind, message = refusal(torch.compile(model, backend="eager"), **batch)
-    assert kind == "ConfigError"
-    assert missing(message, "needs to run uncompiled", "layer.compile()") == []
+    assert kind == "InputError"
+    assert missing(message, "torch.compile", "layer.compile()") == []
     kind, message = refusal(patch_attention(of(LlamaForSequenceClassification), sp), **sp.shard_batch(labeled()))
     assert kind == "InputError"
     assert missing(message, "LlamaForSequenceClassification needs whole batches", "give it the whole") == []
