@@ -1,14 +1,18 @@
 """Models that share sequences take pictures and sounds: exact, or refused in a sentence on every rank."""
 
+import copy
+
 import pytest
 import torch
 
 from hf_integration import patch_attention
+from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.grids import each_then_rest
+from tests.hf.conformance import _errors
 from tests.hf.media_types import TYPES, model_of
-from tests.hf.pictures import KINDS, batches_of, outcomes
+from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
 from tests.launch import on_ranks
 from tests.words import missing
 
@@ -129,3 +133,29 @@ def test_types_that_are_not_proved_take_text_alone():
             assert is_one_sentence(sentence)
             assert missing(sentence, "pixel_values", "text alone") == []
             assert takes_text
+
+
+def packs(name):
+    """Return whether two rows with pictures in one pack give what they give as rows, and by how much they do not."""
+    sp = make(size=2, ulysses=1, prove="never")
+    model = small_copy(model_of(name))[0].train()
+    shared = patch_attention(copy.deepcopy(model), sp)
+    batch, _ = media_batch(model, rows=((0,), (1,)))
+    rows, length = batch["input_ids"].shape
+    batch["labels"][:, 0] = -100  # which no token predicts
+    if hasattr(model.model, "get_rope_index"):
+        given = {key: x for key, x in batch.items() if key not in ("labels", "pixel_values")}
+        axes = model.model.get_rope_index(**given)[0]
+    else:
+        axes = torch.empty(0, rows, length, dtype=torch.int64)
+    axes = torch.cat([torch.arange(length).expand(1, rows, length), axes])
+    positions = axes.flatten(1)[:, None] if len(axes) > 1 else axes.flatten(1)
+    pack = {key: x.reshape(1, -1) if x.shape == (rows, length) else x for key, x in batch.items()}
+    wanted, found = outcome(model, batch), outcome(shared, pack | {"position_ids": positions}, sp.size)
+    return _errors((found[0].reshape(wanted[0].shape), *found[1:]), wanted)
+
+
+@pytest.mark.parametrize("name", each_then_rest(["qwen3_vl"], ["llava", "gemma3"]))
+def test_documents_of_a_pack_see_their_own_pictures(name):
+    for errors in on_ranks(2, packs, name):
+        assert max(errors.values()) < LIMIT, errors
