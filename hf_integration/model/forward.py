@@ -236,11 +236,11 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
     context = context.replace(mode=mode)
     if not context.has_all_tokens and patch.experts is not None:
         check_output(inner, inputs)
-    if mode == "whole" and media.names_of(patch.facts, inputs):
+    if mode == "whole" and context.media is None and media.names_of(patch.facts, inputs):
         context = _begin_media(patch, inner, inputs, context)
-    elif mode == "whole" and module in patch.above:
+    elif mode == "whole" and context.media is None and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs)
-    else:
+    elif context.media is None:
         if mode == "sharded":
             wrong = _wrong_shard(inner, inputs)
             tries_loss = module in patch.untried and inputs.get("labels") is not None

@@ -1,0 +1,161 @@
+"""Models that share sequences take pictures and sounds: exact, or refused in a sentence on every rank."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_integration import patch_attention
+from hf_integration.look.media import media_batch
+from hf_integration.look.small import call, small_copy
+from tests.dist.ranks import is_one_sentence, lacking, make, refusal
+from tests.grids import each_then_rest
+from tests.hf.conformance import _errors
+from tests.hf.media_types import TYPES, model_of
+from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
+from tests.launch import on_ranks
+from tests.words import missing
+
+pytestmark = pytest.mark.usefixtures("compiled")
+# positions of three axes and features for several layers; blocks that see themselves, with windows; plain; sound
+FEW = ("qwen3_vl", "gemma3", "llava", "voxtral")
+EXACT, TOLD = "exact", ("exact", "refused", "plain")
+
+
+def test_a_type_of_each_kind_is_exact():
+    assert outcomes(FEW) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FEW])
+def test_every_type_is_exact_or_refused(model_type):
+    words = outcomes([model_type])[model_type]
+    assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
+
+
+@pytest.mark.parametrize("model_type", each_then_rest(["gemma3"], [name for name in FEW if name != "gemma3"]))
+def test_it_is_so_on_four_ranks(model_type):
+    assert outcomes([model_type], world=4) == {model_type: dict.fromkeys(KINDS, EXACT)}
+
+
+def text_of(batch):
+    return {name: x for name, x in batch.items() if name not in ("pixel_values", "image_grid_thw")}
+
+
+def shifted(batch, name, rank):
+    return batch | {name: batch[name].roll(1, 0) if rank else batch[name]}
+
+
+# what is wrong -> (a call(model, sp, batch), words that every rank is told)
+WRONG = {
+    "pictures on one rank": (
+        lambda model, sp, batch: call(model, **(text_of(batch) if sp.rank else batch)),
+        ["same whole batch", "rank 1: ", "no pixel_values"],
+    ),
+    "the same pictures in another order": (
+        lambda model, sp, batch: call(model, **shifted(batch, "pixel_values", sp.rank)),
+        ["same whole batch", "pixel_values by row"],
+    ),
+    "other sizes": (
+        lambda model, sp, batch: call(model, **shifted(batch, "image_grid_thw", sp.rank)),
+        ["same whole batch", "image_grid_thw"],
+    ),
+    "pictures in shard_batches": (lambda model, sp, batch: sp.shard_batch(batch), ["pixel_values", "whole batch"]),
+    "pictures beside a shard": (
+        lambda model, sp, batch: model(**sp.shard_batch(text_of(batch)), pixel_values=batch["pixel_values"]),
+        ["needs whole batches", "got a sharded one"],
+    ),
+    "a cache": (lambda model, sp, batch: model(**batch, use_cache=True), ["no kv cache", "use_cache"]),
+    "fewer tokens than features": (
+        lambda model, sp, batch: call(model, **batch | {"input_ids": batch["input_ids"].clamp(max=3)}),
+        ["tokens"],
+    ),
+}
+
+
+def wrong_uses():
+    sp = make(size=2, ulysses=1, prove="never")
+    model = small_copy(model_of("qwen3_vl"))[0].train()
+    batch, found = batches_of(model)[0]["media"], {}
+    patch_attention(model, sp)
+    for name, (use, _) in WRONG.items():
+        model.train(name != "a cache")
+        try:
+            found[name] = refusal(use, model, sp, batch)
+        except ValueError as error:
+            found[name] = type(error).__name__, str(error)
+    return found, bool(call(model.train(), **batch).loss.isfinite())
+
+
+def test_wrong_uses_end_in_a_sentence_on_every_rank():
+    for found, goes_on in on_ranks(2, wrong_uses):
+        assert goes_on
+        assert {
+            name: found[name] for name, (_, words) in WRONG.items() if lacking(found[name], found[name][0], *words)
+        } == {}
+
+
+def mixes(module, args):
+    """A layer that mixes tokens, once there were pictures: text alone does not show it."""
+    return (args[0] + module.seen * args[0].mean(1, keepdim=True), *args[1:])
+
+
+def sees(module, args, output):
+    LAYERS[-1].seen = 1.0
+
+
+LAYERS = []
+
+
+def refused_types():
+    sp, found = make(size=2, ulysses=1), {}
+    for name in ("llava", "mllama"):
+        model = small_copy(model_of(name))[0].train()
+        if name == "llava":
+            layer = model.model.language_model.layers[0]
+            layer.seen = 0.0
+            LAYERS.append(layer)
+            layer.register_forward_pre_hook(mixes)
+            model.model.vision_tower.register_forward_hook(sees)
+        patch_attention(model, sp)
+        ids = torch.arange(32).view(2, 16) + 3
+        found[name] = (
+            refusal(call, model, ids, pixel_values=torch.ones(1, 3, 16, 16)),
+            bool(call(model, ids, labels=ids).loss.isfinite()),
+        )
+    return found
+
+
+def test_types_that_are_not_proved_take_text_alone():
+    for found in on_ranks(2, refused_types):
+        for (kind, sentence), takes_text in found.values():
+            assert kind == "ConfigError"
+            assert is_one_sentence(sentence)
+            assert missing(sentence, "pixel_values", "text alone") == []
+            assert takes_text
+
+
+def packs(name):
+    """Return whether two rows with pictures in one pack give what they give as rows, and by how much they do not."""
+    sp = make(size=2, ulysses=1, prove="never")
+    model = small_copy(model_of(name))[0].train()
+    shared = patch_attention(copy.deepcopy(model), sp)
+    batch, _ = media_batch(model, rows=((0,), (1,)))
+    rows, length = batch["input_ids"].shape
+    batch["labels"][:, 0] = -100  # which no token predicts
+    if hasattr(model.model, "get_rope_index"):
+        given = {key: x for key, x in batch.items() if key not in ("labels", "pixel_values")}
+        axes = model.model.get_rope_index(**given)[0]
+    else:
+        axes = torch.empty(0, rows, length, dtype=torch.int64)
+    axes = torch.cat([torch.arange(length).expand(1, rows, length), axes])
+    positions = axes.flatten(1)[:, None] if len(axes) > 1 else axes.flatten(1)
+    pack = {key: x.reshape(1, -1) if x.shape == (rows, length) else x for key, x in batch.items()}
+    wanted, found = outcome(model, batch), outcome(shared, pack | {"position_ids": positions}, sp.size)
+    return _errors((found[0].reshape(wanted[0].shape), *found[1:]), wanted)
+
+
+@pytest.mark.parametrize("name", each_then_rest(["qwen3_vl"], ["llava", "gemma3"]))
+def test_documents_of_a_pack_see_their_own_pictures(name):
+    for errors in on_ranks(2, packs, name):
+        assert max(errors.values()) < LIMIT, errors
