@@ -29,8 +29,8 @@ class Cut(NamedTuple):
     dim: int = 0  # of the patches
     frames: bool = False  # whether the frames of a film can be on several ranks
     drops: bool = False  # whether pictures of zeros, which pad rows, have no features
-    # how results of shares are joined: the dim in which tensors are; LIST: elements are of pictures; (EACH, how elements
-    # are); {name: how}; SAME: all shares have the same
+    # how results of shares are joined: the dim in which tensors are; LIST: elements are of pictures; (EACH, how those
+    # are joined); {name: how}; SAME: all shares have the same
     joined: Any = SAME
 
 
@@ -208,7 +208,7 @@ def cut_of(method: Callable[..., Any], arguments: Mapping[str, Any], narrow: boo
         try:
             with torch.no_grad():
                 return _found(method, arguments, cut, narrow)
-        except Exception:  # noqa: S112, PERF203 - what cannot be called with a share is not divided so
+        except Exception:  # what cannot be called with a share is not divided so
             continue
     return None
 
@@ -228,7 +228,7 @@ def _found(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut, n
 
 
 def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
-    (name, values), *others = [(name, x) for name, x in arguments.items() if isinstance(x, Tensor)]
+    (_, values), *others = [(name, x) for name, x in arguments.items() if isinstance(x, Tensor)]
     for grid, x in others:
         if not x.is_floating_point() and x.dim() == 2 and x.shape[1] in (2, 3):
             films = (True, False) if x.shape[1] == 3 and (x[:, 0] > 1).any() else (False,)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.compat import tree_leaves, tree_map
-from ds_seqpar.base.errors import ConfigError, as_seqpar_error
+from ds_seqpar.base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.core.runtime.buffers import sum_dtype
 from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree
 from ds_seqpar.guards.waits import explaining_failure
@@ -34,6 +33,7 @@ from ..context import LOCAL, current, entered
 from ..look.media import PICTURES, media_batch
 from ..look.small import call, small_copy
 from ..noise import own_stream
+from . import joining
 from .cuts import GRID, Cut, Pictures, cut_of, joined, sent
 
 FILMS = "get_video_features"
@@ -62,41 +62,52 @@ def _names(method: Callable[..., Any]) -> list[str]:
     return [*inspect.signature(method).parameters]
 
 
-def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut] | None = None) -> list[Undivided]:
-    """Divide the pictures of a model's whole calls among the ranks of a sequence. Collective over them.
+def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
+    """Return how a model's methods that make features are divided, by their names. Collective over `sp`.
 
     Args:
-        model: A transformers model, unwrapped.
+        model: A transformers model, unwrapped. Its tensors are not read.
         sp: Whose ranks share sequences.
-        cuts: From `cuts_of`, by the name of the method; None: a small copy is looked at.
-
-    Returns:
-        What undoes it, by `remove`.
 
     Raises:
         ConfigError: `divide_media` is true, and the pictures of this model cannot be divided.
     """
-    setting, owners = sp.config.divide_media, {name: owner_of(model, name) for name in METHODS}
-    if sp.size == 1 or setting is False or not any(owners.values()):
-        return []
-    error, reason = None, "features of its pictures are others where pictures are alone"
-    if cuts is None:
-        try:
-            small = small_copy(model)[0].train()
-            batch, reason = media_batch(small)
-            cuts = {} if batch is None else cuts_of(small, batch)
-        except Exception as failed:  # reported to the other ranks
-            error = as_seqpar_error("looking at a model with pictures failed", failed)
-    if setting is True and not cuts:
-        error = error or ConfigError(
-            f"divide_media needs a model whose pictures can be computed apart; got {type(model).__name__}: {reason}, "
-            'set it to "auto"'
-        )
+    setting, cuts = sp.config.divide_media, Cuts()
+    if sp.size == 1 or setting is False or not any(owner_of(model, name) for name in METHODS):
+        return cuts
+    error: SeqParError | None = None
+    try:
+        small = small_copy(model)[0].train()
+        batch, reason = media_batch(small)
+        cuts = cuts if batch is None else cuts_of(small, batch)
+        if setting is True and not cuts:
+            reason = reason or "features of a picture are others where it is alone"
+            got = f"got {type(model).__name__}: {reason}"
+            error = ConfigError(f'{SECTION}.divide_media true needs pictures that can be divided; {got}, say "auto"')
+    except Exception as failed:  # reported to the other ranks
+        error = as_seqpar_error("looking at a model with pictures failed", failed)
     assert_ranks_agree(sp.groups.control, "how pictures are divided", cuts, error=error, call="patch_attention")
+    return cuts
+
+
+def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]) -> list[Any]:
+    """Divide the pictures of a model's whole calls among the ranks of a sequence, and let all ranks call its towers
+    together where these are partitioned.
+
+    Args:
+        model: A transformers model, unwrapped, or its small copy.
+        sp: Whose ranks share sequences.
+        cuts: From `cuts_for`.
+
+    Returns:
+        What undoes it, by `remove`.
+    """
+    found = {name: owner for name in METHODS if sp.size > 1 and (owner := owner_of(model, name)) is not None}
+    of_owners = {owner: tuple(name for name, x in found.items() if x is owner) for owner in found.values()}
+    embedding = model.get_input_embeddings()
     return [
-        _replace(owner, name, functools.partial(_features, sp, cut))
-        for name, cut in (cuts or {}).items()
-        if (owner := owners[name]) is not None
+        *(x for owner, names in of_owners.items() for x in joining.join(owner, embedding, sp, cuts, names)),
+        *(_replace(found[name], name, functools.partial(_features, sp, cut)) for name, cut in cuts.items()),
     ]
 
 
@@ -119,18 +130,18 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
     pictures = Pictures(arguments, cut)
     shares, result, error = pictures.shares(sp.size), None, None
     begin, end = shares[sp.rank]
-    if begin == end:
-        begin = min(range(len(pictures.costs)), key=pictures.costs.__getitem__)
+    if is_idle := begin == end:
+        begin = pictures.costs.index(min(pictures.costs))
     stream = own_stream(sp)
     try:
         with entered(LOCAL):
-            result = method(**pictures.part(begin, max(end, begin + 1)))
+            result = method(**pictures.part(begin, begin + 1 if is_idle else end))
     except Exception as reason:  # reported to the other ranks, which would wait for features
         error = as_seqpar_error("making features of pictures failed", reason)
     finally:
         context.state.shared = stream.end()
     sp.checker.check_now("pictures", {"costs": pictures.costs}, error=error)
-    parts = _gathered(sp, sent(cut.joined, result), begin < end)
+    parts = _gathered(sp, sent(cut.joined, result), not is_idle)
     owners = [pictures.of_elements(*share) for share in shares if share[0] < share[1]]
     return joined(cut.joined, [x for x in parts if x is not None], owners, pictures.number, result)
 
@@ -140,7 +151,8 @@ def _gathered(sp: SequenceParallel, own: Any, has_share: bool) -> list[Any]:
     told = tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
     shapes = [[x for x in tree_leaves(told) if isinstance(x, Tensor)] for told in by_rank]
-    mine, values = [x for x in tree_leaves(own) if isinstance(x, Tensor)], {}
+    mine = [x for x in tree_leaves(own) if isinstance(x, Tensor)]
+    values: dict[tuple[int, int], Tensor] = {}
     for dtype in sorted({x.dtype for x in mine}, key=str):
         places = [(rank, at) for rank, each in enumerate(shapes) for at, x in enumerate(each) if x.dtype == dtype]
         sizes = [sum(x.numel() for x in each if x.dtype == dtype) for each in shapes]
@@ -178,9 +190,9 @@ class _Gathered(Function):
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
     """Return so many elements of each rank, to each of which this one sends so many of its own."""
     received, group, width = own.new_empty(sum(receives)), sp.sharding.group_for(own), own.element_size()
-    bytes_of = [[size * width for size in sizes] for sizes in (receives, sends)]
+    incoming, outgoing = ([size * width for size in sizes] for sizes in (receives, sends))
     with explaining_failure(f"the exchange of {FEATURES}", group):
-        dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), *bytes_of, group=group)
+        dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), incoming, outgoing, group=group)
     return received
 
 
