@@ -162,6 +162,10 @@ class SequenceParallelConfig:
     """Whether a prompt that several rows begin with is computed once, where a model is asked for numbers a token, as
     trl's trainers do. `"auto"`: where the model can, and a tenth of the tokens or more is saved. `true`: wherever rows
     share one; a model that cannot is refused."""
+    divide_media: Literal["auto"] | bool = "auto"
+    """Whether ranks divide pictures, frames of films and sounds, so that each makes the features of its own. `"auto"`:
+    where those of one do not depend on others, as a small copy of the model shows. `true`: a model whose cannot be
+    divided is refused. `false`: every rank makes all."""
     prove: Literal["auto", "always", "never"] = "auto"
     """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
     `"auto"`: unless the repository tests its family."""

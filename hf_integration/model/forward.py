@@ -56,7 +56,7 @@ class Patch:
 
     sp: SequenceParallel
     facts: Facts
-    hooks: list[RemovableHandle]
+    hooks: list[Any]  # what undoes the patch, by `remove`
     agreement: Agreement
     layers: tuple[Any, ...]  # those that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position

@@ -54,6 +54,7 @@ from ..inputs import TABLE
 from ..look.facts import Facts, masks, modules_of, text_config
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
+from ..media import towers
 from ..memory import head_chunks, tiled_modules
 from ..module_patch import is_overridden, patch_on, patched, restore
 from . import checkpointing, finite, latent, media, rope, whole_calls
@@ -108,7 +109,7 @@ def patch_attention(
     if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and is_new)):
         no_media = prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
         facts = dataclasses.replace(facts, no_media=no_media)
-    return patch_by(model, inner, sp, facts, declared)
+    return patch_by(model, inner, sp, facts, declared, towers.cuts_for(inner, sp))
 
 
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
@@ -123,7 +124,12 @@ def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
 
 
 def patch_by(
-    model: PreTrainedModel, inner: Any, sp: SequenceParallel, facts: Facts, inputs: Mapping[str, InputSpec] = TABLE
+    model: PreTrainedModel,
+    inner: Any,
+    sp: SequenceParallel,
+    facts: Facts,
+    inputs: Mapping[str, InputSpec] = TABLE,
+    cuts: Mapping[str, towers.Cut] | None = None,
 ) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
@@ -151,6 +157,7 @@ def patch_by(
             *hook(base_of(inner), before_base),
             *(hook(stack, before_stack) if stack is not None else ()),
             *(handle for module in ropes for handle in rope.hook(module)),
+            *towers.divide(inner, sp, cuts or {}),
         ],
         agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips, inputs),
         layers=checkpointing.layers_of(base_of(inner)),

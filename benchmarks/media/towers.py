@@ -1,0 +1,79 @@
+"""Prints the time of a step with large pictures that ranks of a sequence divide, beside one in which each computes all.
+
+    python -m benchmarks.media.towers
+    python -m benchmarks.media.towers --ranks 2 --pictures 4 --side 48
+
+The step is forward and backward of a Qwen2.5-VL of few layers, on whole batches: text is computed by all ranks. Steps
+take turns, all ranks begin together, and the slowest one's seconds count. A ratio is the median of those of single
+turns; the spread is that of the middle half. Needs no launcher: ranks are forked, over gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from benchmarks import tables
+from benchmarks.turns import in_turns, together
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from hf_integration.context import ForwardContext, entered
+from hf_integration.media import towers
+from tests.launch import on_ranks
+
+TOKEN, VOCABULARY, MERGE, PATCH = 2, 64, 2, 3 * 2 * 14**2
+TOWER = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 64}
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+}  # fmt: skip
+
+
+def main() -> None:
+    args = tables.parser(__doc__, ranks=4, pictures=8, side=32, rounds=5).parse_args()
+    seconds = on_ranks(args.ranks, steps, args.pictures, args.side, args.rounds, timeout=3600)[0]
+    tables.head("each rank makes the features", "s", "spread", "of all / these", "spread")
+    for name, each in seconds.items():
+        ratios = [a / b for a, b in zip(seconds["of all pictures"], each, strict=True)]
+        tables.row(name, *tables.middle(each, 1, ".2f"), *tables.middle(ratios, 1, ".2f"))
+
+
+def steps(pictures: int, side: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each kind of step."""
+    sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, image_token_id=TOKEN, vision_start_token_id=3)
+    model, inputs = Qwen2_5_VLForConditionalGeneration(config), batch(pictures, side)
+    towers.divide(model, sp, towers.cuts_for(model, sp))
+
+    def step(mode: str) -> None:
+        with entered(ForwardContext(mode=mode)):
+            loss = model(**inputs).loss
+        loss.backward()
+        model.zero_grad()
+
+    modes = {"of all pictures": "local", "of its own pictures": "whole"}
+    return in_turns({name: functools.partial(step, mode) for name, mode in modes.items()}, rounds, together())
+
+
+def batch(pictures: int, side: int) -> Mapping[str, Tensor]:
+    """Inputs of one row with pictures of side x side patches."""
+    places = (side // MERGE) ** 2
+    one = torch.tensor([5, 6, 7, 3, *[TOKEN] * places])
+    ids = one.repeat(pictures)[None]
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "mm_token_type_ids": (ids == TOKEN).long(),
+        "pixel_values": torch.randn(pictures * side**2, PATCH),
+        "image_grid_thw": torch.tensor([[1, side, side]] * pictures),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Ranks without pictures, beside others that have some, in models whose parameters are partitioned (ZeRO-3, FSDP2).
+
+Ranks gather the parameters of a tower together, in forward and backward. So before a forward all ranks of the world
+tell whether they have pictures. One that has none, where another one has, computes the smallest picture of another one,
+where a model would compute its own: behind its embeddings. Nothing of it reaches the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.base.compat import tree_leaves, tree_map
+from ds_seqpar.base.errors import InputError
+from ds_seqpar.guards.agreement import all_reduce_sum, maximum
+from ds_seqpar.guards.waits import explaining_failure
+
+from ..compat import ZERO_ID, has_zero_hooks
+from ..context import LOCAL, current, entered
+from .cuts import Cut, Pictures
+
+CALL = "the forward of a model with pictures"
+
+
+def join(
+    owner: nn.Module, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
+) -> list[RemovableHandle]:
+    """Hook the module that makes features, so that all ranks of the world call its towers together.
+
+    Args:
+        owner: The module, whose forward takes pictures.
+        embedding: Of the model's tokens, which is called before towers are.
+        sp: Whose ranks share sequences.
+        cuts: How methods are divided, by their names.
+        methods: The names of the methods that make features.
+    """
+    joining = _Joining(sp, cuts, methods)
+    return [
+        owner.register_forward_pre_hook(joining.before, with_kwargs=True),
+        embedding.register_forward_hook(functools.partial(joining.behind_embedding, owner)),
+    ]
+
+
+class _Joining:
+    """What ranks without pictures compute in their place."""
+
+    def __init__(self, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]) -> None:
+        self.sp, self.cuts, self.methods = sp, cuts, methods
+        self.smallest: dict[str, dict[str, Any]] = {}  # arguments of methods, on the CPU, the same on all ranks
+        self.pending = ""  # the method that is to be called in this forward
+
+    def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        context = current()
+        self.pending = ""
+        if (context is not None and context.mode == "decode") or not _is_partitioned(owner):
+            return
+        inputs = dict(zip(inspect.signature(owner.forward).parameters, args, strict=False)) | kwargs
+        given = {name: self._given(getattr(owner, name), inputs) for name in self.methods}
+        lacks = [not given[name] and (name not in self.smallest) for name in self.methods]
+        has_no_ids = not any(given.values()) and inputs.get("input_ids") is None
+        world, ranks = self.sp.control_world, dist.get_world_size(self.sp.control_world)
+        sums = all_reduce_sum(world, [*map(bool, given.values()), *lacks, has_no_ids], CALL)
+        having = {name: int(x) for name, x in zip(self.methods, sums, strict=False) if x}
+        if all(x == ranks for x in having.values()):
+            return
+        if len(having) > 1 or sums[-1]:
+            told = " and ".join(f"{name} would be called on {x}" for name, x in having.items())
+            raise InputError(
+                f"partitioned parameters need pictures of one kind, or text as input_ids, on all {ranks} ranks in a "
+                f"forward; got ranks of which {told}, make micro-batches alike"
+            )
+        (name,) = having
+        if sums[len(self.methods) + self.methods.index(name)]:
+            self._tell_smallest(name, given[name])
+        if not given[name]:
+            self.pending = name
+
+    @staticmethod
+    def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those arguments of a method that a forward is given; none where the first one is not among them."""
+        names = [*inspect.signature(method).parameters]
+        return {} if inputs.get(names[0]) is None else {name: inputs[name] for name in names if name in inputs}
+
+    def _tell_smallest(self, name: str, given: dict[str, Any]) -> None:
+        """Keep the smallest picture of the first rank that has some. Collective over the world."""
+        world, told = self.sp.control_world, list[Any]([None])
+        ranks, rank = dist.get_world_size(world), dist.get_rank(world)
+        first = ranks - maximum(world, ranks - rank if given else 0, CALL)
+        if rank == first:
+            pictures = Pictures(given, self.cuts[name]) if name in self.cuts else None
+            at = 0 if pictures is None else pictures.costs.index(min(pictures.costs))
+            smallest = given if pictures is None else pictures.part(at, at + 1)
+            told = [tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, smallest)]
+        with explaining_failure(CALL, world):
+            dist.broadcast_object_list(told, group=world, group_src=first)
+        self.smallest[name] = told[0]
+
+    def behind_embedding(self, owner: nn.Module, embedding: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        if not self.pending:
+            return None
+        name, self.pending = self.pending, ""
+        arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
+        with entered(LOCAL):
+            features = tree_leaves([*_values(getattr(owner, name)(**arguments))])
+        return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
+
+
+def _values(result: Any) -> Any:
+    return result.values() if isinstance(result, Mapping) else [result]
+
+
+def _is_partitioned(module: nn.Module) -> bool:
+    """Return whether ranks gather the parameters of a module in its forward."""
+    first = next(module.parameters())
+    return isinstance(first, DTensor) or (hasattr(first, ZERO_ID) and has_zero_hooks(module))
+
+
+class _Beside(Function):
+    """(x, others) -> x; the others get gradients of 0, so that backward goes through what has made them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(other.shape, other.dtype) for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)

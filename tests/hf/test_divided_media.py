@@ -1,0 +1,134 @@
+"""Pictures divided among the ranks of a sequence: each is computed once, and all gradients are the plain model's."""
+
+import deepspeed
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_integration.context import ForwardContext, entered
+from hf_integration.look.media import media_batch
+from hf_integration.look.small import call, small_copy
+from hf_integration.media import towers
+from tests.dist.ranks import make
+from tests.hf import llama
+from tests.hf.media_types import model_of
+from tests.launch import on_ranks
+
+# of each class of input
+FLAT, FILM, TILES, EACH = "qwen2_5_vl", "qwen3_vl", "idefics3", "llava"
+TOWERS = {FLAT: "visual", FILM: "visual", TILES: "vision_model", EACH: "vision_tower", "gemma3": "vision_tower"}
+SEVERAL, FEW = ((), (0,), (1, 0)), ((1,),)
+# patches, pictures or tiles that ranks without a share compute, of the smallest picture: so many of them
+OF_IDLE = {
+    2: {"few": 32, "frozen": 32},
+    4: {FLAT: 16, FILM: 16, "film": 2 * 16, EACH: 1, "gemma3": 1, "few": 3 * 32, "frozen": 3 * 32},
+}
+
+
+def of_type(model_type, rows=SEVERAL):
+    """Return a small copy of a type, how its pictures are divided, and a batch."""
+    small = small_copy(model_of(model_type))[0].train()
+    cuts = towers.cuts_of(small, media_batch(small)[0])
+    return small, cuts, media_batch(small, rows)[0]
+
+
+def filmed(config, batch):
+    """Return a batch in which two pictures of one size are the frames of one film."""
+    ids = batch["input_ids"].clone()
+    ids[ids == config.image_token_id] = config.video_token_id
+    films = batch["image_grid_thw"][:1] * torch.tensor([2, 1, 1])
+    of_pictures = ("pixel_values", "image_grid_thw")
+    kept = {name: x for name, x in batch.items() if name not in of_pictures}
+    kept |= {"input_ids": ids, "mm_token_type_ids": 2 * batch["mm_token_type_ids"]}
+    return kept | {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": films}
+
+
+def outcome(model, batch, tower, own=slice(None), factor=1.0):
+    """Return (gradients by name, how many patches, pictures or tiles passed through the tower)."""
+    model.zero_grad()
+    seen = []
+
+    def count(module, args, kwargs):
+        seen.append(len(args[0] if args else kwargs["pixel_values"]))
+
+    handle = dict(model.named_modules())[next(x for x, _ in model.named_modules() if x.endswith(tower))]
+    handle = handle.register_forward_pre_hook(count, with_kwargs=True)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    logits = call(model, **inputs).logits[:, :-1]
+    losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    (factor * losses[:, own].sum() / len(losses)).backward()
+    handle.remove()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(seen)
+
+
+def compare(model, cuts, batch, tower, sp, forward=outcome):
+    """Return (the largest difference of a gradient, what passed through towers: plain, and by rank)."""
+    expected, plain = forward(model, batch, tower)
+    handles = towers.divide(model, sp, cuts)
+    mine = slice(sp.rank, None, sp.size)  # of tokens: the gradient of a rank is of its own, times the number of ranks
+    with entered(ForwardContext(mode="whole")):
+        got, passed = forward(model, batch, tower, mine, sp.size)
+    for handle in handles:
+        handle.remove()
+    assert got.keys() == expected.keys()
+    largest = 0.0
+    floor = 3e-2 * max(float(x.abs().max()) for x in expected.values())
+    for name, x in expected.items():
+        mean = sp.sum_over_ranks(got[name]) / sp.size
+        largest = max(largest, float((mean - x).abs().max()) / max(float(x.abs().max()), floor))
+    counts = [int(x) for x in sp.sum_over_ranks(torch.eye(sp.size)[sp.rank] * passed)]
+    return largest, plain, counts
+
+
+def types_agree(names):
+    sp, found = make(size=torch.distributed.get_world_size(), ulysses=1), {}
+    for name in names:
+        small, cuts, batch = of_type(name)
+        found[name] = compare(small, cuts, batch, TOWERS[name], sp)
+    small, cuts, batch = of_type(FILM, ((), (0, 0)))
+    found["film"] = compare(small, cuts, filmed(small.config, batch), TOWERS[FILM], sp)
+    small, cuts, batch = of_type(FLAT, FEW)
+    found["few"] = compare(small, cuts, batch, TOWERS[FLAT], sp)
+    for name, p in small.named_parameters():
+        p.requires_grad_("visual" not in name)
+    found["frozen"] = compare(small, cuts, batch, TOWERS[FLAT], sp)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_are_the_plain_ones_and_each_picture_is_computed_once(world):
+    for found in on_ranks(world, types_agree, [*TOWERS]):
+        for name, (gap, plain, counts) in found.items():
+            assert gap < 1e-5, name
+            assert sum(counts) == plain + OF_IDLE[world].get(name, 0), (name, counts)
+
+
+def text_beside_pictures(stage):
+    """Two groups, one of which has text alone. Return the largest difference of a gradient from the plain mean."""
+    sp = make(size=2, ulysses=1)
+    small, cuts, pictures = of_type(FLAT, FEW)
+    text = {"input_ids": pictures["input_ids"].flip(-1) % 80, "labels": pictures["input_ids"].flip(-1) % 80}
+    batch = text if sp.data_rank else pictures
+    both = [outcome(small, x, TOWERS[FLAT])[0] for x in (pictures, text)]
+    expected = {name: sum(x[name] for x in both if name in x) / 2 for name in both[0]}
+    small.zero_grad()
+    towers.divide(small, sp, cuts)
+    config = llama.settings({"size": 2}, stage, 1, 1)
+    config.pop("sequence_parallel")
+    engine, *_ = deepspeed.initialize(model=small, config=config, model_parameters=small.parameters())
+    largest = 0.0
+    for _ in range(2):  # the first step is traced, the second one gathers ahead
+        with entered(ForwardContext(mode="whole")):
+            logits = engine(**{name: x for name, x in batch.items() if name != "labels"}).logits[:, :-1]
+        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+        engine.backward(2 * losses[:, sp.rank :: 2].sum() / len(losses))
+        for name, p in small.named_parameters():
+            got = deepspeed.utils.safe_get_full_grad(p)
+            gap = float((got - expected[name]).abs().max()) / float(expected[name].abs().max())
+            largest = max(largest, gap if expected[name].abs().max() > 1e-3 else 0.0)
+        engine.zero_grad()
+    return largest
+
+
+def test_text_beside_pictures_of_another_group_joins_partitioned_towers():
+    assert max(on_ranks(4, text_beside_pictures, "3")) < 1e-4
