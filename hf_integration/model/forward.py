@@ -277,7 +277,7 @@ def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any]) -> dict[str, An
             raise InputError(wrong)
         return {**inputs, KEYWORD: LOCAL}
     positions = agree_in_graph(patch.agreement, inputs, torch.is_grad_enabled() and module.training)
-    return _for_layers(patch, module, {**inputs, "position_ids": positions}, SHARDED)
+    return {**_for_layers(patch, module, {**inputs, "position_ids": positions}, SHARDED), KEYWORD: SHARDED}
 
 
 def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
@@ -292,29 +292,25 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
     context.state.begun = True
     set_current(context)
     if context.mode != "local":
-        return _for_layers(patch, module, inputs, context)
+        inputs = _for_layers(patch, module, inputs, context)
     return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """Return the arguments with which the base model makes no mask, and no cache of its own."""
+    inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": NO_MASK}
     if (cached := context.cached) is not None:
-        given = {"attention_mask": NO_MASK, "use_cache": True, "past_key_values": cached.cache}
-        inputs = {**inputs, **given, **({"position_ids": cached.positions} if cached.is_decode else {})}
-        inputs.pop("placement", None)
-        return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
+        inputs |= {"use_cache": True, "past_key_values": cached.cache}
+        return inputs | ({"position_ids": cached.positions} if cached.is_decode else {})
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
-    inputs.pop("placement", None)
     positions, facts, sp = inputs.get("position_ids"), patch.facts, patch.sp
     if positions is not None and context.layout is not None and not facts.counts_padding:
         counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
         positions = counted.to(positions.device).expand_as(positions)
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
-    inputs["position_ids"] = positions
-    inputs |= {"attention_mask": NO_MASK, "use_cache": False}
-    return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
+    return inputs | {"position_ids": positions, "use_cache": False}
 
 
 # ---- after a forward
