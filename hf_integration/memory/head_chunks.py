@@ -263,7 +263,8 @@ class _HeadChunkForward:
 
 def _is_viewed(attended: Tensor, out: Tensor) -> bool:
     """Return whether what the output projection gets is attention's out itself, in another shape."""
-    return attended.numel() == out.numel() and attended.reshape(out.shape).is_set_to(out)
+    is_same = attended.numel() == out.numel() and attended.storage_offset() == out.storage_offset()
+    return is_same and attended.is_contiguous() and attended.untyped_storage() is out.untyped_storage()
 
 
 class _GraphStart(Function):

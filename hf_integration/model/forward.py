@@ -308,7 +308,7 @@ def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any]) -> dict[str, An
             raise InputError(wrong)
         return {**inputs, KEYWORD: LOCAL}
     positions = agree_in_graph(patch.agreement, inputs, torch.is_grad_enabled() and module.training)
-    return _for_layers(patch, module, {**inputs, "position_ids": positions}, SHARDED)
+    return {**_for_layers(patch, module, {**inputs, "position_ids": positions}, SHARDED), KEYWORD: SHARDED}
 
 
 def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
@@ -329,30 +329,26 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
     context.state.begun = True
     set_current(context)
     if context.mode != "local":
-        return _for_layers(patch, module, inputs, context)
+        inputs = _for_layers(patch, module, inputs, context)
     return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """Return the arguments with which the base model makes no mask, and no cache of its own."""
+    inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": NO_MASK}
     if (cached := context.cached) is not None:
-        given = {"attention_mask": NO_MASK, "use_cache": True, "past_key_values": cached.cache}
-        inputs = {**inputs, **given, **({"position_ids": cached.positions} if cached.is_decode else {})}
-        inputs.pop("placement", None)
-        return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
+        inputs |= {"use_cache": True, "past_key_values": cached.cache}
+        return inputs | ({"position_ids": cached.positions} if cached.is_decode else {})
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
-    inputs.pop("placement", None)
     positions, facts, sp, call = inputs.get("position_ids"), patch.facts, patch.sp, context.media
     if positions is not None and (call is None or not call.counts):
         if context.layout is not None and not facts.counts_padding:
             counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
             positions = counted.to(positions.device).expand_as(positions)
         positions = positions + facts.first_position if facts.first_position else positions
-    inputs["position_ids"] = positions
     mask = NO_MASK if call is None or call.mask is None else call.mask
-    inputs |= {"attention_mask": mask, "use_cache": False}
-    return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
+    return inputs | {"position_ids": positions, "attention_mask": mask, "use_cache": False}
 
 
 # ---- after a forward

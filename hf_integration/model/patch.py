@@ -319,12 +319,6 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         patch.whole.pop()
 
 
-def sees_whole_outputs(model: nn.Module) -> bool:
-    """Return whether a patched model's own forward gets whole outputs of its base model; its loss may be any."""
-    patch = patch_of(unwrapped(model))
-    return patch is not None and bool(patch.above)
-
-
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:

@@ -28,7 +28,7 @@ from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState, current
-from ..families import base_of, is_of_liger, patch_of, unwrapped
+from ..families import base_of, is_of_liger, unwrapped
 from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS
@@ -71,16 +71,6 @@ def _moved(x: Any, device: torch.device) -> Any:
 def is_moved_batch(x: Any) -> bool:
     """Return whether a tensor is from `moved_batch`, and was not written to since."""
     return isinstance(x, Tensor) and x in _on_cpu and _on_cpu[x][1] == tensor_version(x)
-
-
-def set_loss_check(model: Any, option_of: str | None) -> None:
-    """Set whether a patched model's loss is checked in its first whole call.
-
-    Args:
-        option_of: The name of what takes check_loss=False, for the error message; "" where nothing does. None: the loss
-            is not checked.
-    """
-    patch_of(model).agreement.loss_option_of = option_of
 
 
 def shard_inputs(

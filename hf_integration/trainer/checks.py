@@ -29,7 +29,7 @@ from ds_seqpar.deepspeed import counts
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 
 from ..compat import CALLED, TRL_BASE, check_calls
-from ..model.patch import sees_whole_outputs
+from ..families import patch_of, unwrapped
 from .rollouts import ROLLOUTS, check_row, rolls_out
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
@@ -159,7 +159,7 @@ def _world_size() -> int:
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
     compute_loss, trl's trainers of preferences and rollouts, or a model whose own forward may add to it."""
-    if sees_whole_outputs(trainer.model):
+    if (patch := patch_of(unwrapped(trainer.model))) is not None and patch.above:
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True

@@ -42,7 +42,7 @@ from ds_seqpar.guards.process_exit import wait_at_exit
 
 from .. import accelerate_config, compat
 from ..accelerators import GroupAccelerator, GroupState
-from ..families import unwrapped
+from ..families import patch_of, unwrapped
 from ..loaders import stream_of
 from ..model import whole_calls
 from ..model.agreement import common_misuse
@@ -204,7 +204,7 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
             model.register_forward_pre_hook(_without_margin, with_kwargs=True, prepend=True)
 
     def _set_loss_check(self, base: nn.Module) -> None:
-        whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
+        patch_of(base).agreement.loss_option_of = "the Trainer" if self.check_loss else None
 
     # ---- data: the whole batches of this rank's group
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.base.errors import InputError
+from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.runtime.admit import COMPARED
 from ds_seqpar.core.runtime.kernels import KERNELS
 from ds_seqpar.guards import consistency
-from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.agreement import assert_ranks_agree, together
 from ds_seqpar.guards.consistency import ConsistencyChecker
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attention_error, lacking, make, on_devices, refusal
@@ -200,6 +200,34 @@ def test_what_one_group_noted_is_compared_before_all_ranks_compare_anything():
     if sp.data_rank:
         found = refusal(assert_ranks_agree, sp.control_world, "number", 0)
         assert lacking(found, "DisagreementError", "the same attention inputs", "rank 2: causal False") == []
+
+
+def reads(sp, value, wrong=None):
+    """The greatest number of any rank, if all read the value and none of them raises."""
+    with together(sp.control_world, "reading", "what is read", passing=(KeyError,)) as agreed:
+        if wrong is not None and sp.rank == WRONG:
+            raise wrong
+        agreed.value, agreed.number = value, sp.rank
+    return agreed.number
+
+
+@on_each_of(2, timeout=SECONDS)
+def test_what_one_rank_raises_in_a_block_all_raise_at_its_end():
+    sp = make()
+    assert reads(sp, 1) == 1
+    found = refusal(reads, sp, 1, ValueError("no such file. And more"))
+    words = "reading failed, ValueError: no such file"
+    assert (
+        lacking(found, *(("InputError", words) if sp.rank == WRONG else ("DisagreementError", "cannot", words))) == []
+    )
+    found = refusal(reads, sp, 1, ConfigError("needs a file; got none"))
+    assert found[0] == ("ConfigError" if sp.rank == WRONG else "DisagreementError")
+    assert "needs a file; got none" in found[1]
+    assert lacking(refusal(reads, sp, sp.rank), "DisagreementError", "the same what is read", "rank 1: ") == []
+    if sp.rank == WRONG:  # it does not wait for the others, nor they for it
+        with pytest.raises(KeyError):
+            reads(sp, 1, KeyError())
+    assert reads(sp, 1) == 1
 
 
 def look(sp, again):

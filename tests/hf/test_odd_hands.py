@@ -2,6 +2,7 @@
 plain model again once it is unpatched."""
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -149,6 +150,31 @@ def test_copies_are_patched_and_unpatched_by_themselves():
         assert state(other) == plain
     gc.collect()  # the copy of which the second is a copy
     assert not sp.sharding.keeps_masks
+
+
+@on_each_of(1)
+def test_what_others_put_on_modules_of_a_patched_model_stays():
+    """A copied layer, checkpoint functions that are set anew, and a forward that is wrapped."""
+    model = model_of("qwen3").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(IDS)  # in which transformers leaves hooks of its own
+    plain = state(model)
+    model.patch_attention(sp := make(size=1, head_chunks=2, **TILES))
+    model.model.layers.append(copy.deepcopy(model.model.layers[-1]))
+    for _ in range(2):
+        given = functools.partial(checkpoint, use_reentrant=False)
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = given
+        model(**shard(sp)).loss.backward()
+    assert model.model.layers[0]._gradient_checkpointing_func is not given
+    mlp = model.model.layers[0].mlp
+    mlp.forward = wrapped = functools.partial(lambda forward, x: 0 * forward(x), mlp.forward)
+    model.unpatch_attention()
+    assert mlp.forward is wrapped
+    assert torch.equal(mlp(torch.ones(1, 2, 64)), torch.zeros(1, 2, 64))
+    assert model.model.layers[0]._gradient_checkpointing_func is given
+    del mlp.forward, model.model.layers[-1]
+    assert state(model) == plain
 
 
 # --- another head

@@ -60,7 +60,7 @@ class Own(nn.Module):
 def llama(sp, keeps, layers):
     """A patched model."""
     from hf_integration import patch_attention, trust_loss
-    from hf_integration.model.whole_calls import set_loss_check
+    from hf_integration.families import patch_of
     from tests.hf.families import model_of
 
     model = model_of("llama", num_hidden_layers=layers).train()
@@ -68,7 +68,7 @@ def llama(sp, keeps, layers):
         model.gradient_checkpointing_enable(keeps)
     patch_attention(model, sp)
     trust_loss(model)
-    set_loss_check(model, None)
+    patch_of(model).agreement.loss_option_of = None
     return model
 
 
