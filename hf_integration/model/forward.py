@@ -78,6 +78,13 @@ def patch_of(model: nn.Module) -> Patch | None:
     return getattr(base_of(model), checkpointing.PATCH, None) if hasattr(model, "base_model") else None
 
 
+def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch that a patched model is to be called with, without its media. Raises where it cannot take them."""
+    inner: Any = unwrapped(model)
+    patch = patch_of(inner)
+    return batch if patch is None else media.text_of(patch.facts, batch, inner.config.model_type)
+
+
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
     """Register the hooks of a patched base model, of the stack in it, or of a module around it.
 

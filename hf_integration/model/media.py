@@ -92,6 +92,16 @@ def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def text_of(facts: Facts, batch: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+    """Return a batch without its media. Raises where a model cannot take them."""
+    if not (names := names_of(facts, batch)):
+        return batch
+    if error := error_of(facts, names, batch, model_type):
+        raise error
+    text = {name: x for name, x in batch.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
+    return text | begin(batch, (0, 0)).layout
+
+
 def begin(inputs: Mapping[str, Any], shape: tuple[int, int]) -> MediaCall:
     """Return what the stack must know of a call of the outermost module. shape: rows and tokens."""
     layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
