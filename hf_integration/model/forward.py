@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import InputError
 from ds_seqpar.base.log import log_once
+from ds_seqpar.data.random_states import torch_states
 from ds_seqpar.data.sharding import layout_of
 from ds_seqpar.guards.one_thread import check_thread
 
@@ -271,7 +272,7 @@ def _begin_media(
     names = media.names_of(patch.facts, inputs)
     error = media.error_of(patch.facts, names, inputs, inner.config.model_type)
     whole_calls.compare_inputs(patch.agreement, inner, inputs, compiled, names, error)
-    return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2]))
+    return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2], torch_states(patch.sp.device)))
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:

@@ -48,6 +48,17 @@ def shifted(batch, name, rank):
     return batch | {name: batch[name].roll(1, 0) if rank else batch[name]}
 
 
+def noisy(model, sp, batch):
+    """A tower with noise, of other seeds on the ranks."""
+    torch.manual_seed(sp.rank)
+    hook = model.model.visual.register_forward_pre_hook(lambda module, args: (args[0] + torch.rand(1), *args[1:]))
+    try:
+        return call(model, **batch)
+    finally:
+        hook.remove()
+        torch.manual_seed(0)
+
+
 # what is wrong -> (a call(model, sp, batch), words that every rank is told)
 WRONG = {
     "pictures on one rank": (
@@ -67,6 +78,7 @@ WRONG = {
         lambda model, sp, batch: model(**sp.shard_batch(text_of(batch)), pixel_values=batch["pixel_values"]),
         ["needs whole batches", "got a sharded one"],
     ),
+    "noise in the tower": (noisy, ["same", "random"]),
     "a cache": (lambda model, sp, batch: model(**batch, use_cache=True), ["no kv cache", "use_cache"]),
     "fewer tokens than features": (
         lambda model, sp, batch: call(model, **batch | {"input_ids": batch["input_ids"].clamp(max=3)}),
