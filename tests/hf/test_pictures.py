@@ -198,8 +198,9 @@ def trainer_run(folder, name, section, stage):
     return [*run["loss"], *run["grad_norm"], trainer.evaluate()["eval_loss"]]
 
 
-@pytest.mark.parametrize(("name", "stage"), each_then_rest([("qwen3_vl", 2)], [("gemma3", 3), ("internvl", 2)]))
-def test_the_trainer_takes_pictures(tmp_path, name, stage):
+@pytest.mark.parametrize("case", each_then_rest([("qwen3_vl", 2)], [("gemma3", 3), ("internvl", 2)]), ids=str)
+def test_the_trainer_takes_pictures(tmp_path, case):
+    name, stage = case
     plain, *shared = (
         run
         for world, section in ((1, None), (2, {"size": 2, "ulysses": 1}))
