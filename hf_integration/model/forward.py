@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import InputError
 from ds_seqpar.base.log import log_once
+from ds_seqpar.data.random_states import torch_states
 from ds_seqpar.data.sharding import layout_of
 from ds_seqpar.guards.one_thread import check_thread
 
@@ -78,6 +79,13 @@ class Patch:
     def is_one_graph(self) -> bool:
         """Whether nothing in a compiled forward needs the context between its graphs."""
         return self.facts.keywords and not self.ropes and not self.tiled
+
+
+def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch that a patched model is to be called with, without its media. Raises where it cannot take them."""
+    inner: Any = unwrapped(model)
+    patch = patch_of(inner)
+    return batch if patch is None else media.text_of(patch.facts, batch, inner.config.model_type)
 
 
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
@@ -267,7 +275,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
     names = media.names_of(patch.facts, inputs)
     error = media.error_of(patch.facts, names, inputs, inner.config.model_type)
     whole_calls.compare_inputs(patch.agreement, inner, inputs, names, error)
-    return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2]))
+    return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2], torch_states(patch.sp.device)))
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:

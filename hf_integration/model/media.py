@@ -39,6 +39,7 @@ class MediaCall:
 
     shape: tuple[int, int]  # rows and tokens
     layout: dict[str, Any]  # the arguments that say where padding and documents lie
+    states: list[Tensor] = dataclasses.field(default_factory=list)  # of random numbers, when the call began
     masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
     mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
     counts: bool = False  # whether the stack was given its positions
@@ -92,14 +93,30 @@ def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def begin(inputs: Mapping[str, Any], shape: tuple[int, int]) -> MediaCall:
-    """Return what the stack must know of a call of the outermost module. shape: rows and tokens."""
+def text_of(facts: Facts, batch: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+    """Return a batch without its media. Raises where a model cannot take them."""
+    if not (names := names_of(facts, batch)):
+        return batch
+    if error := error_of(facts, names, batch, model_type):
+        raise error
+    text = {name: x for name, x in batch.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
+    return text | begin(batch, (0, 0), []).layout
+
+
+def begin(inputs: Mapping[str, Any], shape: tuple[int, int], states: list[Tensor]) -> MediaCall:
+    """Return what the stack must know of a call of the outermost module.
+
+    Args:
+        inputs: The call's.
+        shape: Rows and tokens.
+        states: Of random numbers.
+    """
     layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
     positions = layout.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:  # those of text are before three others, if any
         layout |= {"position_ids": positions[0]} if len(positions) == 4 else {}
         layout = layout if len(positions) == 4 else {n: x for n, x in layout.items() if n != "position_ids"}
-    return MediaCall(shape, layout)
+    return MediaCall(shape, layout, states)
 
 
 def error_of(facts: Facts, names: list[str], inputs: Mapping[str, Any], model_type: str) -> SeqParError | None:

@@ -33,7 +33,7 @@ from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS
 from ..look.facts import Facts
-from ..noise import own_stream
+from ..noise import drawn_since, own_stream
 from .agreement import Agreement, common_misuse, compare_batch, tokens_of
 from .losses import check_loss, loss_function_error
 from .prompts import prompts_of_call, wants_token_numbers
@@ -126,6 +126,7 @@ def _sharded(
     checks, cached, table = _compared(inputs), None, agreement.inputs
     if context.media is not None:
         inputs, table = context.media.of_stack(inputs, table)
+        checks.fields |= drawn_since(sp, context.media.states)  # such as by dropout in towers
     if takes_cache(context.module, inputs):
         cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, agreement.inputs)
         checks.fields["cache"] = str(cached.kept)

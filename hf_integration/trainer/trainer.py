@@ -47,6 +47,7 @@ from ..loaders import stream_of
 from ..model import whole_calls
 from ..model.agreement import common_misuse
 from ..model.checkpointing import layers_of
+from ..model.forward import text_of
 from ..model.patch import patch_attention, unpatch_attention
 from . import checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
@@ -241,10 +242,11 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
             fingerprints = [fingerprint(batch) for batch in batches]
             custom_loss = checks.has_custom_loss(self)
             for batch in batches:
-                if isinstance(batch, Mapping) and (wrong := common_misuse(batch)):
+                text = text_of(self.model, batch) if isinstance(batch, Mapping) else batch
+                if isinstance(batch, Mapping) and (wrong := common_misuse(text)):
                     raise InputError(wrong)
                 if not custom_loss and (labeled or batch.get("labels") is not None):
-                    batch["labels"] = counted_labels(self.sp.sharding, batch)
+                    batch["labels"] = counted_labels(self.sp.sharding, text)
         assert_ranks_agree(
             world, "whole batches", fingerprints, peers=peers, among_peers=True,
             advice=functools.partial(mismatch_hints.of_batches, began=self.sp.calls.count > 0),
