@@ -9,6 +9,7 @@ from hf_integration.context import ForwardContext, entered
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from hf_integration.media import towers
+from hf_integration.media.cuts import GRID, LIST, PICTURE, TILE, Cut, Pictures, joined
 from tests.dist.ranks import make
 from tests.hf import llama
 from tests.hf.media_types import model_of
@@ -101,6 +102,46 @@ def test_gradients_are_the_plain_ones_and_each_picture_is_computed_once(world):
         for name, (gap, plain, counts) in found.items():
             assert gap < 1e-5, name
             assert sum(counts) == plain + OF_IDLE[world].get(name, 0), (name, counts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "shares"),
+    [
+        ([[1, 8, 8], [1, 2, 2], [1, 2, 2], [1, 2, 2]], 4, [(0, 0), (0, 1), (1, 1), (1, 4)]),
+        ([[1, 4, 4]] * 8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ([[6, 4, 4], [2, 4, 4]], 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ],
+)
+def test_neighbors_are_shared_by_patches_and_films_by_frames(rows, ranks, shares):
+    grid = torch.tensor(rows)
+    patches = torch.arange(int(grid.prod(1).sum()))[:, None]
+    pictures = Pictures({"pixel_values": patches, "grid": grid}, Cut(GRID, "grid", frames=True))
+    assert pictures.shares(ranks) == shares
+    parts = [pictures.part(*share) for share in shares if share[0] < share[1]]
+    assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), patches)
+    assert all(part["grid"].prod(1).sum() == len(part["pixel_values"]) for part in parts)
+
+
+def test_rows_of_tiles_get_their_features_back():
+    tiles = torch.arange(1.0, 7)[:, None, None, None].expand(6, 1, 2, 2).unflatten(0, (3, 2)).clone()
+    tiles[0, 1] = tiles[1] = 0  # padding of a row with one picture, and of a row with none
+    pictures = Pictures({"pixel_values": tiles}, Cut(TILE, drops=True))
+    parts = [pictures.part(at, at + 1)["pixel_values"] for at in range(3)]
+    features = [[x.flatten(2)[:, 0]] for x in parts]
+    rows = joined(LIST, features, [pictures.of_elements(at, at + 1) for at in range(3)], pictures.number)
+    assert [row[:, 0].tolist() for row in rows] == [[1], [], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "by", "frames"),
+    [(FLAT, GRID, True), ("minimax_m3_vl", GRID, False), ("minicpm_ocr", GRID, None), (TILES, TILE, None),
+     ("llava_next", PICTURE, None), ("voxtral", PICTURE, None), ("granite_speech", None, None)],
+)  # fmt: skip
+def test_a_look_finds_what_can_be_divided(model_type, by, frames):
+    small = small_copy(model_of(model_type))[0].train()
+    cuts = towers.cuts_of(small, media_batch(small)[0])
+    assert next((cut.by for cut in cuts.values()), None) == by
+    assert (cuts[towers.FILMS].frames if towers.FILMS in cuts else None) == frames
 
 
 def text_beside_pictures(stage):
