@@ -26,7 +26,7 @@ from ds_seqpar.guards.waits import explaining_failure
 
 from ..compat import ZERO_ID, has_zero_hooks
 from ..context import LOCAL, current, entered
-from .cuts import Cut, Pictures
+from .cuts import Cut, Pictures, features_in
 
 CALL = "the forward of a model with pictures"
 
@@ -106,12 +106,9 @@ class _Joining:
         self.hook.remove()
         arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
         with entered(LOCAL):
-            features = tree_leaves([*_values(getattr(owner, name)(**arguments))])
+            result = getattr(owner, name)(**arguments)
+        features = tree_leaves([result[name] for name in features_in(result)])  # others go through backward in no rank
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
-
-
-def _values(result: Any) -> Any:
-    return result.values() if isinstance(result, Mapping) else [result]
 
 
 def _is_partitioned(module: nn.Module) -> bool:
