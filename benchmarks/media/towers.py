@@ -3,13 +3,14 @@
     python -m benchmarks.media.towers
     python -m benchmarks.media.towers --ranks 2 --pictures 4 --side 48
 
-The step is forward and backward of a Qwen2.5-VL of few layers, on whole batches: text is computed by all ranks. Steps
-take turns, all ranks begin together, and the slowest one's seconds count. A ratio is the median of those of single
-turns; the spread is that of the middle half. Needs no launcher: ranks are forked, over gloo.
+The step is forward and backward of a patched Qwen2.5-VL of few layers, most of whose work is the tower's. Steps take
+turns, all ranks begin together, and the slowest one's seconds count. A ratio is the median of those of single turns;
+the spread is that of the middle half. Needs no launcher: ranks are forked, over gloo.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 
@@ -20,16 +21,15 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from benchmarks import tables
 from benchmarks.turns import in_turns, together
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration.context import ForwardContext, entered
-from hf_integration.media import towers
+from hf_integration import share_sequences
 from tests.launch import on_ranks
 
-TOKEN, VOCABULARY, MERGE, PATCH = 2, 64, 2, 3 * 2 * 14**2
+MERGE, PATCH, TOKEN = 2, 3 * 2 * 14**2, 100
+IDS = {"image_token_id": TOKEN, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
 TOWER = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 64}
 TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+    "num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
 }  # fmt: skip
 
@@ -45,26 +45,27 @@ def main() -> None:
 
 def steps(pictures: int, side: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each kind of step."""
-    sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
     torch.manual_seed(0)
-    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, image_token_id=TOKEN, vision_start_token_id=3)
-    model, inputs = Qwen2_5_VLForConditionalGeneration(config), batch(pictures, side)
-    towers.divide(model, sp, towers.cuts_for(model, sp))
+    plain = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, **IDS))
+    inputs = batch(pictures, side)
 
-    def step(mode: str) -> None:
-        with entered(ForwardContext(mode=mode)):
-            loss = model(**inputs).loss
-        loss.backward()
+    def step(model: Qwen2_5_VLForConditionalGeneration) -> None:
+        model(**inputs).loss.backward()
         model.zero_grad()
 
-    modes = {"of all pictures": "local", "of its own pictures": "whole"}
-    return in_turns({name: functools.partial(step, mode) for name, mode in modes.items()}, rounds, together())
+    settings = {"size": dist.get_world_size(), "prove": "never"}
+    rows = {}
+    for name, divides in {"of all pictures": False, "of its own pictures": True}.items():
+        model = copy.deepcopy(plain)
+        share_sequences(model, divide_media=divides, **settings)
+        rows[name] = functools.partial(step, model)
+    return in_turns(rows, rounds, together())
 
 
 def batch(pictures: int, side: int) -> Mapping[str, Tensor]:
     """Inputs of one row with pictures of side x side patches."""
     places = (side // MERGE) ** 2
-    one = torch.tensor([5, 6, 7, 3, *[TOKEN] * places])
+    one = torch.tensor([5, 6, 7, IDS["vision_start_token_id"], *[TOKEN] * places, IDS["vision_end_token_id"]])
     ids = one.repeat(pictures)[None]
     return {
         "input_ids": ids,

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_seqpar.base.compat import tree_leaves
+
+ROUNDING = 2e-6  # in fp32, of the largest feature; pictures that see one another may change one another little more
 GRID, TILE, PICTURE = "grid", "tile", "picture"
 # how a field of results is joined: tensors behind one another, lists whose elements are of pictures, lists whose
 # elements are each joined in one of these ways, and what all shares have alike
@@ -126,6 +129,11 @@ def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: 
     return type(parts[0])(torch.cat(each or [parts[0][0][:0]]) for each in elements)
 
 
+def features_in(result: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a result that a model uses: without those that a tower has inside, if it returns others."""
+    return [name for name in result if not INSIDE.fullmatch(name)] or [*result]
+
+
 # ---- the look
 
 
@@ -159,13 +167,9 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
-    """Return how results are joined, the same for each picture alone and for shares of other sizes; {} if they are not.
-
-    What a tower has inside is left out, where it returns anything else.
-    """
+    """Return how results are joined, the same for each picture alone and for shares of other sizes; {} if they are not."""
     whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
-    names = [name for name in whole if not INSIDE.fullmatch(name)] or [*whole]
-    count = len(pictures.costs)
+    names, count = features_in(whole), len(pictures.costs)
     for ends in (range(count + 1), (0, 1, count)):
         shares = [*itertools.pairwise(ends)]
         parts = [method(**pictures.part(*share)) for share in shares]
@@ -181,9 +185,10 @@ def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) ->
 
 
 def _rebuilds(whole: Any, way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: int) -> bool:
+    largest = max([float(x.abs().max()) for x in tree_leaves(whole) if isinstance(x, Tensor)], default=0.0)
     try:
         for x in parts if way == SAME else [joined(way, parts, owners, number)]:
-            torch.testing.assert_close(x, whole, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(x, whole, rtol=0.0, atol=ROUNDING * largest)
     except Exception:  # of other shapes, other lengths or other values
         return False
     return True

@@ -26,7 +26,7 @@ from ds_seqpar.guards.waits import explaining_failure
 
 from ..compat import ZERO_ID, has_zero_hooks
 from ..context import LOCAL, current, entered
-from .cuts import Cut, Pictures
+from .cuts import Cut, Pictures, features_in
 
 CALL = "the forward of a model with pictures"
 
@@ -43,24 +43,21 @@ def join(
         cuts: How methods are divided, by their names.
         methods: The names of the methods that make features.
     """
-    joining = _Joining(sp, cuts, methods)
-    return [
-        owner.register_forward_pre_hook(joining.before, with_kwargs=True),
-        embedding.register_forward_hook(functools.partial(joining.behind_embedding, owner)),
-    ]
+    return [owner.register_forward_pre_hook(_Joining(embedding, sp, cuts, methods).before, with_kwargs=True)]
 
 
 class _Joining:
     """What ranks without pictures compute in their place."""
 
-    def __init__(self, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]) -> None:
-        self.sp, self.cuts, self.methods = sp, cuts, methods
+    def __init__(
+        self, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
+    ) -> None:
+        self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
         self.smallest: dict[str, dict[str, Any]] = {}  # arguments of methods, on the CPU, the same on all ranks
-        self.pending = ""  # the method that is to be called in this forward
+        self.hook: RemovableHandle | None = None  # of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         context = current()
-        self.pending = ""
         if (context is not None and context.mode == "decode") or not _is_partitioned(owner):
             return
         inputs = dict(zip(inspect.signature(owner.forward).parameters, args, strict=False)) | kwargs
@@ -81,8 +78,8 @@ class _Joining:
         (name,) = having
         if sums[len(self.methods) + self.methods.index(name)]:
             self._tell_smallest(name, given[name])
-        if not given[name]:
-            self.pending = name
+        if not given[name]:  # behind the hooks of the embedding that gather its parameters, also in backward
+            self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, name))
 
     @staticmethod
     def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,18 +101,14 @@ class _Joining:
             dist.broadcast_object_list(told, group=world, group_src=first)
         self.smallest[name] = told[0]
 
-    def behind_embedding(self, owner: nn.Module, embedding: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        if not self.pending:
-            return None
-        name, self.pending = self.pending, ""
+    def _behind_embedding(self, owner: nn.Module, name: str, embedding: nn.Module, args: tuple, output: Tensor) -> Any:
+        assert self.hook is not None
+        self.hook.remove()
         arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
         with entered(LOCAL):
-            features = tree_leaves([*_values(getattr(owner, name)(**arguments))])
+            result = getattr(owner, name)(**arguments)
+        features = tree_leaves([result[name] for name in features_in(result)])  # others go through backward in no rank
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
-
-
-def _values(result: Any) -> Any:
-    return result.values() if isinstance(result, Mapping) else [result]
 
 
 def _is_partitioned(module: nn.Module) -> bool:

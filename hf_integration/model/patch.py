@@ -106,10 +106,12 @@ def patch_attention(
         return model
     declared = joined(TABLE, inputs)
     facts, is_new = _checked(model, inner, sp), not is_tested(inner)
+    cuts = towers.cuts_for(inner, sp)
     if sp.size > 1 and (sp.config.prove == "always" or (sp.config.prove == "auto" and is_new)):
-        no_media = prove(inner, sp, facts, lambda small: patch_by(small, small, sp, facts), unpatch_attention)
+        patch = functools.partial(patch_by, sp=sp, facts=facts, cuts=cuts)
+        no_media = prove(inner, sp, facts, lambda small: patch(small, small), unpatch_attention)
         facts = dataclasses.replace(facts, no_media=no_media)
-    return patch_by(model, inner, sp, facts, declared, towers.cuts_for(inner, sp))
+    return patch_by(model, inner, sp, facts, declared, cuts)
 
 
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:

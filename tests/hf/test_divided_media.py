@@ -1,5 +1,7 @@
 """Pictures divided among the ranks of a sequence: each is computed once, and all gradients are the plain model's."""
 
+import functools
+
 import deepspeed
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hf_integration.context import ForwardContext, entered
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from hf_integration.media import towers
+from hf_integration.media.cuts import GRID, LIST, PICTURE, TILE, Cut, Pictures, joined
 from tests.dist.ranks import make
 from tests.hf import llama
 from tests.hf.media_types import model_of
@@ -21,15 +24,20 @@ SEVERAL, FEW = ((), (0,), (1, 0)), ((1,),)
 # patches, pictures or tiles that ranks without a share compute, of the smallest picture: so many of them
 OF_IDLE = {
     2: {"few": 32, "frozen": 32},
-    4: {FLAT: 16, FILM: 16, "film": 2 * 16, EACH: 1, "gemma3": 1, "few": 3 * 32, "frozen": 3 * 32},
+    4: {FLAT: 16, "film": 2 * 16, TILES: 0, "few": 3 * 32},
 }
 
 
+@functools.cache
+def copy_of(model_type):
+    """Return a small copy of a type."""
+    return small_copy(model_of(model_type))[0].train()
+
+
 def of_type(model_type, rows=SEVERAL):
-    """Return a small copy of a type, how its pictures are divided, and a batch."""
-    small = small_copy(model_of(model_type))[0].train()
-    cuts = towers.cuts_of(small, media_batch(small)[0])
-    return small, cuts, media_batch(small, rows)[0]
+    """Return a type, how its pictures are divided, and a batch."""
+    small = copy_of(model_type)
+    return model_type, towers.cuts_of(small, media_batch(small)[0]), media_batch(small, rows)[0]
 
 
 def filmed(config, batch):
@@ -80,33 +88,78 @@ def compare(model, cuts, batch, tower, sp, forward=outcome):
     return largest, plain, counts
 
 
-def types_agree(names):
+def cases_agree(cases):
+    """On a rank: `compare` in each case."""
     sp, found = make(size=torch.distributed.get_world_size(), ulysses=1), {}
-    for name in names:
-        small, cuts, batch = of_type(name)
-        found[name] = compare(small, cuts, batch, TOWERS[name], sp)
-    small, cuts, batch = of_type(FILM, ((), (0, 0)))
-    found["film"] = compare(small, cuts, filmed(small.config, batch), TOWERS[FILM], sp)
-    small, cuts, batch = of_type(FLAT, FEW)
-    found["few"] = compare(small, cuts, batch, TOWERS[FLAT], sp)
-    for name, p in small.named_parameters():
-        p.requires_grad_("visual" not in name)
-    found["frozen"] = compare(small, cuts, batch, TOWERS[FLAT], sp)
+    for case, (model_type, cuts, batch) in cases.items():
+        small, tower = copy_of(model_type), TOWERS[model_type]
+        for name, p in small.named_parameters():
+            p.requires_grad_(case != "frozen" or tower not in name)
+        found[case] = compare(small, cuts, batch, tower, sp)
     return found
+
+
+@functools.cache
+def all_cases():
+    cases = {name: of_type(name) for name in TOWERS}
+    model_type, cuts, batch = of_type(FILM, ((), (0, 0)))
+    cases["film"] = model_type, cuts, filmed(copy_of(FILM).config, batch)
+    return cases | dict.fromkeys(("few", "frozen"), of_type(FLAT, FEW))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_are_the_plain_ones_and_each_picture_is_computed_once(world):
-    for found in on_ranks(world, types_agree, [*TOWERS]):
+    cases = {name: case for name, case in all_cases().items() if world == 2 or name in OF_IDLE[4]}
+    for found in on_ranks(world, cases_agree, cases):
+        assert found.keys() == cases.keys()
         for name, (gap, plain, counts) in found.items():
             assert gap < 1e-5, name
             assert sum(counts) == plain + OF_IDLE[world].get(name, 0), (name, counts)
 
 
-def text_beside_pictures(stage):
+@pytest.mark.parametrize(
+    ("rows", "ranks", "shares"),
+    [
+        ([[1, 8, 8], [1, 2, 2], [1, 2, 2], [1, 2, 2]], 4, [(0, 0), (0, 1), (1, 1), (1, 4)]),
+        ([[1, 4, 4]] * 8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ([[6, 4, 4], [2, 4, 4]], 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ],
+)
+def test_neighbors_are_shared_by_patches_and_films_by_frames(rows, ranks, shares):
+    grid = torch.tensor(rows)
+    patches = torch.arange(int(grid.prod(1).sum()))[:, None]
+    pictures = Pictures({"pixel_values": patches, "grid": grid}, Cut(GRID, "grid", frames=True))
+    assert pictures.shares(ranks) == shares
+    parts = [pictures.part(*share) for share in shares if share[0] < share[1]]
+    assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), patches)
+    assert all(part["grid"].prod(1).sum() == len(part["pixel_values"]) for part in parts)
+
+
+def test_rows_of_tiles_get_their_features_back():
+    tiles = torch.arange(1.0, 7)[:, None, None, None].expand(6, 1, 2, 2).unflatten(0, (3, 2)).clone()
+    tiles[0, 1] = tiles[1] = 0  # padding of a row with one picture, and of a row with none
+    pictures = Pictures({"pixel_values": tiles}, Cut(TILE, drops=True))
+    parts = [pictures.part(at, at + 1)["pixel_values"] for at in range(3)]
+    features = [[x.flatten(2)[:, 0]] for x in parts]
+    rows = joined(LIST, features, [pictures.of_elements(at, at + 1) for at in range(3)], pictures.number)
+    assert [row[:, 0].tolist() for row in rows] == [[1], [], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "by", "frames"),
+    [(FLAT, GRID, True), ("minimax_m3_vl", GRID, False), ("minicpm_ocr", GRID, None), (TILES, TILE, None),
+     ("llava_onevision", PICTURE, None), ("voxtral", PICTURE, None), ("granite_speech", None, None)],
+)  # fmt: skip
+def test_a_look_finds_what_can_be_divided(model_type, by, frames):
+    _, cuts, _ = of_type(model_type)
+    assert next((cut.by for cut in cuts.values()), None) == by
+    assert (cuts[towers.FILMS].frames if towers.FILMS in cuts else None) == frames
+
+
+def text_beside_pictures(stage, case):
     """Two groups, one of which has text alone. Return the largest difference of a gradient from the plain mean."""
-    sp = make(size=2, ulysses=1)
-    small, cuts, pictures = of_type(FLAT, FEW)
+    sp, (model_type, cuts, pictures) = make(size=2, ulysses=1), case
+    small = copy_of(model_type)
     text = {"input_ids": pictures["input_ids"].flip(-1) % 80, "labels": pictures["input_ids"].flip(-1) % 80}
     batch = text if sp.data_rank else pictures
     both = [outcome(small, x, TOWERS[FLAT])[0] for x in (pictures, text)]
@@ -131,4 +184,4 @@ def text_beside_pictures(stage):
 
 
 def test_text_beside_pictures_of_another_group_joins_partitioned_towers():
-    assert max(on_ranks(4, text_beside_pictures, "3")) < 1e-4
+    assert max(on_ranks(4, text_beside_pictures, "3", of_type(FLAT, FEW))) < 1e-4
