@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ds_seqpar.base.errors import ConfigError, SeqParError
 from hf_integration.context import ForwardContext, entered
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
@@ -186,3 +187,26 @@ def text_beside_pictures(stage, case):
 
 def test_text_beside_pictures_of_another_group_joins_partitioned_towers():
     assert max(on_ranks(4, text_beside_pictures, "3", of_type(FLAT, FEW))) < 1e-4
+
+
+def refusals(case):
+    """On a rank: a model whose pictures cannot be divided, and a tower that fails on one rank, are told to all."""
+    sp = make(size=2, ulysses=1, divide_media=True)
+    with pytest.raises(ConfigError, match="divide_media"):
+        towers.cuts_for(copy_of("granite_speech"), sp)
+    model_type, cuts, batch = case
+    small = copy_of(model_type)
+    towers.divide(small, sp, cuts)
+
+    def fail(module, args):
+        raise RuntimeError("no such patches")
+
+    if sp.rank == 1:
+        small.get_submodule(f"model.{TOWERS[model_type]}").register_forward_pre_hook(fail)
+    with entered(ForwardContext(mode="whole")), pytest.raises(SeqParError, match="no such patches"):
+        call(small, **batch)
+    return True
+
+
+def test_what_cannot_be_divided_and_a_tower_that_fails_raise_on_all_ranks():
+    assert all(on_ranks(2, refusals, of_type(FLAT)))
