@@ -167,7 +167,7 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
-    """Return how results are joined, alike for each picture alone and for other shares; {} if they are not."""
+    """Return how results are joined, the same for pictures alone and for shares of other sizes; {} if they are not."""
     whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
     names, count = features_in(whole), len(pictures.costs)
     for ends in (range(count + 1), (0, 1, count)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ds_seqpar.base.errors import ConfigError, SeqParError
 from hf_integration.context import ForwardContext, entered
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
@@ -19,7 +20,7 @@ from tests.launch import on_ranks
 
 # of each class of input
 FLAT, FILM, TILES, EACH = "qwen2_5_vl", "qwen3_vl", "idefics3", "llava"
-TOWERS = {FLAT: "visual", FILM: "visual", TILES: "vision_model", EACH: "vision_tower", "gemma3": "vision_tower"}
+TOWERS = {FLAT: "visual", FILM: "visual", TILES: "vision_model", EACH: "vision_tower"}
 SEVERAL, FEW = ((), (0,), (1, 0)), ((1,),)
 # patches, pictures or tiles that ranks without a share compute, of the smallest picture: so many of them
 OF_IDLE = {
@@ -168,6 +169,7 @@ def text_beside_pictures(stage, case):
     towers.divide(small, sp, cuts)
     config = llama.settings({"size": 2}, stage, 1, 1)
     config.pop("sequence_parallel")
+    config["optimizer"]["params"]["lr"] = 0.0
     engine, *_ = deepspeed.initialize(model=small, config=config, model_parameters=small.parameters())
     largest = 0.0
     for _ in range(2):  # the first step is traced, the second one gathers ahead
@@ -179,9 +181,32 @@ def text_beside_pictures(stage, case):
             got = deepspeed.utils.safe_get_full_grad(p)
             gap = float((got - expected[name]).abs().max()) / float(expected[name].abs().max())
             largest = max(largest, gap if expected[name].abs().max() > 1e-3 else 0.0)
-        engine.zero_grad()
+        engine.step()
     return largest
 
 
 def test_text_beside_pictures_of_another_group_joins_partitioned_towers():
     assert max(on_ranks(4, text_beside_pictures, "3", of_type(FLAT, FEW))) < 1e-4
+
+
+def refusals(case):
+    """On a rank: a model whose pictures cannot be divided, and a tower that fails on one rank, are told to all."""
+    sp = make(size=2, ulysses=1, divide_media=True)
+    with pytest.raises(ConfigError, match="divide_media"):
+        towers.cuts_for(copy_of("granite_speech"), sp)
+    model_type, cuts, batch = case
+    small = copy_of(model_type)
+    towers.divide(small, sp, cuts)
+
+    def fail(module, args):
+        raise RuntimeError("no such patches")
+
+    if sp.rank == 1:
+        small.get_submodule(f"model.{TOWERS[model_type]}").register_forward_pre_hook(fail)
+    with entered(ForwardContext(mode="whole")), pytest.raises(SeqParError, match="no such patches"):
+        call(small, **batch)
+    return True
+
+
+def test_what_cannot_be_divided_and_a_tower_that_fails_raise_on_all_ranks():
+    assert all(on_ranks(2, refusals, of_type(FLAT)))

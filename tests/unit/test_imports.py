@@ -41,7 +41,9 @@ ENGINE = (
     "top",
 )
 BELOW = ("analysis", "planner", "doctor", "cli")
-HUGGING_FACE = ("hf", "hf.look", "hf.memory", "hf.generation", "hf.model", "hf.trainer", "hf.doctor", "hf.names")
+HUGGING_FACE = (
+    "hf", "hf.look", "hf.media", "hf.memory", "hf.generation", "hf.model", "hf.trainer", "hf.doctor", "hf.names",
+)  # fmt: skip
 ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
 # the modules of the engine that ask, in functions, what is below the line: for "auto" settings and machines' files, and
 # before the first step
