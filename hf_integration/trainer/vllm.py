@@ -21,8 +21,8 @@ from ds_seqpar.guards.interfaces import gloo_meets_hosts
 
 from ..accelerators import GroupAccelerator
 from ..rebinding import rebound
+from .rollouts import Behind
 
-Behind: Any = object  # stands in for the class after the mixin
 CLIENT = "VLLMClient"  # what trl's file calls its client's class
 SERVER = "vLLM in server mode"
 SHARE = 0.9  # of the time for which ranks wait for one another, in which the server must answer
