@@ -168,8 +168,7 @@ def text_of(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     given = [name for name in MEDIA if batch.get(name) is not None]
     if given and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
         raise InputError(
-            f"trl's trainers share sequences of text alone; got {given[0]}, train on media by transformers' Trainer, or "
-            "in a loop of your own"
+            f"trl's trainers share sequences of text alone; got {given[0]}, train on media by transformers' Trainer"
         )
     return forward.text_of(trainer.model, batch)
 
