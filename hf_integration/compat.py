@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from ds_seqpar.base.compat import SEEN, attribute, mark, missing, private
 from ds_seqpar.base.errors import ConfigError
@@ -255,16 +256,24 @@ def without_zero_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_zero_init() -> Iterator[None]:
-    """Context manager in which modules are made whole, also inside of `deepspeed.zero.Init`."""
-    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if zero is None:
-        yield
-        return
-    private(f"{zero.__name__}:shutdown_init_context", "a small copy of a model inside of zero.Init")()
+    """Context manager in which modules are made whole, also inside of `deepspeed.zero.Init`, and of a Trainer's ZeRO-3,
+    in which transformers partitions the models that a model is made of."""
+    zero, breaks = (
+        sys.modules.get("deepspeed.runtime.zero.partition_parameters"),
+        "a small copy of a model under ZeRO-3",
+    )
+    reference = private("transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref", breaks)
+    settings = None if reference is None else reference()
+    if zero is not None:
+        private(f"{zero.__name__}:shutdown_init_context", breaks)()
+    unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        zero.restore_init_context()
+        if settings is not None:
+            set_hf_deepspeed_config(settings)
+        if zero is not None:
+            zero.restore_init_context()
 
 
 # ---- peft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +83,20 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
             first = first or said  # that of one size in the likeliest class
         reasons.append(f"no {medium.noun} were found that its {medium.method} takes ({first})")
     return None, reasons[0] if reasons else "it has no get_image_features, whose results take the places of tokens"
+
+
+def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: int = 7) -> Batch:
+    """Return a batch with so much padding: before the rows of these numbers, behind all others."""
+    ids, pad = batch["input_ids"], getattr(text_config(model.config), "pad_token_id", None) or 0
+
+    def longer(x: Tensor, value: int) -> Tensor:
+        sides = [(length, 0) if row in left else (0, length) for row in range(len(x))]
+        return torch.stack([functional.pad(row, side, value=value) for row, side in zip(x, sides, strict=True)])
+
+    values = {"input_ids": pad, "labels": IGNORE}
+    by_token = {name: longer(x, values.get(name, 0)) for name, x in batch.items() if x.shape == ids.shape}
+    by_token["labels"][[*left], length] = IGNORE  # from padding no token is predicted
+    return {**batch, **by_token, "attention_mask": longer(torch.ones_like(ids), 0)}
 
 
 def _takes(module: nn.Module, medium: _Medium) -> bool:

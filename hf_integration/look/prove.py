@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
@@ -30,7 +29,7 @@ from ..families import is_causal_lm, set_balance_weight
 from ..inputs import MEDIA
 from .facts import Facts, base_module, text_config
 from .look import tensors_in
-from .media import media_batch
+from .media import media_batch, padded
 from .small import call, layers_of, small_copy, tokens_for
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
@@ -210,24 +209,7 @@ def _media_batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
     batch, reason = media_batch(model)
     if batch is None:
         raise ValueError(f"no batch with media was found for it: {reason}")
-    pad = getattr(text_config(model.config), "pad_token_id", None) or 0
-    return {"media": batch, "padded media": _padded(batch, pad)}
-
-
-def _padded(batch: Batch, pad: int) -> Batch:
-    """Return a batch with padding before its first and its last row, and behind the others."""
-    ids, length = batch["input_ids"], 7
-
-    def longer(x: Tensor, value: int) -> Tensor:
-        rows = [
-            F.pad(row, (length, 0) if n in (0, len(x) - 1) else (0, length), value=value) for n, row in enumerate(x)
-        ]
-        return torch.stack(rows)
-
-    values = {"input_ids": pad, "labels": IGNORE}
-    padded = {name: longer(x, values.get(name, 0)) for name, x in batch.items() if x.shape == ids.shape}
-    padded["labels"][[0, -1], length] = IGNORE  # from padding no token is predicted
-    return {**batch, **padded, "attention_mask": longer(torch.ones_like(ids), 0)}
+    return {"media": batch, "padded media": padded(model, batch, (0, len(batch["input_ids"]) - 1))}
 
 
 def _documents(batch: Batch) -> list[Batch]:

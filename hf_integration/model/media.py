@@ -175,7 +175,7 @@ def blocks_of(
 @functools.lru_cache(maxsize=64)
 def with_blocks(mask: Mask, blocks: Blocks) -> Mask:
     """Return a mask with blocks."""
-    return dataclasses.replace(mask, blocks=blocks.spans, whole_blocks=blocks.whole)
+    return dataclasses.replace(mask, blocks=blocks.spans, whole_blocks=blocks.whole) if blocks.spans else mask
 
 
 def _stands_for_mask(x: Any) -> bool:

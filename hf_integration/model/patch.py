@@ -63,7 +63,6 @@ from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hoo
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
-NO_BLOCKS = media.Blocks()
 OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
 
 
@@ -359,8 +358,8 @@ def _attention(
     if cached is not None:
         return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
-        blocks = context.media.blocks(attention_mask) if context.media is not None else NO_BLOCKS
-        return _attention_with_layout(sp, q, k, v, options, own.head_chunks, layout, chunk, blocks), None
+        call = context.media, attention_mask
+        return _attention_with_layout(sp, q, k, v, options, own.head_chunks, layout, chunk, *call), None
     return sp.attention_agreed(q, k, v, options, own.head_chunks), None
 
 
@@ -406,7 +405,8 @@ def _attention_with_layout(
     head_chunks: int,
     layout: BatchLayout | None,
     chunk: int | None,
-    blocks: media.Blocks,
+    call: media.MediaCall | None,
+    made: Tensor | None,
 ) -> Tensor:
     """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
     mask, tokens = options.mask, q.shape[1] * sp.size
@@ -414,8 +414,8 @@ def _attention_with_layout(
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
     if chunk is not None and not (layout is not None and layout.fits(chunk)):
         mask = _in_chunks(mask, chunk, tokens)
-    if blocks.spans:
-        mask = media.with_blocks(mask, blocks)
+    if call is not None:
+        mask = media.with_blocks(mask, call.blocks(made))
     shards = None if layout is None else layout.shards
     return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=shards), head_chunks)
 

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.base.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.data.loader import Loader
 from ds_seqpar.deepspeed import counts
@@ -30,6 +30,8 @@ from ds_seqpar.deepspeed.config import DeepSpeedJson
 
 from ..compat import CALLED, TRL_BASE, check_calls
 from ..families import patch_of, unwrapped
+from ..inputs import MEDIA
+from ..model import forward
 from .rollouts import ROLLOUTS, check_row, rolls_out
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
@@ -154,6 +156,16 @@ def _world_size() -> int:
             got = "one of accelerate launch alone, add --use_deepspeed, --num_processes and --deepspeed_config_file"
         raise ConfigError(f"SequenceParallelTrainer needs DeepSpeed and a process a rank; got {got}")
     return world
+
+
+def text_of(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch without its media. Raises where the model cannot take them, or a Trainer of trl's has some."""
+    given = [name for name in MEDIA if batch.get(name) is not None]
+    if given and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+        raise InputError(
+            f"trl's trainers share sequences of text alone; got {given[0]}, train on media by transformers' Trainer"
+        )
+    return forward.text_of(trainer.model, batch)
 
 
 def has_custom_loss(trainer: Any) -> bool:

@@ -47,7 +47,6 @@ from ..loaders import stream_of
 from ..model import whole_calls
 from ..model.agreement import common_misuse
 from ..model.checkpointing import layers_of
-from ..model.forward import text_of
 from ..model.patch import patch_attention, unpatch_attention
 from . import checks, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
@@ -242,7 +241,7 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
             fingerprints = [fingerprint(batch) for batch in batches]
             custom_loss = checks.has_custom_loss(self)
             for batch in batches:
-                text = text_of(self.model, batch) if isinstance(batch, Mapping) else batch
+                text = checks.text_of(self, batch) if isinstance(batch, Mapping) else batch
                 if isinstance(batch, Mapping) and (wrong := common_misuse(text)):
                     raise InputError(wrong)
                 if not custom_loss and (labeled or batch.get("labels") is not None):

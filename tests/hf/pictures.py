@@ -7,11 +7,9 @@ import copy
 import sys
 
 import torch
-from torch.nn import functional as F
 
-from ds_seqpar.data.batches import IGNORE
 from hf_integration import patch_attention
-from hf_integration.look.media import media_batch
+from hf_integration.look.media import media_batch, padded
 from hf_integration.look.small import call, small_copy, tokens_for
 from tests.dist.ranks import make
 from tests.hf.conformance import _errors, _gradients, _merged, _outcome, _whole
@@ -21,7 +19,7 @@ from tests.hf.media_types import TYPES, model_of
 from tests.launch import on_ranks
 
 KINDS = ("media", "left", "right", "text")
-LIMIT, PADDING = 1e-5, 6
+LIMIT = 1e-5
 SECTIONS = {2: {"size": 2, "ulysses": 1}, 4: {"size": 4, "ulysses": 2, "layout": "zigzag"}}
 
 
@@ -33,25 +31,10 @@ def batches_of(model):
     ids = tokens_for(model.config, 2, 21, seed=3)
     return {
         "media": batch,
-        "left": padded(model, batch, (PADDING, 0)),
-        "right": padded(model, batch, (0, PADDING)),
+        "left": padded(model, batch, (1,)),
+        "right": padded(model, batch, (0, 2)),
         "text": {"input_ids": ids, "labels": ids},
     }, ""
-
-
-def padded(model, batch, sides):
-    """Return a batch with so much padding before and behind its second row, and elsewhere on the other side."""
-    pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0
-    ids, values = batch["input_ids"], {"input_ids": pad, "labels": IGNORE}
-
-    def longer(x, value):
-        return torch.stack([F.pad(row, sides if n == 1 else sides[::-1], value=value) for n, row in enumerate(x)])
-
-    longer_ones = {name: longer(x, values.get(name, 0)) for name, x in batch.items() if x.shape == ids.shape}
-    mask = longer(torch.ones_like(ids), 0)
-    # from padding no token is predicted
-    longer_ones["labels"] = longer_ones["labels"].masked_fill(F.pad(mask[:, :-1], (1, 0)) == 0, IGNORE)
-    return batch | longer_ones | {"attention_mask": mask}
 
 
 @throughout

@@ -109,16 +109,16 @@ def test_wrong_uses_end_in_a_sentence_on_every_rank():
         } == {}
 
 
-def mixes(module, args):
-    """A layer that mixes tokens, once there were pictures: text alone does not show it."""
-    return (args[0] + module.seen * args[0].mean(1, keepdim=True), *args[1:])
+SEEN = [0.0]  # whether there were pictures
 
 
 def sees(module, args, output):
-    LAYERS[-1].seen = 1.0
+    SEEN[0] = 1.0
 
 
-LAYERS = []
+def mixes(module, args):
+    """A layer that mixes tokens once there were pictures, which text alone does not show."""
+    return (args[0] + SEEN[0] * args[0].mean(1, keepdim=True), *args[1:])
 
 
 def refused_types():
@@ -126,10 +126,7 @@ def refused_types():
     for name in ("llava", "mllama"):
         model = small_copy(model_of(name))[0].train()
         if name == "llava":
-            layer = model.model.language_model.layers[0]
-            layer.seen = 0.0
-            LAYERS.append(layer)
-            layer.register_forward_pre_hook(mixes)
+            model.model.language_model.layers[0].register_forward_pre_hook(mixes)
             model.model.vision_tower.register_forward_hook(sees)
         patch_attention(model, sp)
         ids = torch.arange(32).view(2, 16) + 3
