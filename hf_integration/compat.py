@@ -82,8 +82,8 @@ EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}
 # methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
-# class of trl's -> its methods that call these by global names. `gather`, `gather_object` and `VLLMClient` count ranks: in
-# their places the methods are given what counts groups
+# class of trl's -> its methods that call these by global names. `gather`, `gather_object` and `VLLMClient` count ranks:
+# in their places the methods are given what counts groups
 CALLED: dict[str, dict[str, set[str]]] = {
     **{name: {} for name in ("SFTTrainer", "RewardTrainer")},
     **{name: {"_precompute_ref_logps": {"broadcast_object_list"}} for name in ("DPOTrainer", "KTOTrainer")},
