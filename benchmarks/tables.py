@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 Mode = TypeVar("Mode")
+END = "<!-- end -->\n"  # of a table that a command writes into a page of the docs
 
 
 def parser(description: str | None, **options: object) -> argparse.ArgumentParser:
@@ -60,10 +61,15 @@ def row(*cells: object) -> None:
     print(line(cells), flush=True)
 
 
+def below(page: Path, mark: str) -> str:
+    """Return what stands between the mark and the next END on a page of the docs."""
+    return page.read_text(encoding="utf-8").partition(mark)[2].partition(END)[0]
+
+
 def insert(page: Path, mark: str, text: str) -> None:
-    """What stands below the mark on a page of the docs becomes this text."""
-    before, mark, _ = page.read_text(encoding="utf-8").partition(mark)
-    page.write_text(before + mark + text, encoding="utf-8")
+    """Replace what stands between the mark and the next END on a page of the docs by this text."""
+    before, mark, after = page.read_text(encoding="utf-8").partition(mark)
+    page.write_text(before + mark + text + END + after.partition(END)[2], encoding="utf-8")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

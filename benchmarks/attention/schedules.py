@@ -1,4 +1,4 @@
-"""Prints what each schedule receives, from plans alone: the tables of docs/schedules.md and docs/triangle.md.
+"""Prints what each schedule receives, from plans alone: tables of docs/benchmarks.md.
 
     python -m benchmarks.attention.schedules                    # 16 and 64 ranks
     python -m benchmarks.attention.schedules --causal 6 28 120  # the triangle, the best mesh, a ring, the floor

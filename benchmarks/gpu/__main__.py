@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --stand-in       # small sizes on the CPU: shows that the script runs, and no more
 
 Prints tables, and writes them and all figures into --out: NAME.md, and NAME.json, which can be sent in (see
-docs/gpu_benchmarks.md). Without a GPU it is a stand-in by itself. Every section has a share of --seconds. What did not
+docs/benchmarks.md). Without a GPU it is a stand-in by itself. Every section has a share of --seconds. What did not
 fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
 """
 

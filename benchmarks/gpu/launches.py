@@ -1,7 +1,7 @@
 """What a rank launches for the attention of a layer: counted on fake tensors of a GPU, so it needs none.
 
     python -m benchmarks.gpu.launches         # prints the table
-    python -m benchmarks.gpu.launches --docs  # keeps it in launches.json and writes it into docs/gpu_launches.md
+    python -m benchmarks.gpu.launches --docs  # keeps it in launches.json and writes it into docs/benchmarks.md
 
 One rank of many runs a layer's forward and backward alone, in bf16, with 32 query and 8 key/value heads of 128 where
 nothing else is said. Nothing arrives, and fake tensors have no values that could be wrong. The second layer is
@@ -37,7 +37,7 @@ from ds_seqpar.operators import decode as cached
 from tests.fake_cuda import Driverless
 
 TABLE = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu_launches.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- python -m benchmarks.gpu.launches --docs -->\n"
 TOKENS = (4096, 32768, 131072)  # of a rank
 HEAD_DIM, HEADS = 128, (32, 8)

@@ -1,7 +1,7 @@
 """Tables of files of figures, which `benchmarks.gpu.first_hour` writes, and each of its parts by itself.
 
     python -m benchmarks.gpu.tables FILE ...     # prints their pages
-    python -m benchmarks.gpu.tables --docs       # writes those of benchmarks/gpu/figures into docs/gpu_benchmarks.md
+    python -m benchmarks.gpu.tables --docs       # writes those of benchmarks/gpu/figures into docs/benchmarks.md
 
 The docs take figures of GPUs alone, never a stand-in's. While there is no file, they say "not yet measured".
 """
@@ -18,7 +18,7 @@ from benchmarks.tables import insert, parser, table
 from ds_seqpar.analysis.draw import new_figure, save
 
 FIGURES = Path(__file__).parent / "figures"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu_benchmarks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- python -m benchmarks.gpu.tables --docs -->\n"
 WAYS = ("forward", "backward")
 MASKS = ("causal", "full", "window", "packed", "striped")

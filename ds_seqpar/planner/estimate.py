@@ -1,6 +1,6 @@
 """A plain estimate of a training step's time, to order what fits. A rank's program of attention is followed alone: its
-products take their flops, its messages their bytes, and of the two the longer one counts between waits. docs/planner.md
-says what is left out. Does not import torch."""
+products take their flops, its messages their bytes, and of the two the longer one counts between waits.
+docs/choosing_settings.md says what is left out. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A schedule without Python: the plans of a file, which `show --plan` prints and the setting `"file:PATH"` reads.
 
 A file has the plan of each direction: a head, and a row for each step with a column for each rank. Two spaces or more
-divide columns, and "#" begins a line of comment. docs/schedules.md says what the actions mean.
+divide columns, and "#" begins a line of comment. docs/choosing_settings.md says what the actions mean.
 
     mine forward, 2 ranks
     step  rank 0                      rank 1

@@ -1,7 +1,7 @@
 """Check a Trainer's setup before training: each setting that would make a sequence parallel run differ from the unsplit
 one raises an error.
 
-The label shift and the divisor of the loss must be global (docs/gradient_contract.md). Many steps that the Trainer does
+The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer does
 once for each rank must be done once for the ranks that share a sequence. Settings for which that is not done are
 refused here.
 

@@ -80,7 +80,7 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         **kwargs: Passed to the Trainer.
 
     Raises:
-        ConfigError: If a setting would train something else than the unsplit run does (see docs/refusals.md).
+        ConfigError: If a setting would train something else than the unsplit run does (see docs/troubleshooting.md).
 
     Examples:
         ```python

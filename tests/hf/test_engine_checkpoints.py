@@ -23,7 +23,7 @@ from tests.launch import on_ranks as on_new_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 STOP, END = 3, 8  # an epoch has 5 steps
 SEQUENCES = 8  # of a step
 

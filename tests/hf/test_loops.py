@@ -27,7 +27,7 @@ def window():
 
 
 def on_ddp(divisors):
-    """Gradients of a window of three micro-batches on DDP, as docs/gradient_contract.md has it; by what the loss is
+    """Gradients of a window of three micro-batches on DDP, as docs/own_loop.md has it; by what the loss is
     divided by."""
     sp, found = make(**MODES["r2"]), []
     for divisor in divisors:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import tables
 from benchmarks.gpu import launches
 from benchmarks.gpu.launches import COUNTED, NAMES, TOKENS, counting
 
@@ -39,8 +40,7 @@ def test_no_layer_waits_for_its_device():
 
 
 def test_the_docs_have_the_table():
-    page = launches.PAGE.read_text(encoding="utf-8")
-    assert page.endswith(f"{launches.MARK}{launches.rendered(launches.load())}\n")
+    assert tables.below(launches.PAGE, launches.MARK) == f"{launches.rendered(launches.load())}\n"
     assert json.loads(launches.TABLE.read_text(encoding="utf-8"))["counts"].keys() == {*NAMES}
 
 

@@ -45,7 +45,7 @@ def test_a_file_of_ones_own_has_the_form_of_a_preset(tmp_path):
 
 
 def test_the_file_of_the_page_is_one():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "choosing_settings.md").read_text(encoding="utf-8")
     blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
     (content,) = (block for block in blocks if "per_node" in block)
     assert machine_of("page", content).between == Machine.load("h100-ib").between

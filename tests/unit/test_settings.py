@@ -4,9 +4,10 @@ import json
 import re
 
 from benchmarks.planner.settings import HEAD, LENGTHS, MARK, NODES, PAGE, rows
+from benchmarks.tables import below
 from ds_seqpar.core.settings import SequenceParallelConfig
 
-ROWS = PAGE.read_text().partition(MARK)[2].splitlines()
+ROWS = below(PAGE, MARK).splitlines()
 
 
 def test_a_row_is_what_the_planner_says():

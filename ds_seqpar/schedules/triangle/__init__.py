@@ -1,7 +1,7 @@
 """The triangle: causal attention in which a rank receives what its tile of the causal triangle needs, and no more.
 
-docs/triangle.md derives it with diagrams: which rank owns which chunks, that every product is computed once, and the
-bytes.
+docs/choosing_settings.md derives it with diagrams: which rank owns which chunks, that every product is computed once,
+and the bytes.
 """
 
 from __future__ import annotations
