@@ -55,7 +55,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise ConfigError(
             "patch_attention needs softmax attention over one sequence; got a model of family "
             f"{model.config.model_type!r} with cross-attention between an encoder and a decoder, which is not "
-            "supported, see docs/supported.md"
+            "supported, see docs/models.md"
         )
     if unmet_needs := _unmet_needs(model.config.get_text_config(decoder=True)):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(unmet_needs)}; change the model's config")

@@ -76,7 +76,7 @@ def prove(
     if wrong := compared(model, sp, facts, patch, unpatch).wrong:
         error = ConfigError(
             f"a {type(model).__name__} must be exact in a small copy before it is trained; got one {wrong}, "
-            "call sp.attention from a model of your own (docs/other_models.md)"
+            "call sp.attention from a model of your own (docs/models.md)"
         )
     assert_ranks_agree(sp.groups.control, PROOF, None, error=error)
     seconds = time.monotonic() - began
