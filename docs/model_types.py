@@ -13,8 +13,6 @@ PAGE = Path(__file__).with_name("model_types.md")
 TOGETHER = 12  # types that share one launch of ranks
 HEAD = """# Every causal type of transformers
 
-For somebody who asks whether a model can share its sequences.
-
 Made with transformers {version} by `python docs/model_types.py`: of each type that `AutoModelForCausalLM` knows, a
 tiny model of its real config class on two ranks. "exact": the loss, the whole logits and the gradients of all
 parameters are those of the plain model to 1e-5, for whole batches and for sharded ones. A packed batch is compared with

@@ -3,7 +3,7 @@ Trainer.
 
 The ranks that share sequences replace one process of the plain script. So what accelerate does once for each process
 must be done once for each group: distributing batches, stepping schedulers, gathering and splitting. Devices, barriers,
-random states, files, and the mean of gradients still belong to a process. `docs/loaders.md` lists both kinds of
+random states, files, and the mean of gradients still belong to a process. `docs/own_loop.md` lists both kinds of
 members.
 """
 

@@ -56,7 +56,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise ConfigError(
             "patch_attention needs softmax attention over one sequence; got a model of family "
             f"{model.config.model_type!r} with cross-attention between an encoder and a decoder, which is not "
-            "supported, see docs/supported.md"
+            "supported, see docs/models.md"
         )
 
 

@@ -1,4 +1,4 @@
-"""Prints what latent attention sends and keeps, from its programs alone: the table of docs/latent_attention.md.
+"""Prints what latent attention sends and keeps, from its programs alone: a table of docs/benchmarks.md.
 
     python -m benchmarks.attention.latent
     python -m benchmarks.attention.latent --size 16 --tokens 131072

@@ -144,6 +144,6 @@ def warn_of_size(name: str, gib: float) -> None:
     """Warn once in a process for each name and size (GiB)."""
     warnings.warn(
         f"whole {name} of {gib} GiB are gathered on every rank of a sequence: slice what is needed first, or work on "
-        f"this rank's local shard, {name}.local (docs/whole.md)",
+        f"this rank's local shard, {name}.local (docs/own_loop.md)",
         stacklevel=2,
     )

@@ -42,7 +42,7 @@ TOLERANCE = 1e-4
 REPEATED = 16  # forwards that show what chance changes
 LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
-OWN_MODEL = "call sp.attention from a model of your own (docs/other_models.md)"
+OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
 
 
 @unchanged()

@@ -84,7 +84,7 @@ def prove(
     if wrong := text.wrong:
         error = ConfigError(
             f"a {type(model).__name__} must be exact in a small copy before it is trained; got one {wrong}, "
-            "call sp.attention from a model of your own (docs/other_models.md)"
+            "call sp.attention from a model of your own (docs/models.md)"
         )
     assert_ranks_agree(sp.groups.control, PROOF, None, error=error)
     if not no_media and (wrong := compared(model, sp, facts, patch, unpatch, _media_batches).wrong):

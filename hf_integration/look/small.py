@@ -97,7 +97,7 @@ def small_copy(
     raise ConfigError(
         f"a model that is not among the tested families needs a small copy, to look at; got {type(model).__name__}, of "
         f"whose config none could be made that runs ({reason}), call sp.attention from a model of your own "
-        "(docs/other_models.md)"
+        "(docs/models.md)"
     )
 
 

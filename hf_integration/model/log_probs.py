@@ -91,7 +91,7 @@ def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
     if patch.above or not is_causal_lm(inner) or not isinstance(getattr(inner, "lm_head", None), nn.Module):
         raise ConfigError(
             "log_probs needs a causal language model with the forward of transformers and an lm_head; got a "
-            f"{type(inner).__name__}, compute them from the whole logits that it returns (docs/whole.md)"
+            f"{type(inner).__name__}, compute them from the whole logits that it returns (docs/own_loop.md)"
         )
     return inner, patch
 

@@ -169,7 +169,8 @@ def _error(got: str, option_of: str) -> ConfigError:
     return ConfigError(
         "a rank's loss must be the sum of token losses on shift_labels divided by num_items_in_batch, and nothing more "
         f"(such as a z-loss, or a penalty); got {got}, pass both on to transformers' loss and leave loss_tiles out, or "
-        f"{otherwise} where another loss is meant: on whole batches a forward of your own may add terms (docs/whole.md)"
+        f"{otherwise} where another loss is meant: on whole batches a forward of your own may add terms "
+        "(docs/own_loop.md)"
     )
 
 

@@ -80,7 +80,7 @@ def check_kind(trainer_class: type) -> None:
         if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
             raise ConfigError(
                 f"sequence parallel training needs transformers' Trainer, or trl's {', '.join(SUPPORTED[:-1])}; got a "
-                f"{name}, compute its loss in a loop of your own with share_sequences (docs/whole.md, "
+                f"{name}, compute its loss in a loop of your own with share_sequences (docs/own_loop.md, "
                 "examples/grpo_loop.py, examples/reward_loop.py)"
             )
         if library == "trl" and name in CALLED:

@@ -264,7 +264,7 @@ def as_script(path):
 
 
 def test_the_script_of_the_page_runs(tmp_path):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "other_models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(# decode.py: torchrun --nproc-per-node 4 .*?)```", page, re.S)
     (tmp_path / "decode.py").write_text(script, encoding="utf-8")
     outs = on_ranks(4, as_script, tmp_path / "decode.py", keep=None)

@@ -1,4 +1,4 @@
-"""The scripts of docs/masks.md and docs/loaders.md run as they stand there, and what masks.md refuses is refused."""
+"""The scripts of docs/masks.md and docs/own_loop.md run as they stand there, and what masks.md refuses is refused."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ from tests.words import missing
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
 MASKS = (PAGES / "masks.md").read_text(encoding="utf-8")
-LOADERS = (PAGES / "loaders.md").read_text(encoding="utf-8")
+OWN_LOOP = (PAGES / "own_loop.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"```python\n(.*?)```", MASKS, re.S)
 
 
@@ -57,7 +57,7 @@ def in_folder(path):
 
 
 def test_the_script_of_loaders_runs(tmp_path):
-    (script,) = re.findall(r"```python\n# (loaders.py): torchrun --nproc-per-node 4 \1\n(.*?)```", LOADERS, re.S)
+    (script,) = re.findall(r"```python\n# (loaders.py): torchrun --nproc-per-node 4 \1\n(.*?)```", OWN_LOOP, re.S)
     (tmp_path / script[0]).write_text(script[1], encoding="utf-8")
     batches = on_ranks(4, in_folder, tmp_path / script[0], keep=None)
     assert torch.equal(batches[0], batches[1])

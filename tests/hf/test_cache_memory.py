@@ -107,7 +107,7 @@ def in_windows(section, window, calls):
 
 @pytest.mark.parametrize("window", each_then_rest([40], [700]))
 def test_windows_are_all_that_is_kept(window):
-    """docs/long_prompts.md says how much: the window, or a rank's part where that is less, and up to two blocks."""
+    """docs/generation.md says how much: the window, or a rank's part where that is less, and up to two blocks."""
     for most in on_ranks(2, in_windows, SECTIONS[2]["zigzag"], window, (1500, 200, 60, *[1] * 20)):
         assert window / 2 <= most <= min(1800 / 2, window) + 2 * BLOCK
 

@@ -1,4 +1,4 @@
-"""Scripts and files for DeepSpeed's Ulysses by accelerate train here, changed as docs/coming_from.md shows."""
+"""Scripts and files for DeepSpeed's Ulysses by accelerate train here, changed as docs/get_started.md shows."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ from tests.launch import on_trainer_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-DOCS = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[2] / "docs" / "get_started.md").read_text(encoding="utf-8")
 ULYSSES = """
 import json
 import torch

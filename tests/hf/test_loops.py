@@ -61,9 +61,9 @@ def run_snippets(snippet, loop, folder):
 
 
 def test_another_family_by_its_own_attention_function(tmp_path):
-    """What docs/other_models.md shows, as it stands there, against one process that takes each document alone."""
-    page = (DOCS / "other_models.md").read_text(encoding="utf-8")
-    _, snippet, loop = re.findall(r"```python\n(.*?)```", page, re.S)
+    """What docs/models.md shows, as it stands there, against one process that takes each document alone."""
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    ((snippet, loop),) = re.findall(r"```python\n(# starcoder.py: .*?)```.*?```python\n(.*?)```", page, re.S)
     rate = 1.0
     config = settings(MODES["u2r2"], "2", 2, 1, optimizer={"type": "SGD", "params": {"lr": rate}})
     (tmp_path / "ds_config.json").write_text(json.dumps(config))

@@ -21,7 +21,7 @@ from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-DOCS = (Path(__file__).parents[2] / "docs" / "whole.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text(encoding="utf-8")
 # of a script for them: what MODEL stands for in it
 MODEL = """model = LlamaForCausalLM(LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=96,
