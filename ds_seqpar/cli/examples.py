@@ -6,13 +6,14 @@ import argparse
 import importlib.metadata
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import ConfigError
 
 FOLDERS = ("examples", "ds_configs")
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser("examples", help="copy the examples and the DeepSpeed JSONs that they start with")
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
 
