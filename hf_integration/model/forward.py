@@ -54,6 +54,7 @@ class Patch:
     agreement: Agreement
     layers: tuple[Any, ...]  # those that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
+    takes_keys: bool = False  # whether the model makes an argument of layers of a mask of two dims
     experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
     above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
@@ -309,7 +310,12 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
     inputs["position_ids"] = positions
-    inputs |= {"attention_mask": NO_MASK, "use_cache": False}
+    mask = NO_MASK
+    if patch.takes_keys:
+        tokens = tokens_of(inputs)
+        longest = rope.tokens_up_to_the_longest(tokens.shape[1], sp.size, context.layout)
+        mask = torch.ones(len(tokens), longest, dtype=torch.long, device=tokens.device)
+    inputs |= {"attention_mask": mask, "use_cache": False}
     return {**inputs, KEYWORD: context} if patch.facts.keywords else inputs
 
 

@@ -27,7 +27,7 @@ from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
-from .. import accelerators, mixers
+from .. import accelerators, gathered_past, mixers
 from ..compat import ATTENTION
 from ..context import KEYWORD, ForwardContext, current
 from ..families import (
@@ -147,6 +147,9 @@ def patch_by(
     mixing = modules_of(inner, facts, "mixers")
     for module in mixing.values():
         mixers.share(module, sp)
+    gathered = modules_of(inner, facts, "gathered")
+    for module, (_, length) in zip(gathered.values(), masks(inner, facts, "gathered"), strict=True):
+        gathered_past.share(module, sp, length)
     ropes = rope.embeddings(base_of(inner))
     patch = Patch(
         sp=sp,
@@ -156,9 +159,10 @@ def patch_by(
             *hook(base_of(inner), True),
             *(handle for module in ropes for handle in rope.hook(module)),
         ],
-        agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips, inputs),
+        agreement=Agreement(sp, inner, (*attending, *mixing, *gathered), facts.skips, inputs),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
+        takes_keys=gathered_past.takes_keys(gathered.values()),
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
     )
     tiled_modules.tile(inner, sp.config)
@@ -249,7 +253,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
     for numbers in heads_by_layer(inner):
         check_heads(sp.config.ulysses, *numbers, size=sp.size, head_chunks=sp.config.head_chunks)
-    if facts.mixers:
+    if facts.mixers or facts.gathered:
         segments_of(sp.runtime.shards(4 * sp.multiple), (), sp.config.ulysses)
     tiled_modules.check_tiles(inner, sp.config)
 
@@ -276,6 +280,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         for name in (SP, MASK, CHUNK):
             delattr(module, name)
     mixers.unshare(inner)
+    gathered_past.unshare(inner)
     checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.sharding.vocabularies.pop(head, None)
