@@ -33,6 +33,8 @@ from .mixers import SHARED
 
 CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
 BY_KEY, WHOLE = "alibi", ("alibi", "position_bias")  # names of arguments that have no dim of queries
+CONVOLUTION = "convolution "  # of whose outputs keys may be made
+NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 CONFIG = "sequence_parallel_config"  # an attribute of modules in a gathered one: the config that they had
 ROWS = 256  # tokens that a module computes at a time
 
@@ -43,39 +45,37 @@ class GatheredPast:
     """What a module sees as its cache, and as each layer of it.
 
     Args:
-        before: Tokens of the document before the piece.
-        length: Tokens of the piece.
-        gathered: (what was taken, which of its tensors) -> that of all tokens (B, tokens, ...); None: this takes.
-        start: The position at which the document begins.
+        module: The module.
+        piece: Whose tokens it runs on.
+        gathered: (what was taken, which of its tensors) -> that of all tokens (B, tokens, ...).
+        is_alone: Whether the piece sees itself alone, but for what was gathered.
 
     Attributes:
-        taken: The same of the piece alone, in the order of the module's calls.
+        taken: As `gathered`, of the piece alone, in the order of the module's calls.
     """
 
     is_compileable = False
 
     def __init__(
-        self, module: nn.Module, before: int, length: int, start: int = 0,
-        gathered: Mapping[tuple[str, int], Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        self.module, self.before, self.length, self.start, self.gathered = module, before, length, start, gathered
+        self, module: nn.Module, piece: Piece, gathered: Mapping[tuple[str, int], Tensor], is_alone: bool
+    ) -> None:
+        self.module, self.piece, self.gathered = module, piece, gathered
+        self.before = 0 if is_alone else piece.start - piece.document
         self.taken: dict[tuple[str, int], Tensor] = {}
         self.keys: Tensor | None = None
 
-    def _all(self, what: str, *xs: Tensor) -> list[Tensor]:
-        """Return tensors (B, ..., tokens, D) of the piece's document up to its last token; of the piece, if taking."""
+    def _all(self, what: str, *xs: Tensor, axis: int = -2) -> list[Tensor]:
+        """Return tensors (B, ..., tokens, ...) of the piece's document up to its last token, if they were gathered."""
         found: list[Tensor] = []
         for number, x in enumerate(xs):
             key = what, number
-            self.taken[key] = x.movedim(-2, 1)
             if number and x is xs[0]:
-                del self.taken[key]
                 found.append(found[0])
-            elif self.gathered is None:
-                found.append(x)
-            else:
-                whole = self.gathered[key][:, self.start : self.start + self.before + self.length]
-                found.append(whole.movedim(1, -2))
+                continue
+            self.taken[key] = x.movedim(axis, 1)
+            if key in self.gathered:
+                x = self.gathered[key][:, self.piece.document : self.piece.end].movedim(1, axis)
+            found.append(x)
         return found
 
     def __getitem__(self, layer: int) -> GatheredPast:
@@ -95,9 +95,9 @@ class GatheredPast:
     update_index = update_indexer
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return all complete windows: they are compressed again, since their tokens' numbers are all there is."""
+        """Return all complete windows. They are compressed again in each piece: ranks gather what they are made of."""
         kv, gate = self._all(name, kv, gate)
-        rate = next(m.compress_rate for m in self.module.modules() if hasattr(m, "compress_rate"))
+        rate: Any = next(m.compress_rate for m in self.module.modules() if hasattr(m, "compress_rate"))
         usable = kv.shape[1] // rate * rate
         return kv[:, :usable], gate[:, :usable], 0
 
@@ -106,6 +106,15 @@ class GatheredPast:
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         return compressed
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer: int = 0, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+    ) -> Tensor:
+        (states,) = self._all(f"{CONVOLUTION}{state_idx}", conv_states, axis=-1)
+        return states[..., -(conv_kernel_size + conv_states.shape[-1]) :] if conv_kernel_size else states
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.before if self.keys is None else self.keys.shape[-2]
@@ -175,9 +184,16 @@ class Pieces:
         more.inputs = {name: self._mapped(name, x, _extended) for name, x in self.inputs.items()}
         return more
 
-    def run(self, piece: Piece, run: str, past: GatheredPast | None) -> Any:
-        """Run the module on a piece. past: its cache; None: none."""
-        keys = piece.length if past is None or past.gathered is None else piece.end - piece.document
+    def run(self, piece: Piece, run: str, past: GatheredPast | None = None, is_alone: bool = True) -> Any:
+        """Run the module on a piece.
+
+        Args:
+            piece: The piece.
+            run: The name of the run.
+            past: The cache; None: none.
+            is_alone: Whether the piece sees itself alone.
+        """
+        keys = piece.length if is_alone else piece.end - piece.document
         inputs: Inputs = {}
         for name, x in self.inputs.items():
             if name == "shared_kv_states":
@@ -186,10 +202,19 @@ class Pieces:
                 inputs[name] = self._mask(x, piece, keys)
             else:
                 x = x[..., :keys] if name == BY_KEY and isinstance(x, Tensor) else x
-                inputs[name] = self._mapped(name, x, lambda x, axis: x.narrow(axis, piece.place, piece.length))
+                x = inputs[name] = self._mapped(name, x, lambda x, axis: x.narrow(axis, piece.place, piece.length))
+                if is_alone and name in NUMBERS and isinstance(x, Tensor):
+                    inputs[name] = self._from_zero(name, x)
         if past is not None:
             inputs[self.cache] = past
         return type(self.module).forward(self.module, **inputs)
+
+    def _from_zero(self, name: str, x: Tensor) -> Tensor:
+        """Return numbers of keys for a piece that sees itself alone."""
+        if name != "position_ids":
+            return torch.zeros_like(x)
+        # they say which keys an index may pick, where they do not rotate
+        return x - x[..., :1] if self.inputs.get("position_embeddings") is not None else x
 
     def _mask(self, given: Tensor, piece: Piece, keys: int) -> Tensor:
         """Return the mask of a piece, as eager attention or sdpa gets one."""
@@ -241,7 +266,7 @@ def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module on each token alone."""
     call = Pieces(module, None, args, kwargs)
     pieces = [Piece(place, 1, 0, 0) for place in range(call.tokens)]
-    return joined([call.run(piece, f"alone {piece.place}", None) for piece in pieces], pieces)
+    return joined([call.run(piece, f"alone {piece.place}") for piece in pieces], pieces)
 
 
 # ---- in a patched model
@@ -264,20 +289,24 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     if len(mine) < count:  # ZeRO-3 gathers parameters in each run, so ranks run equally often
         call = call.with_one_more()
         runs += [Piece(tokens, 1, 0, 0)] * (count - len(mine))
-    pasts = [GatheredPast(call.module, 0, piece.length) for piece in runs]
-    for number, (piece, past) in enumerate(zip(runs, pasts, strict=True)):
-        call.run(piece, f"takes {number}", past)
-    keys = list(pasts[0].taken)
-    local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
-    gathered = dict(zip(keys, gather(peers, local, cut), strict=True))
+    gathered: dict[tuple[str, int], Tensor] = {}
+    is_first = is_left = True
+    while is_left:
+        of_runs = [gathered if number < len(mine) else {} for number in range(count)]
+        pasts = [GatheredPast(call.module, *of_run, is_alone=True) for of_run in zip(runs, of_runs, strict=True)]
+        for number, (piece, past) in enumerate(zip(runs, pasts, strict=True)):
+            call.run(piece, f"{number} alone", past)
+        keys = [key for key in pasts[0].taken if key not in gathered]
+        convolutions = [key for key in keys if key[0].startswith(CONVOLUTION)] if is_first else []
+        is_first, is_left = False, bool(convolutions)
+        keys = convolutions or keys
+        local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
+        gathered |= dict(zip(keys, gather(peers, local, cut), strict=True))
 
     def run(number: int) -> Any:
-        piece = runs[number]
-        if number >= len(mine):
-            return call.run(piece, f"none {number}", GatheredPast(call.module, 0, 1))
-        before = piece.start - piece.document
-        past = GatheredPast(call.module, before, piece.length, piece.document, gathered)
-        return call.run(piece, str(number), past)
+        piece, is_none = runs[number], number >= len(mine)
+        past = GatheredPast(call.module, piece, {} if is_none else gathered, is_none)
+        return call.run(piece, str(number), past, is_none)
 
     computes_again = torch.is_grad_enabled() and count > 1
     outputs = [checkpoint(run, n, use_reentrant=False) if computes_again else run(n) for n in range(count)]

@@ -70,9 +70,9 @@ def _pieces(segments: Segments, numbers: Sequence[int], rows: int) -> list[Piece
 
 
 class Gathered(torch.autograd.Function):
-    """x (B, local tokens, W) of each rank -> (B, tokens, W) of all ranks, in order of position, on every rank.
+    """x (B, local tokens, W) of each rank -> (B, tokens, W) of all, in order of position, on every rank.
 
-    Collective over the ranks of the sequence, in backward too, which returns each rank the sum of its tokens' gradients.
+    Collective over the ranks of the sequence, in backward too, which brings each rank the sum of its tokens' gradients.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ class Gathered(torch.autograd.Function):
         peers, counts = ctx.peers, _counts(ctx.segments)
         parts: list[list[Tensor]] = [[] for _ in counts]
         in_order = grad.split([n for _, _, n in _runs(ctx.segments)], 1)
-        for (rank, place, _), part in sorted(zip(_runs(ctx.segments), in_order, strict=True), key=lambda x: x[0]):
+        for (rank, *_), part in sorted(zip(_runs(ctx.segments), in_order, strict=True), key=lambda x: x[0]):
             parts[rank].append(part)
         of_rank = [torch.cat([grad[:, :0], *part], 1) for part in parts]
         with peers.guarded(GuardedCall("backward", NAME)):
@@ -128,7 +128,9 @@ def _runs(segments: Segments) -> tuple[tuple[int, int, int], ...]:
     for rank, numbers in enumerate(segments.numbers):
         lengths = [segments.runs[number].length for number in numbers]
         places = itertools.accumulate(lengths, initial=0)
-        runs.update({number: (rank, *place) for number, place in zip(numbers, zip(places, lengths), strict=True)})
+        runs.update(
+            {number: (rank, *place) for number, place in zip(numbers, zip(places, lengths, strict=False), strict=True)}
+        )
     return tuple(runs[number] for number in range(len(segments.runs)))
 
 
@@ -144,7 +146,7 @@ def gather(peers: Runtime, xs: Sequence[Tensor], segments: Segments) -> list[Ten
 
     Args:
         peers: This rank among all that share the sequence (`Runtime.one_ring`).
-        xs: The same number on all ranks, which agree in dtypes, in all sizes but the tokens, and in which have gradients.
+        xs: As many on all ranks, which agree in dtypes, in all sizes but the tokens, and in which have gradients.
         segments: Of all ranks.
     """
     found: dict[int, Tensor] = {}

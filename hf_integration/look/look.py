@@ -208,7 +208,8 @@ class Watch:
         for module in self.names:
             hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._after))
-        mixing = [module for module in self.names if mixers.is_mixer(module)]
+        inside = {inner for module in self.gathered.values() for inner in module.modules()}
+        mixing = [module for module in self.names if mixers.is_mixer(module) and module not in inside]
         for module in mixing:
             vars(module)["forward"] = mixers.with_engine(module, functools.partial(self._engine, self.names[module]))
         for name, module in self.gathered.items():
@@ -235,9 +236,10 @@ class Watch:
         if self.alone:
             return gathered_past.alone(module, *args, **kwargs)
         mask = gathered_past.arguments(module, args, kwargs).get("attention_mask")
-        is_of_pairs = isinstance(mask, Tensor) and mask.dim() == 4
-        # eager attention gets numbers; a bool that a model makes of them is where they are not 0
-        self.seen.gathered[name] = (~mask if mask.dtype == torch.bool else mask) if is_of_pairs else None
+        self.seen.gathered[name] = None
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            # eager attention gets numbers; a bool that a model makes of them is where they are not 0
+            self.seen.gathered[name] = ~mask if mask.dtype == torch.bool else mask
         return type(module).forward(module, *args, **kwargs)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -474,9 +476,7 @@ def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
         made = next((x for x in seen.masks if x.mask is mask), None)
         length = _length_of(module, mask, made, text)
         if rules.setdefault(kind_of_layer(text, module), length) != length:
-            _refuse(
-                f"{module}, whose window is not that of other layers, though layer_types does not tell them apart"
-            )
+            _refuse(f"{module}, whose window is not that of other layers, though layer_types does not tell them apart")
     return tuple((kind, length) for kind, length in rules.items() if length)
 
 

@@ -113,10 +113,10 @@ def _compared(
     for kind, batch in _batches(small, sp).items():
         if kind == "packed" and sp.size == 1:  # forwards are the plain model's, which may mix documents
             continue
-        if kind == "packed" and facts.balance:  # which is a mean over all documents
-            set_balance_weight(small, 0.0)
         # an index counts its blocks from a row's first token, that may be padding in the plain model
         in_documents = kind == "packed" or (kind == "padded" and facts.gathered and not facts.counts_padding)
+        if in_documents and facts.balance:  # which is a mean over all documents
+            set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if in_documents else [batch], f", in a {kind} batch"
         if by_row:
             called = base_module(small, facts)

@@ -108,7 +108,8 @@ def check_together(trainer: Any) -> None:
     if uncached and compat.generation_config_of(inner)(trainer.generation_config)[0].use_cache:
         raise ConfigError(
             "rows that the ranks of a group generate together need a policy without "
-            f"{uncached}, or generation_kwargs={{'use_cache': False}}; got {given[0]} and a {type(inner).__name__}, leave that out"
+            f"{uncached}, or generation_kwargs={{'use_cache': False}}; got {given[0]} and a "
+            f"{type(inner).__name__}, leave that out"
         )
 
 
