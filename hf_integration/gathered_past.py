@@ -34,6 +34,7 @@ from .mixers import SHARED
 CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
 BY_KEY, WHOLE = "alibi", ("alibi", "position_bias")  # names of arguments that have no dim of queries
 CONVOLUTION = "convolution "  # of whose outputs keys may be made
+POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 CONFIG = "sequence_parallel_config"  # an attribute of modules in a gathered one: the config that they had
 ROWS = 256  # tokens that a module computes at a time
@@ -74,9 +75,12 @@ class GatheredPast:
                 continue
             self.taken[key] = x.movedim(axis, 1)
             if key in self.gathered:
-                x = self.gathered[key][:, self.piece.document : self.piece.end].movedim(1, axis)
+                x = self.gathered[key][:, self.piece.document : self.piece.end].movedim(1, axis).contiguous()
             found.append(x)
         return found
+
+    def all_positions(self, *embeddings: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._all("positions", *embeddings))
 
     def __getitem__(self, layer: int) -> GatheredPast:
         return self
@@ -207,6 +211,9 @@ class Pieces:
                     inputs[name] = self._from_zero(name, x)
         if past is not None:
             inputs[self.cache] = past
+            if any(hasattr(module, POOLS) for module in self.module.modules()):
+                rows = [x.expand(len(inputs[self.states]), -1, -1) for x in inputs["position_embeddings"]]
+                inputs["position_embeddings"] = past.all_positions(*rows)
         return type(self.module).forward(self.module, **inputs)
 
     def _from_zero(self, name: str, x: Tensor) -> Tensor:
@@ -269,6 +276,55 @@ def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
     return joined([call.run(piece, f"alone {piece.place}") for piece in pieces], pieces)
 
 
+Gather = Callable[[list[Tensor]], list[Tensor]]
+
+
+def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0) -> Any:
+    """Run a module on pieces of this rank's tokens, as if each went on with a cache.
+
+    Args:
+        call: The call.
+        pieces: All of the rank's, in order.
+        gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
+        count: How many pieces other ranks have. ZeRO-3 gathers parameters in each run, so ranks run equally often.
+    """
+    tokens, mine, none = call.tokens, len(pieces), dict[tuple[str, int], Tensor]()
+    runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
+    if len(runs) > mine:
+        call = call.with_one_more()
+    gathered: dict[tuple[str, int], Tensor] = {}
+    is_first = is_left = True
+    while is_left:
+        pasts = [GatheredPast(call.module, x, gathered if n < mine else none, True) for n, x in enumerate(runs)]
+        for number, past in enumerate(pasts):
+            call.run(past.piece, f"{number} alone", past)
+        keys = [key for key in pasts[0].taken if key not in gathered]
+        convolutions = [key for key in keys if key[0].startswith(CONVOLUTION)] if is_first else []
+        is_first, is_left = False, bool(convolutions)
+        keys = convolutions or keys
+        local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
+        gathered |= dict(zip(keys, gather(local), strict=True))
+
+    def run(number: int) -> Any:
+        is_none = number >= mine
+        past = GatheredPast(call.module, runs[number], none if is_none else gathered, is_none)
+        return call.run(runs[number], str(number), past, is_none)
+
+    computes_again = torch.is_grad_enabled() and len(runs) > 1
+    outputs = [checkpoint(run, n, use_reentrant=False) if computes_again else run(n) for n in range(len(runs))]
+    output = joined(outputs[:mine] or outputs[:1], pieces or runs[:1])
+    rest = [x for out in outputs[mine:] for x in (out[:1] if isinstance(out, tuple | list) else [out])]
+    tied = [x for x in (*rest, *gathered.values()) if x.requires_grad]  # backward communicates, on each rank
+
+    def own(x: Any) -> Any:
+        return x[:, :0] if isinstance(x, Tensor) and not mine else x
+
+    if not isinstance(output, tuple | list):
+        return Tied.apply(own(output), *tied) if tied else own(output)
+    first, *others = map(own, output)
+    return type(output)([Tied.apply(first, *tied) if tied else first, *others])
+
+
 # ---- in a patched model
 
 
@@ -281,48 +337,9 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
             "document a row of its own, behind copies of its parents"
         )
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
-    tokens = call.tokens
-    cut, peers = segments(sp.runtime, tokens, *of), sp.runtime.one_ring
+    cut, peers = segments(sp.runtime, call.tokens, *of), sp.runtime.one_ring
     of_ranks = pieces_of(cut, ROWS)
-    mine, count = of_ranks[peers.rank], max(map(len, of_ranks))
-    runs = list(mine)
-    if len(mine) < count:  # ZeRO-3 gathers parameters in each run, so ranks run equally often
-        call = call.with_one_more()
-        runs += [Piece(tokens, 1, 0, 0)] * (count - len(mine))
-    gathered: dict[tuple[str, int], Tensor] = {}
-    is_first = is_left = True
-    while is_left:
-        of_runs = [gathered if number < len(mine) else {} for number in range(count)]
-        pasts = [GatheredPast(call.module, *of_run, is_alone=True) for of_run in zip(runs, of_runs, strict=True)]
-        for number, (piece, past) in enumerate(zip(runs, pasts, strict=True)):
-            call.run(piece, f"{number} alone", past)
-        keys = [key for key in pasts[0].taken if key not in gathered]
-        convolutions = [key for key in keys if key[0].startswith(CONVOLUTION)] if is_first else []
-        is_first, is_left = False, bool(convolutions)
-        keys = convolutions or keys
-        local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
-        gathered |= dict(zip(keys, gather(peers, local, cut), strict=True))
-
-    def run(number: int) -> Any:
-        piece, is_none = runs[number], number >= len(mine)
-        past = GatheredPast(call.module, piece, {} if is_none else gathered, is_none)
-        return call.run(piece, str(number), past, is_none)
-
-    computes_again = torch.is_grad_enabled() and count > 1
-    outputs = [checkpoint(run, n, use_reentrant=False) if computes_again else run(n) for n in range(count)]
-    output = joined(outputs[: len(mine)] or outputs[:1], mine or runs[:1])
-    rest = [x for out in outputs[len(mine) :] for x in (out[:1] if isinstance(out, tuple | list) else [out])]
-    tied = [x for x in (*rest, *gathered.values()) if x.requires_grad]
-
-    def with_rest(x: Tensor) -> Tensor:
-        x = x if mine else x[:, :0]
-        return Tied.apply(x, *tied) if tied and x.is_floating_point() else x
-
-    if isinstance(output, tuple | list):
-        first, *others = output
-        others = [x[:, :0] if isinstance(x, Tensor) and not mine else x for x in others]
-        return type(output)([with_rest(first), *others])
-    return with_rest(output)
+    return in_pieces(call, of_ranks[peers.rank], lambda xs: gather(peers, xs, cut), max(map(len, of_ranks)))
 
 
 def share(module: Any, sp: SequenceParallel, window: int | None) -> None:

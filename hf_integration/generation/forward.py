@@ -282,7 +282,8 @@ def cached_forward(
     if facts.uncached:
         raise InputError(
             f"{SERVES} that ranks share needs layers whose keys ranks keep in parts; got a model with "
-            f"{facts.uncached}, say use_cache=False, or let each rank go on alone in hf_integration.whole_sequences(model)"
+            f"{facts.uncached}, say use_cache=False, or let each rank go on alone in "
+            "hf_integration.whole_sequences(model)"
         )
     inputs = {name: x for name, x in inputs.items() if x is not None and name != "use_cache"}
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]

@@ -28,11 +28,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.data.random_states import random_state, unchanged
+from ds_seqpar.operators.gathered import Piece
 
 from .. import gathered_past, mixers
 from ..families import balance_weight, is_causal_lm, switch_attention
 from ..noise import configs_of, noise_of
-from .facts import LENGTHS, Facts, config_heads, kind_of_layer, starred, text_config, with_class
+from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, text_config, with_class
 from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
@@ -40,6 +41,7 @@ PROBE = "sequence_parallel"  # the keyword by which a patched model passes on wh
 ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
+PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
 REPEATED = 16  # forwards that show what chance changes
 LOWEST = torch.finfo(torch.float32).min
@@ -94,7 +96,7 @@ def _look(
     heads = tuple(dict.fromkeys((one.q.shape[1], one.k.shape[1]) for one in plain.calls))
     if not heads and any(plain.mixed.values()):
         heads = (min((x, x) for x in plain.mixed.values() if x),)
-    return Facts(
+    facts = Facts(
         attention=_names(base, [watch.small.get_submodule(one.name) for one in plain.calls]),
         mixers=_names(base, [watch.small.get_submodule(name) for name in plain.mixed]),
         gathered=_names(base, list(gathered.values())),
@@ -108,6 +110,9 @@ def _look(
         skips=_skips(model, ids),
         not_small=not_small,
     )
+    if gathered:
+        _check_pieces(watch, ids, facts, plain)
+    return facts
 
 
 @dataclasses.dataclass
@@ -179,7 +184,7 @@ class Watch:
         switch_attention(small, LOOK)
         for module in gathered.values():
             gathered_past.keep_config(module, "eager")
-        self.gathered = gathered
+        self.gathered, self.pieced = gathered, dict[str, int | None]()  # those that go on with a cache: their windows
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -235,6 +240,9 @@ class Watch:
         self.seen.probes.append(kwargs.get(PROBE))
         if self.alone:
             return gathered_past.alone(module, *args, **kwargs)
+        if name in self.pieced:
+            call = gathered_past.Pieces(module, self.pieced[name], args, kwargs)
+            return gathered_past.in_pieces(call, PIECES, lambda xs: xs)
         mask = gathered_past.arguments(module, args, kwargs).get("attention_mask")
         self.seen.gathered[name] = None
         if isinstance(mask, Tensor) and mask.dim() == 4:
@@ -381,6 +389,23 @@ def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
         _refuse(found, module=name)
     name = _first_difference(whole, part) or ""
     _refuse(f"{_described(watch.small, name)} that depends on the index of a token in its batch, not on position_ids")
+
+
+def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
+    """Refuse modules that do not give what they gave where they go on with a cache.
+
+    Ranks would see it too, but not all at the same time.
+    """
+    lengths = [length for _, length in masks(watch.small, facts, "gathered")]
+    watch.pieced = dict(zip(watch.gathered, lengths, strict=True))
+    name = next(iter(watch.pieced))
+    found = f"{_described(watch.small, name)} that mixes tokens in a way of its own"
+    try:
+        pieced = watch(ids)
+    except Exception as error:
+        _refuse(f"{found}, and does not go on with a cache ({' '.join(str(error).split()):.200})")
+    if _differs(plain.states(watch.names[watch.base]), pieced.states(watch.names[watch.base])):
+        _refuse(f"{found}, and gives something else where it goes on with a cache")
 
 
 def _described(model: Any, name: str) -> str:

@@ -154,7 +154,7 @@ def _gap(found, wanted):
 def plain(model, kind):
     """Return (logits of real tokens, loss, gradients) of the plain model.
 
-    Of packs, each document by itself; and each row without padding, where the plain model counts blocks from padding on.
+    Of packs, each document by itself; where the plain model counts blocks from padding on, each row without it.
     """
     _balance(model, kind)
     batch = collated(NAMES.get(kind, kind))

@@ -63,7 +63,7 @@ def test_what_gathers_keys_has_no_cache_in_parts():
         lambda: shared.generate(ids, use_cache=True, max_new_tokens=2),
     ):
         kind, sentence = refusal(wrong)
-        assert kind in ("InputError", "ConfigError") and "use_cache=False" in sentence, sentence
+        assert (kind in ("InputError", "ConfigError"), "use_cache=False" in sentence) == (True, True), sentence
     given = {"max_new_tokens": 3, "do_sample": False}
     with whole_sequences(shared):
         expected = shared.generate(ids, use_cache=True, **given)
