@@ -260,7 +260,7 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
     lengths = [piece.length for piece in pieces]
-    if not isinstance(outputs[0], Tensor):
+    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # as a bias that the layer adds
         return outputs[0]
     if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
         return None

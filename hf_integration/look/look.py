@@ -66,13 +66,17 @@ def look(model: PreTrainedModel) -> Facts:
     """
     small, not_small = small_copy(model)
     gathered: dict[str, nn.Module] = {}
-    indexed = False
+    first, indexed = None, False
     while True:  # modules that are not understood gather keys instead, if they take a cache
         try:
             return _look(model, small.train(), not_small, gathered, indexed)
-        except _NotUnderstoodError as found:
-            more = {name: x for name, x in _alike(small, found.module).items() if name not in gathered}
-            if not more:
+        except Exception as error:
+            found = error if isinstance(error, _NotUnderstoodError) else None
+            first, named = first or found, {} if found is None else _alike(small, found.module)
+            more = {name: x for name, x in named.items() if name not in gathered}
+            if not more and first is not None:
+                raise ConfigError(str(first)) from error
+            if found is None:
                 raise
             gathered, indexed = gathered | more, indexed or found.indexed
 
