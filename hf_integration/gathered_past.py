@@ -342,6 +342,22 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     return in_pieces(call, of_ranks[peers.rank], lambda xs: gather(peers, xs, cut), max(map(len, of_ranks)))
 
 
+def check(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError for modules that do not run the forward of their class, or not by masks that can be made."""
+    for module in modules:
+        if "forward" in vars(module) and SHARED not in vars(module):
+            raise ConfigError(
+                "layers that gather keys need the forward of their class; got a "
+                f"{type(module).__name__} with another forward, patch the model without it"
+            )
+        name = name_before(module.config) if hasattr(module, "config") else "eager"
+        if name not in ("eager", "sdpa"):
+            raise ConfigError(
+                f"layers that gather keys need eager attention or sdpa, whose masks they can be given; got {name!r}, "
+                "call model.set_attn_implementation('sdpa') before the model is patched"
+            )
+
+
 def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
     """Let an attention module run on a rank's pieces, in forwards that are not local.
 
@@ -371,11 +387,6 @@ def keep_config(module: Any, name: str | None = None) -> None:
             continue
         own = copy.copy(config)
         setattr(own, ATTENTION, name or name_before(config))
-        if attention_name(own) not in ("eager", "sdpa"):
-            raise ConfigError(
-                "layers that gather keys need eager attention or sdpa, whose masks they can be given; got "
-                f"{attention_name(own)!r}, call model.set_attn_implementation('sdpa') before the model is patched"
-            )
         vars(inner)[CONFIG], inner.config = config, own
 
 

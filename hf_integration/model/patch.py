@@ -247,6 +247,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     check_model(inner)
     facts = facts_of(inner)
     mixers.check(modules_of(inner, facts, "mixers").values())
+    gathered_past.check(modules_of(inner, facts, "gathered").values())
     if sp is None:
         return
     if patched_with(inner) not in (None, sp):
