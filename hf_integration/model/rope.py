@@ -1,10 +1,13 @@
-"""RoPE whose frequencies depend on the longest position of a batch ("dynamic", "longrope").
+"""Embeddings of positions that a rank alone would get wrong.
 
-A rank has only some positions. So its embedding gets the longest position too, and the result for that is dropped.
+The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"). A rank has only some
+positions. So its embedding gets the longest position too, and the result for that is dropped. Other embeddings number
+tokens from those of a cache on, where the model takes no position_ids. They get those of the rank's tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +19,19 @@ from ds_seqpar.data.batch_layout import BatchLayout
 from ..context import current
 from ..graph_breaks import between_graphs
 
+COUNTED = "past_key_values_length"  # an argument of embeddings that number tokens from it on
 ROPE_TYPES = ("dynamic", "longrope")
 
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the RoPE embeddings of a model whose frequencies depend on the longest position."""
-    return tuple(module for module in model.modules() if set(ROPE_TYPES) & set(_rope_types(module)))
+    """Return the embeddings of a base model that a rank alone would get wrong."""
+    numbers = "position_ids" not in inspect.signature(type(model).forward).parameters
+    modules = [(module, bool({*ROPE_TYPES} & {*_rope_types(module)})) for module in model.modules()]
+    return tuple(module for module, is_rope in modules if is_rope or (numbers and _counts(module)))
+
+
+def _counts(module: nn.Module) -> bool:
+    return {COUNTED, "position_ids"} <= {*inspect.signature(type(module).forward).parameters}
 
 
 def _rope_types(module: nn.Module) -> tuple[str, ...]:
@@ -31,8 +41,10 @@ def _rope_types(module: nn.Module) -> tuple[str, ...]:
     )
 
 
-def hook(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hook an embedding, so that it gets the longest position in forwards that are not local."""
+def hook(module: nn.Module) -> tuple[RemovableHandle, ...]:
+    """Hook an embedding, so that it gets what it needs in forwards that are not local."""
+    if _counts(module):
+        return (module.register_forward_pre_hook(_number, with_kwargs=True),)
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)
 
 
@@ -45,6 +57,16 @@ def tokens_up_to_the_longest(local_tokens: int, size: int, placement: BatchLayou
         placement: The batch's layout, where they do not.
     """
     return local_tokens * size if placement is None else placement.longest
+
+
+@between_graphs
+def _number(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    context = current()
+    if context is None or context.mode == "local" or context.positions is None:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return (), {**given, "position_ids": context.positions[0]}
 
 
 @between_graphs
