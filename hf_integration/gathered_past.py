@@ -350,6 +350,11 @@ def check(modules: Iterable[nn.Module]) -> None:
                 "layers that gather keys need the forward of their class; got a "
                 f"{type(module).__name__} with another forward, patch the model without it"
             )
+        if cache_argument(module) is None:  # it may be another one in a short sequence
+            raise ConfigError(
+                f"layers that gather keys need to take a cache; got a {type(module).__name__}, which takes none, call "
+                "sp.attention from a model of your own (docs/other_models.md)"
+            )
         name = name_before(module.config) if hasattr(module, "config") else "eager"
         if name not in ("eager", "sdpa"):
             raise ConfigError(
