@@ -94,6 +94,8 @@ def _look(
     prefix, first, counts_padding = watch.names[base], 0, True
     if given := takes(base, "position_ids"):
         first, counts_padding = _default_positions(watch, ids, positions)
+        if indexed and counts_padding:
+            counts_padding = _sees_no_padding(watch, ids, positions + first)
     _check_tokens(watch, ids, positions + first if given else None)
     if not plain.calls and not any(plain.mixed.values()) and not gathered:
         _refuse("one without attention that goes through transformers' attention interface")
@@ -109,7 +111,7 @@ def _look(
         heads=() if heads == (config_heads(small.config),) else heads,
         keywords=_reaches(watch, ids),
         first_position=first,
-        counts_padding=counts_padding and not indexed,  # blocks and windows are counted from a document's first token
+        counts_padding=counts_padding,
         **_loss(small, ids),
         skips=_skips(model, ids),
         not_small=not_small,
@@ -458,6 +460,20 @@ def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[in
         if not _differs(plain, watch.states(ids, given, attention_mask=mask)[:, length:]):
             return first, begin == 0
     _refuse(f"a model that counts positions neither from 0 nor from {pad + 1} where it is given no position_ids")
+
+
+def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
+    """Return whether rows with padding before them get what they get without, with the same position_ids.
+
+    An index may count its blocks from padding on. Ranks count them from a row's first token.
+    """
+    length = TOKENS // 4
+    plain = watch.states(ids, attention_mask=(torch.arange(TOKENS) >= length).long().expand_as(ids))
+    try:
+        without = watch.states(ids[:, length:], positions[:, length:])
+    except Exception:  # positions may number keys, of which there are fewer
+        return False
+    return not _differs(plain[:, length:], without)
 
 
 # ---- attention
