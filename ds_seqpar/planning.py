@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .base import hosts as machines
-from .base.errors import as_seqpar_error
 from .base.log import log_once
 from .core.compiler.compile import Recipe
 from .core.compiler.program.shape import Shape
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .guards import out_of_memory
-from .guards.agreement import all_gather_objects, assert_ranks_agree
+from .guards.agreement import all_gather_objects, together
 
 if TYPE_CHECKING:
     from .deepspeed.config import DeepSpeedJson
@@ -82,14 +81,10 @@ def planned_by_all(
     from .planner.auto import line_of, resolve_with_plan
 
     hosts = hosts_of_all(world)
-    error, compared = None, {}
-    try:
+    with together(world, UNREADABLE, CONFIGURATION, call=call) as agreed:
         resolved, plan = resolve_with_plan(config, job, len(hosts), lambda: detected_machine(hosts, machine))
         compared = {f"planned {name}": value for name, value in resolved.settings().items()}
-        compared |= {"tokens": plan.request.seq}  # each rank has read the length for itself
-    except Exception as reason:
-        error = as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=call)
+        agreed.value = compared | {"tokens": plan.request.seq}  # each rank has read the length for itself
     log_once(line_of(plan))
     if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")

@@ -29,14 +29,13 @@ from .compat import ATTENTION, attention_name
 from .context import KEYWORD, ForwardContext, current
 from .families import name_before
 from .graph_breaks import between_graphs
-from .mixers import SHARED
+from .module_patch import is_overridden, override
 
 CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
 BY_KEY, WHOLE = "alibi", ("alibi", "position_bias")  # names of arguments that have no dim of queries
 CONVOLUTION = "convolution "  # of whose outputs keys may be made
 POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
-CONFIG = "sequence_parallel_config"  # an attribute of modules in a gathered one: the config that they had
 ROWS = 256  # tokens that a module computes at a time
 
 Inputs = dict[str, Any]
@@ -345,7 +344,7 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
 def check(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError for modules that do not run the forward of their class, or not by masks that can be made."""
     for module in modules:
-        if "forward" in vars(module) and SHARED not in vars(module):
+        if "forward" in vars(module) and not is_overridden(module, "forward"):
             raise ConfigError(
                 "layers that gather keys need the forward of their class; got a "
                 f"{type(module).__name__} with another forward, patch the model without it"
@@ -381,22 +380,14 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
         return _shared(sp, context, Pieces(self, window, args, {k: x for k, x in kwargs.items() if k != KEYWORD}))
 
     keep_config(module)
-    setattr(module, SHARED, True)
-    module.forward = types.MethodType(forward, module)
+    override(module, "forward", types.MethodType(forward, module))
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Give a module, and those inside, a config that names its own attention, or `name`."""
+    """Give a module, and those inside, a config that names its own attention, or `name`, until `restore`."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue
         own = copy.copy(config)
         setattr(own, ATTENTION, name or name_before(config))
-        vars(inner)[CONFIG], inner.config = config, own
-
-
-def unshare(model: nn.Module) -> None:
-    """Undo `keep_config` for all modules of a model. `mixers.unshare` restores their forwards."""
-    for module in model.modules():
-        if CONFIG in vars(module):
-            module.config = vars(module).pop(CONFIG)
+        override(inner, "config", own)

@@ -32,6 +32,7 @@ from ds_seqpar.operators.gathered import Piece
 
 from .. import gathered_past, mixers
 from ..families import balance_weight, is_causal_lm, switch_attention
+from ..module_patch import override, restore
 from ..noise import configs_of, noise_of
 from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, text_config, with_class
 from .small import call, parameters_of, small_copy, takes, tokens_for
@@ -188,8 +189,6 @@ class Watch:
         AttentionInterface.register(LOOK, _attention)
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
-        for module in gathered.values():
-            gathered_past.keep_config(module, "eager")
         self.gathered, self.pieced = gathered, dict[str, int | None]()  # those that go on with a cache: their windows
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
@@ -220,20 +219,17 @@ class Watch:
             hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._after))
         inside = {inner for module in self.gathered.values() for inner in module.modules()}
-        mixing = [module for module in self.names if mixers.is_mixer(module) and module not in inside]
-        for module in mixing:
-            vars(module)["forward"] = mixers.with_engine(module, functools.partial(self._engine, self.names[module]))
+        for module in filter(mixers.is_mixer, self.names.keys() - inside):
+            override(module, "forward", mixers.with_engine(module, functools.partial(self._engine, self.names[module])))
         for name, module in self.gathered.items():
-            vars(module)["forward"] = functools.partial(self._gather, name, module)
+            gathered_past.keep_config(module, "eager")
+            override(module, "forward", functools.partial(self._gather, name, module))
         token = _watch.set(self)
         try:
             yield
         finally:
             _watch.reset(token)
-            for module in mixing:
-                mixers.restore(module)
-            for module in self.gathered.values():
-                del vars(module)["forward"]
+            restore(self.small)
             for hook in hooks:
                 hook.remove()
 
