@@ -1,9 +1,11 @@
 """Models with an index, or with attention of their own, over shared sequences: their layers gather keys."""
 
+import functools
 import itertools
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from hf_integration import gathered_past, patch_attention, unpatch_attention, whole_sequences
@@ -51,6 +53,28 @@ def test_logits_loss_and_gradients_are_those_of_the_plain_model(name):
             ids = torch.arange(3, 20)[None]
             assert torch.equal(shared.eval()(ids).logits, model.eval()(ids).logits)
         sp.close()
+
+
+def with_lora(model):
+    torch.manual_seed(1)
+    names = ["q_b_proj", "kv_b_proj", "o_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+
+
+def frozen(model):
+    """Backward ends behind the first layer."""
+    model.get_input_embeddings().requires_grad_(False)
+    model.base_model.layers[0].requires_grad_(False)
+    return model
+
+
+@on_each_of(2)
+def test_so_they_are_with_adapters_frozen_layers_and_reentrant_checkpoints():
+    gathered_past.ROWS, sp = 9, make(prove="never")
+    for prepare in (with_lora, frozen, functools.partial(checkpointed, reentrant=True)):
+        model, shared = prepare(tiny("glm_moe_dsa")), prepare(tiny("glm_moe_dsa"))
+        patch_attention(shared, sp)
+        exact(model, shared, sp, "packed", "sharded")
 
 
 @on_each_of(2)
