@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel
@@ -101,14 +102,17 @@ class GatheredPast:
         """Return all complete windows. They are compressed again in each piece: ranks gather what they are made of."""
         kv, gate = self._all(name, kv, gate)
         rate: Any = next(m.compress_rate for m in self.module.modules() if hasattr(m, "compress_rate"))
-        usable = kv.shape[1] // rate * rate
-        return kv[:, :usable], gate[:, :usable], 0
+        self.windows = kv.shape[1] // rate
+        if not self.windows:  # one of padding, since ZeRO-3 gathers what modules behind it read, on all ranks alike
+            kv, gate = (F.pad(x, (0, 0, 0, rate - x.shape[1])) for x in (kv, gate))
+            return kv, gate, 0
+        return kv[:, : self.windows * rate], gate[:, : self.windows * rate], 0
 
     def update_overlap_state(self, *args: Any) -> tuple[None, None]:
         return None, None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        return compressed
+        return compressed[:, : self.windows]
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
         return None

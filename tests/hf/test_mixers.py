@@ -123,7 +123,7 @@ def test_what_cannot_be_shared_is_refused():
     plain = mixer.forward
     mixer.forward = lambda *args, **kwargs: plain(*args, **kwargs)  # a user's own: nobody knows what it calls
     kind, sentence = refusal(patch_attention, model, sp)
-    assert (kind, "conv" in sentence) == ("ConfigError", True), sentence
+    assert (kind, "a Lfm2ShortConv with another forward" in sentence) == ("ConfigError", True), sentence
     hooked = tiny("lfm2")
     add_hook_to_module(hooked.model.layers[0].conv, ModelHook())
     kind, sentence = refusal(patch_attention, hooked, sp)
