@@ -279,10 +279,10 @@ def cached_forward(
     Raises:
         InputError: The cache or the mask does not fit.
     """
-    if facts.mixers:
+    if facts.uncached:
         raise InputError(
-            f"{SERVES} that ranks share needs layers that attend; got a model with layers with a state, whose states "
-            "have no parts, say use_cache=False, or let each rank go on alone in "
+            f"{SERVES} that ranks share needs layers whose keys ranks keep in parts; got a model with "
+            f"{facts.uncached}, say use_cache=False, or let each rank go on alone in "
             "hf_integration.whole_sequences(model)"
         )
     inputs = {name: x for name, x in inputs.items() if x is not None and name != "use_cache"}

@@ -119,9 +119,10 @@ def _agreed(
         taken = {*TOKENS, *named, *(name for name, spec in table.items() if spec.kind not in ("own", "refused"))}
         if misuse := _misuse(given, config, taken):
             raise ConfigError(f"generate of a model that shares sequences needs {misuse}, leave it out, or {ALONE}")
-        if config.use_cache and patch_of(model).facts.mixers:
+        uncached = patch_of(model).facts.uncached
+        if config.use_cache and uncached:
             raise ConfigError(
-                "generate of a model with layers with a state needs use_cache=False, which computes all tokens again "
+                f"generate of a model with {uncached} needs use_cache=False, which computes all tokens again "
                 f"for each new one; got use_cache=True, say so, or {ALONE}"
             )
         _share_clock(sp, given, config)

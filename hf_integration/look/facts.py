@@ -19,6 +19,8 @@ class Facts:
     # the modules that attend, below `base`, with "*" for numbers, and with their class where other modules differ
     attention: tuple[str, ...] = ("layers.*.self_attn",)
     mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, in the same way
+    # the modules that attend by an index, or in a way of their own, and gather keys, in the same way
+    gathered: tuple[str, ...] = ()
     base: str | None = None  # the module that heads call, below the model; None: its base model
     # the module in `base` that gets inputs_embeds with features of media in them, below the model; None: there is none
     stack: str | None = None
@@ -36,6 +38,11 @@ class Facts:
     norms_heads: bool = False
     skips: bool = False  # whether chance decides which layers run in training
     not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
+
+    @property
+    def uncached(self) -> str:
+        """What layers have that no cache in parts keeps; "" for nothing."""
+        return "layers with a state" if self.mixers else "layers that gather keys" if self.gathered else ""
 
 
 def starred(name: str) -> str:
@@ -67,8 +74,11 @@ def base_module(model: PreTrainedModel, facts: Facts) -> nn.Module:
     return model.base_model if facts.base is None else model.get_submodule(facts.base)
 
 
-def modules_of(model: PreTrainedModel, facts: Facts, kind: Literal["attention", "mixers"] = "attention") -> dict:
-    """Return the modules of a model that attend, or its mixers, in the order of its layers, by their names in `base`.
+Kind = Literal["attention", "mixers", "gathered"]
+
+
+def modules_of(model: PreTrainedModel, facts: Facts, kind: Kind = "attention") -> dict:
+    """Return the modules of a model of this kind in the order of its layers, by their names in `base`.
 
     Args:
         model: A model.
@@ -102,9 +112,9 @@ TESTED = {
 }
 
 
-def masks(model: PreTrainedModel, facts: Facts) -> list[tuple[str, int | None]]:
-    """Return ("window" or "chunk", its length in keys, None without) for each attention module."""
+def masks(model: PreTrainedModel, facts: Facts, kind: Kind = "attention") -> list[tuple[str, int | None]]:
+    """Return ("window" or "chunk", its length in keys, None without) for each module of this kind."""
     text, rules = text_config(model.config), dict(facts.masks)
-    kinds = [kind_of_layer(model.config, name) for name in modules_of(model, facts)]
+    kinds = [kind_of_layer(model.config, name) for name in modules_of(model, facts, kind)]
     names = [rules.get(kind) or rules.get("", "") for kind in kinds]
     return [(LENGTHS.get(name, "window"), getattr(text, name, None)) for name in names]

@@ -12,6 +12,8 @@ import dataclasses
 import functools
 import itertools
 import re
+import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -21,16 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.data.random_states import random_state, unchanged
+from ds_seqpar.operators.gathered import Piece
 
-from .. import mixers
+from .. import gathered_past, mixers
 from ..families import balance_weight, is_causal_lm, switch_attention
 from ..module_patch import override, restore
 from ..noise import configs_of, noise_of
-from .facts import LENGTHS, Facts, config_heads, kind_of_layer, starred, text_config, with_class
+from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, text_config, with_class
 from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
@@ -38,6 +42,7 @@ PROBE = "sequence_parallel"  # the keyword by which a patched model passes on wh
 ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
+PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
 REPEATED = 16  # forwards that show what chance changes
 LOWEST = torch.finfo(torch.float32).min
@@ -61,7 +66,27 @@ def look(model: PreTrainedModel) -> Facts:
             to do.
     """
     small, not_small = small_copy(model)
-    watch = Watch(small.train())
+    gathered: dict[str, nn.Module] = {}
+    first, indexed = None, False
+    while True:  # modules that are not understood gather keys instead, if they take a cache
+        try:
+            return _look(model, small.train(), not_small, gathered, indexed)
+        except Exception as error:
+            found = error if isinstance(error, _NotUnderstoodError) else None
+            first, named = first or found, {} if found is None else _alike(small, found.module)
+            more = {name: x for name, x in named.items() if name not in gathered}
+            if not more and first is not None:
+                raise ConfigError(str(first)) from error
+            if found is None:
+                raise
+            gathered, indexed = gathered | more, indexed or found.indexed
+
+
+def _look(
+    model: PreTrainedModel, small: Any, not_small: tuple[str, ...], gathered: dict[str, nn.Module], indexed: bool
+) -> Facts:
+    """Return a model's facts, in which these modules of its small copy gather keys."""
+    watch = Watch(small, gathered)
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
     plain, *others = _forwards(watch, ids)
     if noisy := [name for other in others if (name := _first_difference(plain, other)) is not None]:
@@ -70,15 +95,18 @@ def look(model: PreTrainedModel) -> Facts:
     prefix, first, counts_padding, stack = watch.names[base], 0, True, _stack(small, plain, base)
     if given := takes(base, "position_ids"):
         first, counts_padding = _default_positions(watch, ids, positions)
+        if indexed and counts_padding:
+            counts_padding = _sees_no_padding(watch, ids, positions + first)
     _check_tokens(watch, ids, positions + first if given else None)
-    if not plain.calls and not any(plain.mixed.values()):
+    if not plain.calls and not any(plain.mixed.values()) and not gathered:
         _refuse("one without attention that goes through transformers' attention interface")
     heads = tuple(dict.fromkeys((one.q.shape[1], one.k.shape[1]) for one in plain.calls))
-    if not heads:
+    if not heads and any(plain.mixed.values()):
         heads = (min((x, x) for x in plain.mixed.values() if x),)
-    return Facts(
+    facts = Facts(
         attention=_names(base, [watch.small.get_submodule(one.name) for one in plain.calls]),
         mixers=_names(base, [watch.small.get_submodule(name) for name in plain.mixed]),
+        gathered=_names(base, list(gathered.values())),
         base=None if base is small.base_model else prefix,
         stack=stack,
         outside=stack is not None and _makes_masks_outside(plain, stack),
@@ -92,6 +120,9 @@ def look(model: PreTrainedModel) -> Facts:
         skips=_skips(model, ids),
         not_small=not_small,
     )
+    if gathered:
+        _check_pieces(watch, ids, facts, plain)
+    return facts
 
 
 @dataclasses.dataclass
@@ -137,6 +168,8 @@ class Seen:
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
     probes: list[object] = dataclasses.field(default_factory=list)  # what mixers got as the keyword PROBE
     mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 without
+    gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # modules that gather -> their masks
+    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # of events of a module
 
     def states(self, base: str) -> Tensor:
         """Return the hidden states that the base model returned."""
@@ -149,12 +182,18 @@ class Seen:
 
 
 class Watch:
-    """Runs forwards of a small copy and keeps what its modules and its attention got."""
+    """Runs forwards of a small copy and keeps what its modules and its attention got.
 
-    def __init__(self, small: Any) -> None:
+    Args:
+        small: The copy.
+        gathered: Modules by name whose attention is their own.
+    """
+
+    def __init__(self, small: Any, gathered: Mapping[str, nn.Module] = types.MappingProxyType({})) -> None:
         AttentionInterface.register(LOOK, _attention)
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
+        self.gathered, self.pieced = gathered, dict[str, int | None]()  # those that go on with a cache: their windows
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -183,8 +222,12 @@ class Watch:
         for module in self.names:
             hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._after))
-        for module in filter(mixers.is_mixer, self.names):
+        inside = {inner for module in self.gathered.values() for inner in module.modules()}
+        for module in filter(mixers.is_mixer, self.names.keys() - inside):
             override(module, "forward", mixers.with_engine(module, functools.partial(self._engine, self.names[module])))
+        for name, module in self.gathered.items():
+            gathered_past.keep_config(module, "eager")
+            override(module, "forward", functools.partial(self._gather, name, module))
         token = _watch.set(self)
         try:
             yield
@@ -199,6 +242,20 @@ class Watch:
         self.seen.probes.append(keywords.get(PROBE))
         return _Engine(self, name)
 
+    def _gather(self, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen.probes.append(kwargs.get(PROBE))
+        if self.alone:
+            return gathered_past.alone(module, *args, **kwargs)
+        if name in self.pieced:
+            call = gathered_past.Pieces(module, self.pieced[name], args, kwargs)
+            return gathered_past.in_pieces(call, PIECES, lambda xs: xs)
+        mask = gathered_past.arguments(module, args, kwargs).get("attention_mask")
+        self.seen.gathered[name] = None
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            # eager attention gets numbers; a bool that a model makes of them is where they are not 0
+            self.seen.gathered[name] = ~mask if mask.dtype == torch.bool else mask
+        return type(module).forward(module, *args, **kwargs)
+
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._add(module, False, [*args, *kwargs.values()])
 
@@ -207,7 +264,8 @@ class Watch:
 
     def _add(self, module: nn.Module, is_output: bool, values: Any) -> None:
         name = self.names[module]
-        count = sum(key[0] == name and key[2] is is_output for key in self.seen.events)
+        count = self.seen.counts[name, is_output]
+        self.seen.counts[name, is_output] += 1
         # masks are of pairs of tokens, and others where tokens are
         kept = [x.clone() for x in tensors_in(values) if x.is_floating_point() and x.shape[-1:] != x.shape[-2:-1]]
         self.seen.events[name, count, is_output] = kept
@@ -273,11 +331,41 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [x for value in inner for x in tensors_in(value)]
 
 
-def _refuse(found: str, advice: str = OWN_MODEL) -> NoReturn:
-    raise ConfigError(
+class _NotUnderstoodError(ConfigError):
+    """A module that mixes tokens in a way that is not understood."""
+
+    module, indexed = "", False
+
+
+def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool = False) -> NoReturn:
+    """Raise ConfigError.
+
+    Args:
+        found: What a look found.
+        advice: What to do.
+        module: The name of the module that may gather keys instead; "" where none may.
+        indexed: Whether that one attends by an index.
+    """
+    error = (_NotUnderstoodError if module else ConfigError)(
         "patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are "
         f"known; got {found}, {advice}"
     )
+    if isinstance(error, _NotUnderstoodError):
+        error.module, error.indexed = module, indexed
+    raise error
+
+
+def _alike(model: Any, name: str) -> dict[str, nn.Module]:
+    """Return the modules like the one of this name, or the one around it, that takes a cache; {} without."""
+    while name:
+        module = model.get_submodule(name)
+        if isinstance(module, GradientCheckpointingLayer | PreTrainedModel):
+            break
+        if gathered_past.cache_argument(module) is not None:
+            modules = model.named_modules()
+            return {other: x for other, x in modules if starred(other) == starred(name) and type(x) is type(module)}
+        name = name.rpartition(".")[0]
+    return {}
 
 
 def _called_base(model: Any, seen: Seen) -> nn.Module:
@@ -325,9 +413,27 @@ def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
     changed_ids[:, others] = ids[:, others].roll(1, 1)
     changed = watch(changed_ids, alone=True, positions=positions)
     if (name := _first_difference(whole, changed)) is not None:
-        _refuse(f"{_described(watch.small, name)} that mixes tokens outside of transformers' attention interface")
+        found = f"{_described(watch.small, name)} that mixes tokens outside of transformers' attention interface"
+        _refuse(found, module=name)
     name = _first_difference(whole, part) or ""
     _refuse(f"{_described(watch.small, name)} that depends on the index of a token in its batch, not on position_ids")
+
+
+def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
+    """Refuse modules that do not give what they gave where they go on with a cache.
+
+    Ranks would see it too, but not all at the same time.
+    """
+    lengths = [length for _, length in masks(watch.small, facts, "gathered")]
+    watch.pieced = dict(zip(watch.gathered, lengths, strict=True))
+    name = next(iter(watch.pieced))
+    found = f"{_described(watch.small, name)} that mixes tokens in a way of its own"
+    try:
+        pieced = watch(ids)
+    except Exception as error:
+        _refuse(f"{found}, and does not go on with a cache ({' '.join(str(error).split()):.200})")
+    if _differs(plain.states(watch.names[watch.base]), pieced.states(watch.names[watch.base])):
+        _refuse(f"{found}, and gives something else where it goes on with a cache")
 
 
 def _described(model: Any, name: str) -> str:
@@ -378,6 +484,20 @@ def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[in
     _refuse(f"a model that counts positions neither from 0 nor from {pad + 1} where it is given no position_ids")
 
 
+def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
+    """Return whether rows with padding before them get what they get without, with the same position_ids.
+
+    An index may count its blocks from padding on. Ranks count them from a row's first token.
+    """
+    length = TOKENS // 4
+    plain = watch.states(ids, attention_mask=(torch.arange(TOKENS) >= length).long().expand_as(ids))
+    try:
+        without = watch.states(ids[:, length:], positions[:, length:])
+    except Exception:  # positions may number keys, of which there are fewer
+        return False
+    return not _differs(plain[:, length:], without)
+
+
 # ---- attention
 
 
@@ -386,9 +506,10 @@ def _check_call(one: Call, model: Any) -> None:
     numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
     if strange := sorted(numbers - UNDERSTOOD - parameters_of(model)):
         picked = " of keys that an indexer picks" if any("indices" in name for name in strange) else ""
-        _refuse(f"{one.name}, whose attention takes {', '.join(strange)}{picked}")
+        _refuse(f"{one.name}, whose attention takes {', '.join(strange)}{picked}", module=one.name, indexed=True)
     if one.q.shape[2] != one.k.shape[2]:
-        _refuse(f"{one.name}, which attends from {one.q.shape[2]} to {one.k.shape[2]} states")
+        found = f"{one.name}, which attends from {one.q.shape[2]} to {one.k.shape[2]} states"
+        _refuse(found, module=one.name, indexed=True)
     scale, sinks = (one.keywords.get(name) for name in ("scaling", "s_aux"))
     if isinstance(scale, Tensor) and scale.numel() > 1:
         _refuse(f"{one.name}, whose scores have a scale of {scale.numel()} numbers")
@@ -416,35 +537,36 @@ def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
 
 def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
     rules: dict[str, str] = {}
-    for one in seen.calls:
-        made = next((x for x in seen.masks if x.mask is one.mask), None)
-        length = _length_of(one, made, text)
-        if rules.setdefault(kind_of_layer(text, one.name), length) != length:
-            _refuse(
-                f"{one.name}, whose window is not that of other layers, though layer_types does not tell them apart"
-            )
+    got = [(one.name, one.mask) for one in seen.calls]
+    got += [(name, mask) for name, mask in seen.gathered.items() if mask is not None]
+    for module, mask in got:
+        made = next((x for x in seen.masks if x.mask is mask), None)
+        length = _length_of(module, mask, made, text)
+        if rules.setdefault(kind_of_layer(text, module), length) != length:
+            _refuse(f"{module}, whose window is not that of other layers, though layer_types does not tell them apart")
     return tuple((kind, length) for kind, length in rules.items() if length)
 
 
-def _length_of(one: Call, made: MadeMask | None, text: Any) -> str:
+def _length_of(module: str, mask: Tensor | None, made: MadeMask | None, text: Any) -> str:
     """Return the setting with the length of a causal mask's window or chunk; "" without.
 
     Args:
-        one: The call of attention that got the mask.
+        module: The name of the module that got the mask.
+        mask: The mask.
         made: How transformers made it; None where the model made it itself.
         text: The config of the text part.
     """
-    if one.mask is None:
-        _refuse(f"{one.name}, which gets no mask, so that tokens see later ones", "use a causal model")
-    if one.mask.dtype != torch.bool and bool(((one.mask != 0) & (one.mask > -1e4)).any()):
-        _refuse(f"{one.name}, whose mask has values that are added to scores")
-    visible = _visible(one.mask, TOKENS, TOKENS).expand(ROWS, one.q.shape[1], TOKENS, TOKENS)
+    if mask is None:
+        _refuse(f"{module}, which gets no mask, so that tokens see later ones", "use a causal model")
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask > -1e4)).any()):
+        _refuse(f"{module}, whose mask has values that are added to scores", module=module, indexed=True)
+    visible = _visible(mask, TOKENS, TOKENS).expand(ROWS, mask.shape[1], TOKENS, TOKENS)
     if bool((visible != visible[:1, :1]).any()):
-        _refuse(f"{one.name}, whose mask differs from head to head")
+        _refuse(f"{module}, whose mask differs from head to head", module=module, indexed=True)
     visible, at = visible[0, 0], torch.arange(TOKENS)
     distance = at[:, None] - at
     if bool(visible[distance < 0].any()):
-        _refuse(f"{one.name}, whose mask lets tokens see later ones", "use a causal model")
+        _refuse(f"{module}, whose mask lets tokens see later ones", "use a causal model")
     lengths = {name: getattr(text, name, None) for name in LENGTHS}
     window, chunk = (length or TOKENS for length in lengths.values())
     shapes = {
@@ -457,7 +579,7 @@ def _length_of(one: Call, made: MadeMask | None, text: Any) -> str:
             return name
     gaps = (visible.long().diff() == 1).sum(1) + visible[:, 0] != 1
     found = "not one interval" if bool(gaps.any()) else f"neither all before it nor those of its {' or '.join(LENGTHS)}"
-    _refuse(f"{one.name}, in whose mask the keys of a query are {found}")
+    _refuse(f"{module}, in whose mask the keys of a query are {found}", module=module, indexed=True)
 
 
 def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
@@ -40,6 +41,7 @@ FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at
 Batch = dict[str, Tensor]
 LOSS, OUTPUT, GRADIENT = "loss", "output", "gradient of "
 PROOF = "proof of a model"  # what ranks compare
+AROUND = "padding around"  # a document's tokens of padding before and behind it, which get no output
 
 
 @dataclasses.dataclass
@@ -136,9 +138,11 @@ def _compared(
     for kind, batch in _on_all(sp, lambda: batches(small, sp)).items():
         if kind == "packed" and sp.size == 1:  # forwards are the plain model's, which may mix documents
             continue
-        if kind == "packed" and facts.balance:  # which is a mean over all documents
+        # an index counts its blocks from a row's first token, that may be padding in the plain model
+        in_documents = kind == "packed" or (kind == "padded" and facts.gathered and not facts.counts_padding)
+        if in_documents and facts.balance:  # which is a mean over all documents
             set_balance_weight(small, 0.0)
-        alone, place = _documents(batch) if kind == "packed" else [batch], f", in a {kind} batch"
+        alone, place = _documents(batch) if in_documents else [batch], f", in a {kind} batch"
         if by_row:
             called = base_module(small, facts)
         expected = _on_all(sp, functools.partial(_outcome, called, alone), place)
@@ -213,12 +217,18 @@ def _media_batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
 
 
 def _documents(batch: Batch) -> list[Batch]:
-    """Return each document of a packed batch as a batch of its own."""
+    """Return each document of a packed batch as a batch of its own, or each row of a padded one without padding."""
     documents = []
-    for row, positions in enumerate(batch["position_ids"]):
-        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-        for begin, end in itertools.pairwise(starts):
-            documents.append({name: batch[name][row : row + 1, begin:end] for name in ("input_ids", "labels")})
+    for row, ids in enumerate(batch["input_ids"]):
+        if "position_ids" in batch:
+            spans = [*itertools.pairwise([*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), len(ids)])]
+        else:
+            real = batch["attention_mask"][row].nonzero().flatten().tolist()
+            spans = [(real[0], real[-1] + 1)]
+        for begin, end in spans:
+            document = {name: batch[name][row : row + 1, begin:end] for name in ("input_ids", "labels")}
+            around = (begin, len(ids) - end) if "attention_mask" in batch else (0, 0)
+            documents.append({**document, AROUND: torch.tensor(around)})
     return documents
 
 
@@ -240,10 +250,11 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     losses, by_row, total = [], False, _predicted(batches)
     has_loss = is_causal_lm(model) or any(name in MEDIA for batch in batches for name in batch)
     for batch in batches:
-        number = _predicted([batch])
+        number, around = _predicted([batch]), tuple(batch.pop(AROUND, torch.zeros(2, dtype=torch.long)).tolist())
         output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
         found = [x for x in _outputs(output.logits if has_loss else output) if x.dim() > 1]
         by_token = [_without_padding(x, batch) for x in found if x.shape[:2] == batch["input_ids"].shape]
+        by_token = [F.pad(x, (*[0] * (2 * x.dim() - 4), *around)) if any(around) else x for x in by_token]
         by_row = bool(found) and not by_token and not has_loss
         outputs.append(by_token or found[:1])  # none of tiled losses, which make no logits, but others
         if not has_loss:
@@ -323,8 +334,10 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
     for number, (whole, local) in enumerate(zip(expected.layers, got.layers, strict=True)):
         if got.spec is None or local.shape[:2] != got.spec.lead:
             return ""
-        shared = whole_of(local, got.spec).whole().reshape(whole.shape)
-        if not _gap(whole, shared) <= tolerance:
+        shared = whole_of(local, got.spec).whole()
+        if shared.numel() != whole.numel():  # rows without padding
+            return ""
+        if not _gap(whole, shared.reshape(whole.shape)) <= tolerance:
             return f" from layer {number} on"
     return ""
 

@@ -30,7 +30,7 @@ from ..mixers import CHUNK
 from ..noise import noise_of
 from .facts import text_config
 
-VOCABULARY, WIDTH, INNER, RANK, FEW = 96, 64, 48, 32, 4
+VOCABULARY, WIDTH, INNER, RANK, FEW, POOL = 96, 64, 48, 32, 4, 2
 HEAD, CHANNELS = 8, 32  # of a head; of a layer that convolves
 PATCHES, FRAMES = 8, 100  # along a picture's side; of a sound
 LARGEST = 1 << 27  # parameters of a copy
@@ -43,6 +43,7 @@ INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inn
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
 INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index picks: all of them in a short sequence
+POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")  # tokens that an index takes for one
 CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # tokens that a layer with a state computes at a time
 # a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
 EXPANDED = [
@@ -284,6 +285,7 @@ TEXT: Rules = [
     (INNERS, lambda cut, name, value: min(value, INNER)),
     (RANKS, lambda cut, name, value: min(value, RANK)),
     (INDEXED, lambda cut, name, value: min(value, FEW)),
+    (POOLED, lambda cut, name, value: min(value, POOL)),
     (CHUNKS, lambda cut, name, value: min(value, CHUNK)),
 ]
 # of towers, which make features of pictures and sounds, and of the config around them and the text model's
@@ -321,7 +323,7 @@ def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
         rule = next((rule for pattern, rule in rules if pattern.fullmatch(name)), None)
         if isinstance(value, list | tuple) and len(value) == cut.number:
             setattr(config, name, value[: cut.layers])
-        elif rule and (type(value) is int or INNERS.fullmatch(name) or not cut.is_text):
+        elif rule and (type(value) is int or INNERS.fullmatch(name) or POOLED.fullmatch(name) or not cut.is_text):
             setattr(config, name, _of_each(functools.partial(rule, cut, name), value))
         elif sizes and name in ("rope_parameters", "rope_scaling") and cut.is_text and not cut.sized:
             setattr(config, name, _sections(value, cut.narrow // cut.heads, cut.width // cut.heads))

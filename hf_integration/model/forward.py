@@ -61,6 +61,7 @@ class Patch:
     agreement: Agreement
     layers: tuple[Any, ...]  # those that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
+    takes_keys: bool = False  # whether the model makes an argument of layers of a mask of two dims
     experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
     stack: nn.Module | None = None  # the module in the base model that shards calls with media
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
@@ -356,6 +357,10 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
             positions = counted.to(positions.device).expand_as(positions)
         positions = positions + facts.first_position if facts.first_position else positions
     mask = NO_MASK if call is None or call.mask is None else call.mask
+    if patch.takes_keys:
+        tokens = tokens_of(inputs)
+        longest = tokens.shape[1] * sp.size if context.layout is None else context.layout.longest
+        mask = torch.ones(len(tokens), longest, dtype=torch.long, device=tokens.device)
     return inputs | {"position_ids": positions, "attention_mask": mask, "use_cache": False}
 
 

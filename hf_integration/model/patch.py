@@ -27,7 +27,7 @@ from ds_seqpar.guards.agreement import together
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
-from .. import accelerators, mixers
+from .. import accelerators, gathered_past, mixers
 from ..compat import ATTENTION
 from ..context import KEYWORD, ForwardContext, current
 from ..families import (
@@ -147,6 +147,9 @@ def patch_by(
     mixing = modules_of(inner, facts, "mixers")
     for module in mixing.values():
         mixers.share(module, sp)
+    gathered = modules_of(inner, facts, "gathered")
+    for module, (_, length) in zip(gathered.values(), masks(inner, facts, "gathered"), strict=True):
+        gathered_past.share(module, sp, length)
     ropes = rope.embeddings(base_of(inner))
     stack = None if facts.stack is None else inner.get_submodule(facts.stack)
     patch = Patch(
@@ -160,9 +163,10 @@ def patch_by(
             *(handle for module in ropes for handle in rope.hook(module)),
             *towers.divide(inner, sp, cuts or {}),
         ],
-        agreement=Agreement(sp, inner, (*attending, *mixing), facts.skips, inputs),
+        agreement=Agreement(sp, inner, (*attending, *mixing, *gathered), facts.skips, inputs),
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
+        takes_keys=gathered_past.takes_keys(gathered.values()),
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
         tiled=tiled_modules.tile(inner, sp.config),
     )
@@ -244,13 +248,14 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     facts = facts_of(inner)
     check_config(inner, facts.outside)
     mixers.check(modules_of(inner, facts, "mixers").values())
+    gathered_past.check(modules_of(inner, facts, "gathered").values())
     if sp is None:
         return
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
     for numbers in heads_by_layer(inner):
         check_heads(sp.config.ulysses, *numbers, size=sp.size, head_chunks=sp.config.head_chunks)
-    if facts.mixers:
+    if facts.mixers or facts.gathered:
         segments_of(sp.runtime.shards(4 * sp.multiple), (), sp.config.ulysses)
     tiled_modules.check_tiles(inner, sp.config)
 

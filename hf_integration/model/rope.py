@@ -1,10 +1,13 @@
-"""RoPE whose frequencies depend on the longest position of a batch ("dynamic", "longrope").
+"""Embeddings of positions that a rank alone would get wrong.
 
-A rank has only some positions. So its embedding gets the longest position too, and the result for that is dropped.
+The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"). A rank has only some
+positions. So its embedding gets the longest position too, and the result for that is dropped. Other embeddings number
+tokens from those of a cache on, where the model takes no position_ids. They get those of the rank's tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,19 +17,41 @@ from torch.utils.hooks import RemovableHandle
 from ..context import current
 from ..graph_breaks import between_graphs
 
+COUNTED = "past_key_values_length"  # an argument of embeddings that number tokens from it on
 ROPE_TYPES = ("dynamic", "longrope")
 
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the RoPE embeddings of a model whose frequencies depend on the longest position."""
-    types = {module: getattr(module, "rope_type", None) for module in model.modules()}
-    # a dict by layer type, in families that have several
-    return tuple(m for m, x in types.items() if {*ROPE_TYPES} & ({*x.values()} if isinstance(x, dict) else {x}))
+    """Return the embeddings of a base model that a rank alone would get wrong."""
+    numbers = "position_ids" not in inspect.signature(type(model).forward).parameters
+    modules = [(module, bool({*ROPE_TYPES} & _rope_types(module))) for module in model.modules()]
+    return tuple(module for module, is_rope in modules if is_rope or (numbers and _counts(module)))
 
 
-def hook(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hook an embedding, so that it gets the longest position in forwards that are not local."""
+def _counts(module: nn.Module) -> bool:
+    return {COUNTED, "position_ids"} <= {*inspect.signature(type(module).forward).parameters}
+
+
+def _rope_types(module: nn.Module) -> set[Any]:
+    rope_type = getattr(module, "rope_type", None)  # a dict by layer type, in families that have several
+    return {*rope_type.values()} if isinstance(rope_type, dict) else {rope_type}
+
+
+def hook(module: nn.Module) -> tuple[RemovableHandle, ...]:
+    """Hook an embedding, so that it gets what it needs in forwards that are not local."""
+    if _counts(module):
+        return (module.register_forward_pre_hook(_number, with_kwargs=True),)
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)
+
+
+@between_graphs
+def _number(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    context = current()
+    if context is None or context.mode == "local" or context.positions is None:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return (), {**given, "position_ids": context.positions[0]}
 
 
 @between_graphs

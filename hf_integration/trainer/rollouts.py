@@ -106,11 +106,12 @@ def check_together(trainer: Any) -> None:
     given += ["ds3_gather_for_generation=False"] if parts and not trainer.args.ds3_gather_for_generation else []
     if not given or trainer.sp.size == 1 or trainer.use_vllm:
         return
-    has_states = patch_of(inner).facts.mixers
-    if has_states and compat.generation_config_of(inner)(trainer.generation_config)[0].use_cache:
+    uncached = patch_of(inner).facts.uncached
+    if uncached and compat.generation_config_of(inner)(trainer.generation_config)[0].use_cache:
         raise ConfigError(
-            "rows that the ranks of a group generate together need a policy without layers with a state, or "
-            f"generation_kwargs={{'use_cache': False}}; got {given[0]} and a {type(inner).__name__}, leave that out"
+            "rows that the ranks of a group generate together need a policy without "
+            f"{uncached}, or generation_kwargs={{'use_cache': False}}; got {given[0]} and a "
+            f"{type(inner).__name__}, leave that out"
         )
 
 

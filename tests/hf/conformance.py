@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from ds_seqpar.base.errors import ConfigError, InputError
 from hf_integration import patch_attention
 from tests.dist.ranks import make
-from tests.hf.every_type import tiny
-from tests.hf.families import PACKS, batch_of, collated, real
+from tests.hf.every_type import BY_PADDING, tiny
+from tests.hf.families import PACKS, SEQ, batch_of, collated, real
 from tests.hf.in_fp64 import fp64, limit_beside, throughout
 from tests.hf.llama import array
 from tests.launch import on_ranks
@@ -152,20 +152,27 @@ def _gap(found, wanted):
 
 @throughout
 def plain(model, kind):
-    """Return (logits of real tokens, loss, gradients) of the plain model; of packs, each document by itself."""
+    """Return (logits of real tokens, loss, gradients) of the plain model.
+
+    Of packs, each document by itself; where the plain model counts blocks from padding on, each row without it.
+    """
     _balance(model, kind)
     batch = collated(NAMES.get(kind, kind))
-    if kind != "packed":
+    by_padding = kind == "left" and model.config.model_type in BY_PADDING
+    if kind != "packed" and not by_padding:
         output = model(**padded(model, batch), use_cache=False)
         loss, logits = output.loss, output.logits * real(batch)
     else:
-        losses, rows = [], []
-        for ids, lengths in zip(batch["input_ids"], PACKS, strict=True):
-            documents = [model(input_ids=document[None], use_cache=False).logits[0] for document in ids.split(lengths)]
-            rows.append(torch.cat(documents))
-            for one, document in zip(documents, ids.split(lengths), strict=True):
+        losses, rows, number = [], [], 0
+        padding = SEQ - batch["attention_mask"].sum(1) if by_padding else [0] * len(PACKS)
+        for ids, lengths, first in zip(batch["input_ids"], PACKS, padding, strict=True):
+            cut = ids[first:].split([SEQ - first] if by_padding else lengths)
+            documents = [model(input_ids=document[None], use_cache=False).logits[0] for document in cut]
+            rows.append(F.pad(torch.cat(documents), (0, 0, int(first), 0)))
+            for one, document in zip(documents, cut, strict=True):
                 losses.append(F.cross_entropy(one[:-1].float(), document[1:], reduction="sum"))
-        loss, logits = sum(losses) / sum(sum(lengths) - len(lengths) for lengths in PACKS), torch.stack(rows)
+                number += len(document) - 1
+        loss, logits = sum(losses) / number, torch.stack(rows)
     loss.backward()
     return array(logits), loss.item(), _gradients(model)
 
@@ -212,7 +219,8 @@ def _balance(model, kind):
     model.zero_grad()
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "output_router_logits"):
-        config.output_router_logits = kind != "packed"
+        by_row = kind == "left" and config.model_type in BY_PADDING
+        config.output_router_logits = kind != "packed" and not by_row
 
 
 def _gradients(model, world=1):

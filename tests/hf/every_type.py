@@ -19,12 +19,15 @@ UNBUILT = {
     "musicgen_melody": "is made of three other models",
 }
 BY_CLASS = {"mistral4": Mistral4ForCausalLM}  # what AutoModelForCausalLM does not know
+# whose windows and blocks count from padding on, which transformers itself says is not what is meant
+BY_PADDING = ("deepseek_v4", "minimax_m3_vl_text")
 LARGEST = 64  # of a number that no rule names
 # names of a config's numbers -> the size; the first pattern that fits
 SIZES = {
     "vocab_size*": 64,
     "*_token_id": lambda value: min(value, 2),
     "max_*position*|n_positions|n_ctx|max_seq_len*|model_max_length|*context_length": 128,
+    "index_topk": 8,  # fewer than a document has
     "sliding_window*|attention_chunk_size|local_attention*|attention_window_size|window_size|keep_window_size": 8,
     "chunk_size|mamba_chunk_size": 16,  # of Mamba-2
     "num_key_value_heads|*_kv_heads|*key_value_heads": 2,
@@ -50,7 +53,7 @@ DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 CONV = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 INDEXER = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 16,  # of fewer, no head may agree, and scores that are equal have no order
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 16,
@@ -83,6 +86,7 @@ OWN = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {**EXPERTS, **MIXED},
     "dots3_note": {"text_config": LATENT},
@@ -94,6 +98,7 @@ OWN = {
     "gemma4_text": WIDER,
     "gemma4_unified": {"text_config": WIDER},
     "gemma4_unified_text": WIDER,
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear": {"linear_num_heads": 8},
     "laguna": {**MIXED, "num_attention_heads_per_layer": [4, 8]},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPTJConfig, GPTJForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, Starcoder2Config, Starcoder2ForCausalLM
 
 import ds_seqpar
 from hf_integration import patch_attention
@@ -86,18 +86,18 @@ def starcoder(**changes):
     ))  # fmt: skip
 
 
-def gptj():
-    return GPTJForCausalLM(GPTJConfig(vocab_size=256, n_embd=64, n_layer=2, n_head=8, rotary_dim=8))
+def without_cache():
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=256, n_embd=64, n_layer=2, n_head=8, attn_pdrop=0.0))
 
 
 def never_called():
     sp = make((8, 2), **MODES["u2r2"])
     config = settings(MODES["u2r2"], "2", 1, 1)
-    engine, *_ = ds_seqpar.initialize(model=gptj(), config=config, sequence_parallel=sp)
+    engine, *_ = ds_seqpar.initialize(model=without_cache(), config=config, sequence_parallel=sp)
     ids = torch.arange(32)[None]
     return (
         refusal(engine, **sp.shard_batch({"input_ids": ids, "labels": ids})),
-        refusal(ds_seqpar.initialize, model=gptj(), config=config),
+        refusal(ds_seqpar.initialize, model=without_cache(), config=config),
     )
 
 

@@ -2,7 +2,14 @@
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaModel, LlamaPreTrainedModel
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
 
 from hf_integration import patch_attention
 from tests.dist.ranks import WRONG, assert_all_refused, differ, everywhere, make, only_one
@@ -102,8 +109,8 @@ MODELS = {
         ("attention_dropout 0", "got 0.1", "got is_causal=False"),
     ),
     "one head": (lambda: small(num_attention_heads=1, num_key_value_heads=1), ("ulysses 2", "1 query", "[1]")),
-    "gptj": (
-        lambda: GPTJForCausalLM(GPTJConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=4, rotary_dim=8)),
+    "no cache": (
+        lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=4, attn_pdrop=0.0)),
         ("transformer.h.0.attn", "outside of transformers' attention interface", "sp.attention"),
     ),
     "no base model": (

@@ -1,0 +1,397 @@
+"""Attention modules that run as they are, on a rank's tokens, as if these went on with a cache of all tokens before.
+
+Modules with an index, or with attention of their own, ask a cache for what a token needs of earlier ones. So a patched
+one gets a cache of ours. It runs twice on each piece of a rank's tokens. In the first run, in which a piece sees itself
+alone, the cache takes the module's keys. All ranks then gather them. In the second run the cache returns those of the
+piece's document, up to its last token. A piece has few rows, and its second run is computed again in backward, so that
+memory is that of rows times tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.operators.gathered import Piece, gather, pieces_of, segments
+from ds_seqpar.operators.states import Tied
+
+from .compat import ATTENTION, attention_name
+from .context import KEYWORD, ForwardContext, current
+from .families import name_before
+from .graph_breaks import between_graphs
+from .module_patch import is_overridden, override
+
+CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
+BY_KEY, WHOLE = "alibi", ("alibi", "position_bias")  # names of arguments that have no dim of queries
+CONVOLUTION = "convolution "  # of whose outputs keys may be made
+POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
+NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
+ROWS = 256  # tokens that a module computes at a time
+
+Inputs = dict[str, Any]
+
+
+class GatheredPast:
+    """What a module sees as its cache, and as each layer of it.
+
+    Args:
+        module: The module.
+        piece: Whose tokens it runs on.
+        gathered: (what was taken, which of its tensors) -> that of all tokens (B, tokens, ...).
+        is_alone: Whether the piece sees itself alone, but for what was gathered.
+
+    Attributes:
+        taken: As `gathered`, of the piece alone, in the order of the module's calls.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self, module: nn.Module, piece: Piece, gathered: Mapping[tuple[str, int], Tensor], is_alone: bool
+    ) -> None:
+        self.module, self.piece, self.gathered = module, piece, gathered
+        self.before = 0 if is_alone else piece.start - piece.document
+        self.taken: dict[tuple[str, int], Tensor] = {}
+        self.keys: Tensor | None = None
+
+    def _all(self, what: str, *xs: Tensor, axis: int = -2) -> list[Tensor]:
+        """Return tensors (B, ..., tokens, ...) of the piece's document up to its last token, if they were gathered."""
+        found: list[Tensor] = []
+        for number, x in enumerate(xs):
+            key = what, number
+            if number and x is xs[0]:
+                found.append(found[0])
+                continue
+            self.taken[key] = x.movedim(axis, 1)
+            if key in self.gathered:
+                x = self.gathered[key][:, self.piece.document : self.piece.end].movedim(1, axis).contiguous()
+            found.append(x)
+        return found
+
+    def all_positions(self, *embeddings: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._all("positions", *embeddings))
+
+    def __getitem__(self, layer: int) -> GatheredPast:
+        return self
+
+    @property
+    def layers(self) -> GatheredPast:
+        return self
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._all("keys", key_states, value_states)
+        return self.keys, self.values
+
+    def update_indexer(self, indexer_key_states: Tensor, *args: Any) -> Tensor:
+        return self._all("index", indexer_key_states)[0]
+
+    update_index = update_indexer
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return all complete windows. They are compressed again in each piece: ranks gather what they are made of."""
+        kv, gate = self._all(name, kv, gate)
+        rate: Any = next(m.compress_rate for m in self.module.modules() if hasattr(m, "compress_rate"))
+        self.windows = kv.shape[1] // rate
+        if not self.windows:  # one of padding, since ZeRO-3 gathers what modules behind it read, on all ranks alike
+            kv, gate = (F.pad(x, (0, 0, 0, rate - x.shape[1])) for x in (kv, gate))
+            return kv, gate, 0
+        return kv[:, : self.windows * rate], gate[:, : self.windows * rate], 0
+
+    def update_overlap_state(self, *args: Any) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        return compressed[:, : self.windows]
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer: int = 0, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+    ) -> Tensor:
+        (states,) = self._all(f"{CONVOLUTION}{state_idx}", conv_states, axis=-1)
+        return states[..., -(conv_kernel_size + conv_states.shape[-1]) :] if conv_kernel_size else states
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self.before if self.keys is None else self.keys.shape[-2]
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return self.before
+
+    def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
+        return self.before + query_length, 0
+
+
+class _OfPiece(UserDict):
+    """A dict by which layers share keys, of one run of one piece."""
+
+    def __init__(self, shared: Any, run: str) -> None:
+        super().__init__()
+        self.shared, self.run = shared, run
+
+    def __getitem__(self, key: str) -> Any:
+        return self.shared[f"{key} {self.run}"]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.shared[f"{key} {self.run}"] = value
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name of the argument by which a module's forward takes a cache; None where it takes none."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in CACHES if name in names), None)
+
+
+def arguments(module: nn.Module, args: tuple, kwargs: Inputs) -> Inputs:
+    """Return the arguments of a module's forward by name, in the order of its parameters."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given[name] for name in (*names, *given) if name in given}
+
+
+def takes_keys(modules: Iterable[nn.Module]) -> bool:
+    """Return whether modules take an argument that the model makes of all keys and a mask of two dims."""
+    return any("alibi" in inspect.signature(type(module).forward).parameters for module in modules)
+
+
+# ---- a module on pieces
+
+
+class Pieces:
+    """One call of a module, to run it on pieces of the tokens.
+
+    Args:
+        module: The module.
+        window: Tokens that a query sees, by the module's mask; None: all before it.
+        args: The positional arguments of the call.
+        kwargs: The others.
+    """
+
+    def __init__(self, module: Any, window: int | None, args: tuple, kwargs: Inputs) -> None:
+        self.module, self.window = module, window
+        self.inputs, self.cache = arguments(module, args, kwargs), cache_argument(module) or ""
+        self.states = next(name for name, x in self.inputs.items() if isinstance(x, Tensor))
+        self.tokens = self.inputs[self.states].shape[1]
+
+    def with_one_more(self) -> Pieces:
+        """Return the call with a further token, for ranks that run as often as others."""
+        more = copy.copy(self)
+        more.tokens = self.tokens + 1
+        more.inputs = {name: self._mapped(name, x, _extended) for name, x in self.inputs.items()}
+        return more
+
+    def run(self, piece: Piece, run: str, past: GatheredPast | None = None, is_alone: bool = True) -> Any:
+        """Run the module on a piece.
+
+        Args:
+            piece: The piece.
+            run: The name of the run.
+            past: The cache; None: none.
+            is_alone: Whether the piece sees itself alone.
+        """
+        keys = piece.length if is_alone else piece.end - piece.document
+        inputs: Inputs = {}
+        for name, x in self.inputs.items():
+            if name == "shared_kv_states":
+                inputs[name] = _OfPiece(x, run)
+            elif name == "attention_mask" and isinstance(x, Tensor) and x.dim() == 4:
+                inputs[name] = self._mask(x, piece, keys)
+            else:
+                x = x[..., :keys] if name == BY_KEY and isinstance(x, Tensor) else x
+                x = inputs[name] = self._mapped(name, x, lambda x, axis: x.narrow(axis, piece.place, piece.length))
+                if is_alone and name in NUMBERS and isinstance(x, Tensor):
+                    inputs[name] = self._from_zero(name, x)
+        if past is not None:
+            inputs[self.cache] = past
+            if any(hasattr(module, POOLS) for module in self.module.modules()):
+                rows = [x.expand(len(inputs[self.states]), -1, -1) for x in inputs["position_embeddings"]]
+                inputs["position_embeddings"] = past.all_positions(*rows)
+        return type(self.module).forward(self.module, **inputs)
+
+    def _from_zero(self, name: str, x: Tensor) -> Tensor:
+        """Return numbers of keys for a piece that sees itself alone."""
+        if name != "position_ids":
+            return torch.zeros_like(x)
+        # they say which keys an index may pick, where they do not rotate
+        return x - x[..., :1] if self.inputs.get("position_embeddings") is not None else x
+
+    def _mask(self, given: Tensor, piece: Piece, keys: int) -> Tensor:
+        """Return the mask of a piece, as eager attention or sdpa gets one."""
+        x = self.inputs[self.states]
+        at = torch.arange(keys, device=x.device)
+        distance = at[keys - piece.length :, None] - at
+        visible = (distance >= 0) & (distance < (self.window or keys))
+        visible = visible.expand(len(x), 1, -1, -1)
+        config = getattr(self.module, "config", None)
+        if config is not None and attention_name(config) == "sdpa":
+            return visible
+        low = torch.zeros(visible.shape, dtype=x.dtype, device=x.device).masked_fill(~visible, torch.finfo(x.dtype).min)
+        return low if given.is_floating_point() else low.to(given.dtype)
+
+    def _mapped(self, name: str, x: Any, function: Callable[[Tensor, int], Tensor]) -> Any:
+        """Return an argument with a function on the tensors of the tokens, and on the axis of these."""
+        if isinstance(x, Mapping) and not isinstance(x, UserDict):
+            return {key: self._mapped(name, value, function) for key, value in x.items()}
+        if isinstance(x, tuple | list):
+            return type(x)(self._mapped(name, value, function) for value in x)
+        if not isinstance(x, Tensor) or name in WHOLE:
+            return x
+        axes = [x.dim() - 1] if name == "position_ids" else range(min(1, x.dim() - 1), min(3, x.dim()))
+        axis = next((axis for axis in axes if x.shape[axis] == self.tokens), None)
+        return x if axis is None else function(x, axis)
+
+
+def _extended(x: Tensor, axis: int) -> Tensor:
+    """Return x with one more token, in the graph of the others."""
+    shape = [1 if i == axis else n for i, n in enumerate(x.shape)]
+    return torch.cat([x, x.new_ones(shape) if x.is_floating_point() else x.new_zeros(shape)], axis)
+
+
+def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
+    """Return what a module returned for pieces as for all of their tokens. Weights of attention are None."""
+    if isinstance(outputs[0], tuple | list):
+        return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
+    lengths = [piece.length for piece in pieces]
+    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # as a bias that the layer adds
+        return outputs[0]
+    if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
+        return None
+    widest = max(x.shape[2] for x in outputs)  # indices: a piece with few tokens before it has fewer
+    wide = [torch.cat([x, x[..., -1:].expand(-1, -1, widest - x.shape[2])], 2) for x in outputs]
+    return torch.cat(wide, 1) if len(wide) > 1 else wide[0]
+
+
+def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module on each token alone."""
+    call = Pieces(module, None, args, kwargs)
+    pieces = [Piece(place, 1, 0, 0) for place in range(call.tokens)]
+    return joined([call.run(piece, f"alone {piece.place}") for piece in pieces], pieces)
+
+
+Gather = Callable[[list[Tensor]], list[Tensor]]
+
+
+def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0) -> Any:
+    """Run a module on pieces of this rank's tokens, as if each went on with a cache.
+
+    Args:
+        call: The call.
+        pieces: All of the rank's, in order.
+        gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
+        count: How many pieces other ranks have. ZeRO-3 gathers parameters in each run, so ranks run equally often.
+    """
+    tokens, mine, none = call.tokens, len(pieces), dict[tuple[str, int], Tensor]()
+    runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
+    if len(runs) > mine:
+        call = call.with_one_more()
+    gathered: dict[tuple[str, int], Tensor] = {}
+    is_first = is_left = True
+    while is_left:
+        pasts = [GatheredPast(call.module, x, gathered if n < mine else none, True) for n, x in enumerate(runs)]
+        for number, past in enumerate(pasts):
+            call.run(past.piece, f"{number} alone", past)
+        keys = [key for key in pasts[0].taken if key not in gathered]
+        convolutions = [key for key in keys if key[0].startswith(CONVOLUTION)] if is_first else []
+        is_first, is_left = False, bool(convolutions)
+        keys = convolutions or keys
+        local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
+        gathered |= dict(zip(keys, gather(local), strict=True))
+
+    def run(number: int) -> Any:
+        is_none = number >= mine
+        past = GatheredPast(call.module, runs[number], none if is_none else gathered, is_none)
+        return call.run(runs[number], str(number), past, is_none)
+
+    computes_again = torch.is_grad_enabled() and len(runs) > 1
+    outputs = [checkpoint(run, n, use_reentrant=False) if computes_again else run(n) for n in range(len(runs))]
+    output = joined(outputs[:mine] or outputs[:1], pieces or runs[:1])
+    rest = [x for out in outputs[mine:] for x in (out[:1] if isinstance(out, tuple | list) else [out])]
+    tied = [x for x in (*rest, *gathered.values()) if x.requires_grad]  # backward communicates, on each rank
+
+    def own(x: Any) -> Any:
+        return x[:, :0] if isinstance(x, Tensor) and not mine else x
+
+    if not isinstance(output, tuple | list):
+        return Tied.apply(own(output), *tied) if tied else own(output)
+    first, *others = map(own, output)
+    return type(output)([Tied.apply(first, *tied) if tied else first, *others])
+
+
+# ---- in a patched model
+
+
+@between_graphs
+def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
+    layout = context.layout
+    if layout is not None and layout.mask.parents:
+        raise InputError(
+            f"layers that gather keys need documents without parents; got a layout with {layout.mask}, give each "
+            "document a row of its own, behind copies of its parents"
+        )
+    of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
+    cut, peers = segments(sp.runtime, call.tokens, *of), sp.runtime.one_ring
+    of_ranks = pieces_of(cut, ROWS)
+    return in_pieces(call, of_ranks[peers.rank], lambda xs: gather(peers, xs, cut), max(map(len, of_ranks)))
+
+
+def check(modules: Iterable[nn.Module]) -> None:
+    """Raise ConfigError for modules that do not run the forward of their class, or not by masks that can be made."""
+    for module in modules:
+        if "forward" in vars(module) and not is_overridden(module, "forward"):
+            raise ConfigError(
+                "layers that gather keys need the forward of their class; got a "
+                f"{type(module).__name__} with another forward, patch the model without it"
+            )
+        if cache_argument(module) is None:  # it may be another one in a short sequence
+            raise ConfigError(
+                f"layers that gather keys need to take a cache; got a {type(module).__name__}, which takes none, call "
+                "sp.attention from a model of your own (docs/models.md)"
+            )
+        name = name_before(module.config) if hasattr(module, "config") else "eager"
+        if name not in ("eager", "sdpa"):
+            raise ConfigError(
+                f"layers that gather keys need eager attention or sdpa, whose masks they can be given; got {name!r}, "
+                "call model.set_attn_implementation('sdpa') before the model is patched"
+            )
+
+
+def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
+    """Let an attention module run on a rank's pieces, in forwards that are not local.
+
+    Args:
+        module: The module.
+        sp: Whose ranks share sequences.
+        window: The length of the window of its mask; None without.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = kwargs.get(KEYWORD) or between_graphs(current)()
+        if context is None:
+            raise InputError("a patched layer was reached past its model's forward; call the model that was patched")
+        if context.mode == "local":
+            return type(self).forward(self, *args, **kwargs)
+        return _shared(sp, context, Pieces(self, window, args, {k: x for k, x in kwargs.items() if k != KEYWORD}))
+
+    keep_config(module)
+    override(module, "forward", types.MethodType(forward, module))
+
+
+def keep_config(module: Any, name: str | None = None) -> None:
+    """Give a module, and those inside, a config that names its own attention, or `name`, until `restore`."""
+    for inner in module.modules():
+        if (config := vars(inner).get("config")) is None:
+            continue
+        own = copy.copy(config)
+        setattr(own, ATTENTION, name or name_before(config))
+        override(inner, "config", own)
