@@ -45,7 +45,7 @@ FOUND = {
     "deepseek_v3": {},
     "gemma3": {
         "attention": ("language_model.layers.*.self_attn",),
-        "masks": WINDOW,
+        "masks": WINDOW, "stack": "model.language_model", "outside": True, "no_media": "",
     },
     "jetmoe": {"attention": ("layers.*.self_attention",), "heads": ((4, 4),), "balance": True},
     "laguna": {"heads": ((4, 2), (8, 2)), "balance": True, "masks": WINDOW},
