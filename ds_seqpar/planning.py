@@ -14,16 +14,18 @@ import torch.distributed as dist
 from torch import nn
 
 from .base import hosts as machines
-from .base.errors import as_seqpar_error
+from .base.errors import ConfigError, as_seqpar_error
 from .base.log import log_once
 from .core.compiler.compile import Recipe
 from .core.compiler.program.shape import Shape
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .guards import out_of_memory
 from .guards.agreement import all_gather_objects, assert_ranks_agree
+from .models import patcher_of_class
 
 if TYPE_CHECKING:
     from .deepspeed.config import DeepSpeedJson
+    from .planner.lengths import Costs
     from .planner.machine import Machine
     from .planner.request import Job as Job
     from .planner.request import Model as Model
@@ -94,6 +96,35 @@ def planned_by_all(
     if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
+
+
+def costs_of_all(world: dist.ProcessGroup, config: SequenceParallelConfig, model: Any) -> Costs:
+    """Return what samples of a patched model cost, the same on all ranks. Collective.
+
+    Raises:
+        ConfigError: The machine has no rates for the model's dtype, or the model's sizes cannot be counted.
+    """
+    from .planner.lengths import Costs
+    from .planner.request import Job
+
+    costs = error = None
+    hosts, patcher = hosts_of_all(world), patcher_of_class(model)
+    try:
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        job = Job(dtype="float32" if dtype == "float64" else dtype)
+        job = job if patcher is None else patcher.job_of(model, job)
+        if job.model is None:
+            raise ConfigError(
+                f"samples are dealt by the sizes of a causal language model; got {type(model).__name__}, leave "
+                "tokens_per_rank out"
+            )
+        costs = Costs.of(config, job, len(hosts), detected_machine(hosts, named_machine(config)))
+    except Exception as reason:
+        error = as_seqpar_error("estimating the cost of samples failed", reason)
+    compared = {} if costs is None else {"model": str(costs.step.model), "work": str(costs.work)}
+    assert_ranks_agree(world, "cost of samples", compared, error=error, call="sp.packs")
+    assert costs is not None  # otherwise all ranks have raised
+    return costs
 
 
 def hosts_of_all(world: dist.ProcessGroup) -> list[machines.Host]:
