@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,12 @@ from .data.checks import IGNORE, labels_of
 from .data.dealing import Pack, deal
 from .data.documents import READ
 from .data.inputs import LAYOUT
-from .data.loader import Loader, is_dealt, loading_error
+from .data.loader import Loader, is_dealt
 from .data.value_checks import fingerprint_of
 from .guards.agreement import assert_ranks_agree
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
-
-if TYPE_CHECKING:
-    from .parallel import SequenceParallel
+from .models import patcher_of_class
 
 REMEMBERED = 4096  # packs whose Ulysses size is known; of others it is the configured one
 CALL = "sp.packs"
@@ -65,11 +64,14 @@ class Rows:
 class StepDealer:
     """Makes this group's packs of the samples of an optimizer step. Collective over the world, as each step is.
 
+    Args:
+        sp: The SequenceParallel.
+
     Raises:
         ConfigError: No `tokens_per_rank` is set, or what is trained is no sum over its tokens.
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
+    def __init__(self, sp: Any) -> None:
         self.sp = sp
         if sp.config.tokens_per_rank == "auto":
             raise ConfigError(
@@ -79,7 +81,10 @@ class StepDealer:
         if sp.size == 1:
             raise ConfigError("packs are shared by groups of 2 ranks or more; got size 1, leave tokens_per_rank out")
         self.cap = sp.config.tokens_per_rank * sp.size
-        self.costs = planning.costs_of_all(sp.control_world, sp.config, _model(sp))
+        model = _model(sp)
+        patcher, dtype = patcher_of_class(model), str(next(model.parameters()).dtype).removeprefix("torch.")
+        assert patcher is not None  # which has patched the model
+        self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, partial(patcher.job_of, model))
         self.sizes = _ulysses_sizes(sp, self.costs)
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
@@ -184,7 +189,7 @@ class StepDealer:
 class PackLoader(Loader):
     """The packs of each optimizer step: those of this group. See `SequenceParallel.packs`."""
 
-    def __init__(self, sp: SequenceParallel, loader: Any, read_once: bool = False) -> None:
+    def __init__(self, sp: Any, loader: Any, read_once: bool = False) -> None:
         self.dealer = sp.step_dealer
         super().__init__(sp.sharding, loader, read_once, groups=1)
 
@@ -208,23 +213,7 @@ class PackLoader(Loader):
             yield self.dealer.packs(samples)
 
 
-def step_packs(dealer: StepDealer, read: Iterator[Any]) -> list[dict[str, Any]]:
-    """Return this group's packs of the samples that a loader of `Rows` gives; an error of one rank is raised on all."""
-    samples, error = list[Any](), None
-    try:
-        for batch in read:
-            if not isinstance(batch, list):
-                raise ConfigError(
-                    f"{SECTION}.tokens_per_rank needs the Trainer's own loader of training data; got batches of "
-                    "another, leave get_train_dataloader as it is, or tokens_per_rank out"
-                )
-            samples += batch
-    except Exception as reason:
-        error = loading_error(reason)
-    return dealer.packs(samples, error)
-
-
-def _model(sp: SequenceParallel) -> Any:
+def _model(sp: Any) -> Any:
     """Return the patched model whose sizes count. Raises ConfigError where packs would give another loss."""
     if (model := next(iter(sp.sharding.vocabularies), None)) is None:
         raise ConfigError(
@@ -239,7 +228,7 @@ def _model(sp: SequenceParallel) -> Any:
     return model
 
 
-def _ulysses_sizes(sp: SequenceParallel, costs: Any) -> list[int]:
+def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
     """Return the Ulysses sizes that a pack may have; the configured one alone where another would not fit."""
     config, model, sizes = sp.config, costs.step.model, [sp.config.ulysses]
     why = {
@@ -256,7 +245,7 @@ def _ulysses_sizes(sp: SequenceParallel, costs: Any) -> list[int]:
     return sorted({*sizes, *costs.ulysses_sizes})
 
 
-def _runtime(sp: SequenceParallel, ulysses: int) -> Runtime:
+def _runtime(sp: Any, ulysses: int) -> Runtime:
     """Return the runtime of calls with another Ulysses size, with groups of its own. Collective over the world."""
     config, rank, world = dataclasses.replace(sp.config, ulysses=ulysses), dist.get_rank(), sp.control_world
     topology = config.topology(world.size())

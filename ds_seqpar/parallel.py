@@ -422,6 +422,11 @@ class SequenceParallel:
         Raises:
             InputError, DisagreementError: A batch is wrong, or differs between ranks; on all ranks.
         """
+        if training and self.config.tokens_per_rank != "auto":
+            raise ConfigError(
+                "with tokens_per_rank a step's batches are those of sp.packs; got shard_batches, give the model "
+                "the batches of sp.packs as they are, or leave tokens_per_rank out"
+            )
         steps = self.accumulation_steps if training else None
         from .data.batches import shard_microbatches  # attention alone does without
 

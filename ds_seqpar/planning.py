@@ -21,7 +21,6 @@ from .core.compiler.program.shape import Shape
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .guards import out_of_memory
 from .guards.agreement import all_gather_objects, assert_ranks_agree
-from .models import patcher_of_class
 
 if TYPE_CHECKING:
     from .deepspeed.config import DeepSpeedJson
@@ -98,8 +97,15 @@ def planned_by_all(
     return resolved
 
 
-def costs_of_all(world: dist.ProcessGroup, config: SequenceParallelConfig, model: Any) -> Costs:
-    """Return what samples of a patched model cost, the same on all ranks. Collective.
+def costs_of_all(
+    world: dist.ProcessGroup, config: SequenceParallelConfig, dtype: str, job_with_model: Callable[[Job], Job]
+) -> Costs:
+    """Return what samples of a model cost, the same on all ranks. Collective.
+
+    Args:
+        config: Resolved.
+        dtype: The model's.
+        job_with_model: Adds the model's sizes to a job.
 
     Raises:
         ConfigError: The machine has no rates for the model's dtype, or the model's sizes cannot be counted.
@@ -108,15 +114,12 @@ def costs_of_all(world: dist.ProcessGroup, config: SequenceParallelConfig, model
     from .planner.request import Job
 
     costs = error = None
-    hosts, patcher = hosts_of_all(world), patcher_of_class(model)
+    hosts = hosts_of_all(world)
     try:
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        job = Job(dtype="float32" if dtype == "float64" else dtype)
-        job = job if patcher is None else patcher.job_of(model, job)
+        job = job_with_model(Job(dtype="float32" if dtype == "float64" else dtype))
         if job.model is None:
             raise ConfigError(
-                f"samples are dealt by the sizes of a causal language model; got {type(model).__name__}, leave "
-                "tokens_per_rank out"
+                "samples are dealt by the sizes of a causal language model; got another model, leave tokens_per_rank out"
             )
         costs = Costs.of(config, job, len(hosts), detected_machine(hosts, named_machine(config)))
     except Exception as reason:
