@@ -119,7 +119,7 @@ def costs_of_all(
         job = job_with_model(Job(dtype="float32" if dtype == "float64" else dtype))
         if job.model is None:
             raise ConfigError(
-                "samples are dealt by the sizes of a causal language model; got another model, leave tokens_per_rank out"
+                "samples are dealt by the sizes of a causal language model; got another one, leave tokens_per_rank out"
             )
         costs = Costs.of(config, job, len(hosts), detected_machine(hosts, named_machine(config)))
     except Exception as reason:

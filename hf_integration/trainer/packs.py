@@ -45,7 +45,7 @@ class WholeSteps(BatchSamplerShard):
 def whole_steps(loader: DataLoader) -> DataLoader:
     """Let a prepared loader give each rank the samples of all groups, each as a row of its own."""
     base: Any = getattr(loader, "base_dataloader", loader)
-    base.collate_fn, dataset = Rows(base.collate_fn), base.dataset
+    base.collate_fn, dataset = Rows(checks.CheckedCollator(base.collate_fn)), base.dataset
     if isinstance(dataset, IterableDatasetShard):
         dataset.batch_size *= dataset.num_processes
         dataset.num_processes, dataset.process_index = 1, 0

@@ -39,6 +39,7 @@ from ds_seqpar.engine import prepare_model
 from ds_seqpar.guards import mismatch_hints
 from ds_seqpar.guards.agreement import assert_ranks_agree
 from ds_seqpar.guards.process_exit import wait_at_exit
+from ds_seqpar.lengths import Rows
 
 from .. import accelerate_config, compat
 from ..accelerators import GroupAccelerator, GroupState
@@ -292,7 +293,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         base = getattr(loader, "base_dataloader", loader)  # accelerate's wraps it
         if not isinstance(base, DataLoader):
             return
-        if not isinstance(base.collate_fn, checks.CheckedCollator):
+        if not isinstance(base.collate_fn, checks.CheckedCollator | Rows):
             base.collate_fn = checks.CheckedCollator(base.collate_fn)
         if self._preemption is not None:
             self._preemption.guard(base)
