@@ -26,7 +26,7 @@ from .core.runtime.transport import TorchComm
 from .data.batch_layout import positions_held
 from .data.batches import lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Pack, deal
+from .data.dealing import deal
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
@@ -85,7 +85,7 @@ class StepDealer:
         patcher, dtype = patcher_of_class(model), str(next(model.parameters()).dtype).removeprefix("torch.")
         assert patcher is not None  # which has patched the model
         self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, partial(patcher.job_of, model))
-        self.sizes = _ulysses_sizes(sp, self.costs)
+        self.sizes = sp.sharding.ulysses_sizes = _ulysses_sizes(sp, self.costs)
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
                 sp.runtimes[sp.size // ulysses] = _runtime(sp, ulysses)
@@ -106,19 +106,23 @@ class StepDealer:
             InputError: A sample is no row of tokens, or longer than a micro-batch; on all ranks.
             DisagreementError: Ranks have other samples.
         """
-        sp, rows, dealt, compared = self.sp, list[Row](), list[list[Pack]](), {}
+        sp, batches, compared = self.sp, list[dict[str, Any]](), {}
         try:
             if error is None:
                 rows = [self._row(sample) for sample in samples]
                 of_rows = [self.costs.seconds(row.documents) for row in rows]
                 dealt = deal([row.tokens for row in rows], of_rows, sp.data_size, self.cap)
                 compared = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
+                batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt[sp.data_rank]]
+                if not self.has_said:
+                    works = [sum(of_rows[sample] for pack in packs for sample in pack) for packs in dealt]
+                    self._say_once(works, lengths_of(batches[0]))
+                items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
+                batches = [{**batch, "num_items_in_batch": items} for batch in batches]
         except Exception as reason:
             error = as_seqpar_error("packing the samples of a step failed", reason)
         assert_ranks_agree(sp.control_world, "samples of a step", compared, error=error, call=CALL, advice=_advice)
-        items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
-        own = [[rows[sample] for sample in pack] for pack in dealt[sp.data_rank]]
-        return [{**self._batch(pack), "num_items_in_batch": items} for pack in own]
+        return batches
 
     def _row(self, sample: Any) -> Row:
         """Return a sample's tokens without padding. Its labels count where a token of its document predicts them."""
@@ -129,6 +133,8 @@ class StepDealer:
                 f"{', '.join(map(str, sample))}, give a collator that makes a row of a sample"
             )
         mask, documents, table = sample.get("attention_mask"), lengths_of(sample), self.sp.sharding.inputs_with()
+        if not all(documents):
+            raise InputError("packs are made of samples with one token or more; got one with none, leave it out")
         kept = slice(None) if mask is None else mask[0].bool().cpu()
         tensors = {}
         for name, x in sample.items():
@@ -157,7 +163,6 @@ class StepDealer:
         if len(self.sizes) > 1:
             self._choose(documents)
         batch = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-        self._say_once(documents)
         return {**batch, "position_ids": torch.cat([torch.arange(n, device="cpu") for n in documents])[None]}
 
     def _choose(self, documents: tuple[int, ...]) -> None:
@@ -168,22 +173,25 @@ class StepDealer:
             if len(known) > REMEMBERED:
                 del known[next(iter(known))]
 
-    def _say_once(self, documents: tuple[int, ...]) -> None:
-        """Log how equal the ranks' work on the first pack is, and how many of its documents are cut."""
-        if self.has_said:
-            return
-        self.has_said, placement, (pair, token) = True, self.sp.place(sum(documents), documents), self.costs.work
-        assert placement is not None
+    def _say_once(self, by_group: Sequence[float], documents: tuple[int, ...]) -> None:
+        """Log how equal the first step's work is for groups, and its first pack's for ranks.
+
+        Args:
+            by_group: The work of each group.
+            documents: Of this group's first pack.
+        """
+        placement, (pair, token) = self.sp.place(sum(documents), documents), self.costs.work
         starts, shards = torch.tensor(placement.mask.documents or (0,), device="cpu"), placement.shards
         held = [positions_held(shards, 1, rank) for rank in range(shards.size)]
         of_documents = [torch.searchsorted(starts, positions, right=True) - 1 for positions in held]
         works = [float((pair * (at - starts[of] + 1) + token).sum()) for at, of in zip(held, of_documents, strict=True)]
-        cut = sum(len(of.unique()) for of in of_documents) - len(documents)
+        cut = int((torch.cat([of.unique() for of in of_documents]).bincount() > 1).sum())
         log_once(
-            f"sequence_parallel: the first pack has {len(documents)} documents of {sum(documents)} tokens in ulysses "
-            f"{self.sp.size // shards.size}; work of a rank, most over mean: "
-            f"{max(works) * len(works) / sum(works):.3f}; cuts through documents: {cut}"
+            f"sequence_parallel: the first step's work, most over mean: {_most(by_group):.3f} over {len(by_group)} "
+            f"groups; {_most(works):.3f} over the {len(works)} CP ranks of its first pack, which has {sum(documents)} "
+            f"tokens, and of whose {len(documents)} documents {cut} are cut"
         )
+        self.has_said = True
 
 
 class PackLoader(Loader):
@@ -254,6 +262,11 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
         dist.barrier(world)
     comm = TorchComm(made, explaining_failure)
     return Runtime(config, topology, made.cp_rank, comm, topology.index(rank, "ulysses"), of=sp.runtime)
+
+
+def _most(works: Sequence[float]) -> float:
+    """Return the most over the mean."""
+    return max(works) * len(works) / (sum(works) or 1.0)
 
 
 def _digest(rows: Sequence[Row]) -> str:

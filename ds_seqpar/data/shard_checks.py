@@ -75,7 +75,7 @@ def _placement_error(sp: Sharding, tokens: Tensor, placement: object) -> InputEr
     if not isinstance(placement, BatchLayout):
         return InputError(f"placement must be a BatchLayout, or None; got {type(placement).__name__}, {HOW}")
     cp_size, ulysses = placement.shards.size, sp.ulysses(placement)
-    if ulysses not in (sp.config.ulysses, *sp.ulysses_of.values()) or cp_size * ulysses != sp.size:
+    if ulysses not in sp.ulysses_sizes or cp_size * ulysses != sp.size:
         expected = sp.size // sp.config.ulysses
         return InputError(f"a placement must be of the {expected} CP ranks; got {cp_size}, {HOW}")
     if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(cp_size)) < ulysses:

@@ -55,7 +55,8 @@ class Sharding:
         mask_users: Patched models whose loss counts tokens by an attention_mask.
         vocabularies: Patched model -> a function that reads how many tokens and labels it knows.
         inputs: Patched model -> how ranks share what it takes.
-        ulysses_of: Lengths of a pack's documents -> its own Ulysses size, where that is not the configured one.
+        ulysses_sizes: The Ulysses sizes that a batch may have.
+        ulysses_of: Lengths of a pack's documents -> its own Ulysses size.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Sharding:
         self.mask_users = weakref.WeakSet[Any]()
         self.vocabularies = weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]()
         self.inputs = weakref.WeakKeyDictionary[Any, Mapping[str, InputSpec]]()
-        self.ulysses_of: dict[tuple[int, ...], int] = {}
+        self.ulysses_sizes, self.ulysses_of = [config.ulysses], dict[tuple[int, ...], int]()
 
     def __deepcopy__(self, memo: dict) -> Sharding:
         return self  # process groups cannot be copied

@@ -6,10 +6,12 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
 
+import ds_seqpar
 from hf_integration import share_sequences
 from tests.dist.ranks import WRONG, refusal
 from tests.hf.llama import IGNORE, array, gap, norm, small
-from tests.launch import on_ranks
+from tests.hf.llama import weights as engine_weights
+from tests.launch import on_engine_ranks, on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -134,6 +136,36 @@ def test_packs_train_as_the_plain_loop_does(ranks):
             assert gap(weights, of_plain[2]) < 1e-6, case
             assert len(counts) == STEPS, case
             assert case[0] is not ULYSSES or sizes == [1, 4], case
+
+
+def by_engine(stage, kind):
+    """(losses, weights) of a loop with a DeepSpeed engine."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
+        "zero_optimization": {"stage": stage},
+        "sequence_parallel": {"size": 2, "tokens_per_rank": 24},
+    }
+    engine, *_ = ds_seqpar.initialize(model=small(), config=config)
+    sp, losses = engine.sequence_parallel, []
+    for packs in sp.packs(loader_of(kind)):
+        of_packs = []
+        for number, batch in enumerate(packs, 1):
+            engine.set_gradient_accumulation_boundary(number == len(packs))
+            of_packs.append(engine(**batch).loss)
+            engine.backward(of_packs[-1])
+            engine.step()
+        losses.append(sp.mean_loss(sum(of_packs)))
+    return losses, engine_weights(engine.module)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_packs_train_by_an_engine(stage):
+    losses, _, weights = plain("chat")
+    for found in on_engine_ranks(2, by_engine, stage, "chat", timeout=120):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert gap(found[1], weights) < 1e-5
 
 
 def resumed(section, kind):
