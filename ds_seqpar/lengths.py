@@ -20,6 +20,7 @@ from . import planning
 from .base.errors import SECTION, ConfigError, InputError, SeqParError, as_seqpar_error
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
+from .core.compiler import schedules
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
@@ -201,7 +202,7 @@ class PackLoader(Loader):
         self.dealer = sp.step_dealer
         super().__init__(sp.sharding, loader, read_once, groups=1)
 
-    def _dealt(self, loader: Any) -> Any:
+    def dealt(self, loader: Any) -> Any:
         if not isinstance(loader, DataLoader) or (loader.batch_size is None and loader.batch_sampler is None):
             raise ConfigError(
                 f"{CALL} needs a DataLoader of torch that makes batches, each the samples of an optimizer step; got "
@@ -212,7 +213,7 @@ class PackLoader(Loader):
                 f"{CALL} deals the samples of each step to groups; got a loader that is dealt by its sampler, give it "
                 "the plain run's on one rank, whose batches have the samples of all"
             )
-        whole = super()._dealt(loader)
+        whole = super().dealt(loader)
         whole.collate_fn = Rows(loader.collate_fn)
         return whole
 
@@ -244,7 +245,7 @@ def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
         "layers have a state, or send latents": model.states is not None or model.latent_projections is not None,
         "device_mesh was given out": "device_mesh" in vars(sp),
         "a schedule, a layout, a rank order or head chunks are set": config.layout != "balanced"
-        or (config.schedule, config.schedule_options, config.rank_order) != ("ring", (), "auto")
+        or (config.schedule, config.schedule_options, config.rank_order) != (schedules.DEFAULT, (), "auto")
         or config.head_chunks == "auto",
     }
     if fixed := [reason for reason, holds in why.items() if holds]:

@@ -52,7 +52,7 @@ class Loader:
         error = None
         try:
             self.given = loader
-            self.loader = self._dealt(loader)
+            self.loader = self.dealt(loader)
         except Exception as reason:
             error = as_seqpar_error("preparing a loader failed", reason)
         examples = _length(getattr(loader, "dataset", None))
@@ -67,7 +67,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def _dealt(self, loader: Any) -> Any:
+    def dealt(self, loader: Any) -> Any:
         """Return a copy of the loader that reads this group's batches alone."""
         if not isinstance(loader, DataLoader):
             if hasattr(loader, "data_sampler"):  # DeepSpeed's own, from initialize

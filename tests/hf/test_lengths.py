@@ -144,6 +144,7 @@ def by_engine(stage, kind):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
         "sequence_parallel": {"size": 2, "tokens_per_rank": 24},
     }
