@@ -20,6 +20,7 @@ from . import planning
 from .base.errors import SECTION, ConfigError, InputError, SeqParError, as_seqpar_error
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
+from .base.on_devices import to_device
 from .core.compiler import schedules
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
@@ -219,7 +220,12 @@ class PackLoader(Loader):
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         for samples in super().__iter__():
-            yield self.dealer.packs(samples)
+            yield [self._on_device(batch) for batch in self.dealer.packs(samples)]
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch as models take it best: hosts read what says where documents are."""
+        moved = {name: to_device(x, self.dealer.sp.device) for name, x in batch.items() if isinstance(x, Tensor)}
+        return batch | {name: x for name, x in moved.items() if name not in READ}
 
 
 def _model(sp: Any) -> Any:

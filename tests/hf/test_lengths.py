@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import ds_seqpar
 from hf_integration import share_sequences
-from tests.dist.ranks import WRONG, refusal
+from tests.dist.ranks import WRONG, make, refusal
 from tests.hf.llama import IGNORE, array, gap, norm, small
 from tests.hf.llama import weights as engine_weights
 from tests.launch import on_engine_ranks, on_ranks
@@ -187,13 +187,23 @@ def test_packs_go_on_in_the_middle_of_an_epoch():
         assert found == expected
 
 
-def first_step(loader, **section):
+def first_step(loader, of_config=None, **section):
     def call():
         model = small()
+        vars(model.config).update(of_config or {})
         sp = share_sequences(model, **{"size": 2, "tokens_per_rank": 24, **section})
         return next(iter(sp.packs(loader(sp))))
 
     return call
+
+
+def sharded():
+    sp = share_sequences(small(), size=2, tokens_per_rank=24)
+    sp.shard_batches([collate(data_of("chat")[:2])])
+
+
+def without_a_model():
+    make(size=2, tokens_per_rank=24).packs(loader_of("chat"))
 
 
 def two_rows(samples):
@@ -216,6 +226,9 @@ def refusals():
         "dealt": first_step(
             lambda sp: DataLoader(data_of("chat"), sampler=sp.sampler(data_of("chat")), batch_size=2), size=2
         ),
+        "experts": first_step(lambda sp: loader_of("chat"), {"output_router_logits": True}),
+        "sharded": sharded,
+        "no model": without_a_model,
     }
     return {name: refusal(call) for name, call in cases.items()}
 
@@ -228,6 +241,9 @@ EXPECTED = {
     "two rows": ("got 2 rows",),
     "no batches": ("DataLoader of torch that makes batches",),
     "dealt": ("by its sampler",),
+    "experts": ("output_router_logits",),
+    "sharded": ("those of sp.packs",),
+    "no model": ("got none",),
 }
 
 
