@@ -304,7 +304,7 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     inputs.pop("placement", None)
     positions, facts, sp = inputs.get("position_ids"), patch.facts, patch.sp
     if positions is not None and context.layout is not None and not facts.counts_padding:
-        counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
+        counted = context.layout.position_ids(sp.sharding.ulysses(context.layout), sp.rank, after_padding=True)
         positions = counted.to(positions.device).expand_as(positions)
     if positions is not None and facts.first_position:
         positions = positions + facts.first_position
