@@ -145,6 +145,7 @@ def by_engine(stage, kind):
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": stage},
         "sequence_parallel": {"size": 2, "tokens_per_rank": 24},
     }
@@ -156,7 +157,7 @@ def by_engine(stage, kind):
             engine.set_gradient_accumulation_boundary(number == len(packs))
             of_packs.append(engine(**batch).loss)
             engine.backward(of_packs[-1])
-            engine.step()
+        engine.step()
         losses.append(sp.mean_loss(sum(of_packs)))
     return losses, engine_weights(engine.module)
 
