@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine import initialize
     from .parallel import SequenceParallel
 
+__version__ = "0.2.0"
 __all__ = [
     "Mask",
     "SeqParError",

@@ -29,7 +29,7 @@ from .deepspeed.counts import count_sequences
 from .deepspeed.cpu_launch import op_lock, shared_memory
 from .deepspeed.hooks import FINITE, UNUSED, hooks_of
 from .deepspeed.saving.engine import EngineCheckpoints
-from .guards.agreement import assert_ranks_agree
+from .guards.agreement import assert_ranks_agree, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.process_exit import wait_at_exit
 from .guards.waits import explaining_failure
@@ -392,13 +392,9 @@ def assert_same_training(
         model: The model, whose parameters must have the same shapes, and be frozen alike.
         call: The user's call, for errors.
     """
-    resolved = fields = error = None
-    try:
-        resolved = json and json.resolved
+    with together(group, "reading what is to be trained", JSON, call=call) as agreed:
+        agreed.value = json and json.resolved
         fields = _fields({**given, "parameters": list(model.parameters())}, model)
-    except Exception as reason:  # attributes of a user's own scheduler may raise anything
-        error = as_seqpar_error("reading what is to be trained failed", reason)
-    assert_ranks_agree(group, JSON, resolved, error=error, call=call)
     assert_ranks_agree(group, ARGUMENTS, fields, call=call)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from . import planning
-from .base.errors import SECTION, ConfigError, InputError, SeqParError, as_seqpar_error
+from .base.errors import SECTION, ConfigError, InputError, SeqParError
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
 from .base.on_devices import to_device
@@ -33,7 +33,7 @@ from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
 from .data.value_checks import fingerprint_of
-from .guards.agreement import assert_ranks_agree
+from .guards.agreement import together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
@@ -108,23 +108,19 @@ class StepDealer:
             InputError: A sample is no row of tokens, or longer than a micro-batch; on all ranks.
             DisagreementError: Ranks have other samples.
         """
-        sp, batches, compared = self.sp, list[dict[str, Any]](), {}
-        try:
-            if error is None:
-                rows = [self._row(sample) for sample in samples]
-                of_rows = [self.costs.seconds(row.documents) for row in rows]
-                dealt = deal([row.tokens for row in rows], of_rows, sp.data_size, self.cap)
-                compared = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
-                batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt[sp.data_rank]]
-                if not self.has_said:
-                    works = [sum(of_rows[sample] for pack in packs for sample in pack) for packs in dealt]
-                    self._say_once(works, lengths_of(batches[0]))
-                items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
-                batches = [{**batch, "num_items_in_batch": items} for batch in batches]
-        except Exception as reason:
-            error = as_seqpar_error("packing the samples of a step failed", reason)
-        assert_ranks_agree(sp.control_world, "samples of a step", compared, error=error, call=CALL, advice=_advice)
-        return batches
+        sp, batches = self.sp, list[dict[str, Any]]()
+        action, name = "packing the samples of a step", "samples of a step"
+        with together(sp.control_world, action, name, error=error, call=CALL, advice=_advice) as agreed:
+            rows = [self._row(sample) for sample in samples]
+            of_rows = [self.costs.seconds(row.documents) for row in rows]
+            dealt = deal([row.tokens for row in rows], of_rows, sp.data_size, self.cap)
+            agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
+            batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt[sp.data_rank]]
+            if not self.has_said:
+                works = [sum(of_rows[sample] for pack in packs for sample in pack) for packs in dealt]
+                self._say_once(works, lengths_of(batches[0]))
+            items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
+        return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
         """Return a sample's tokens without padding. Its labels count where a token of its document predicts them."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import planning
-from .base.errors import ConfigError, SeqParError, as_seqpar_error
+from .base.errors import ConfigError, SeqParError
 from .compiled import custom_ops
 from .core.compiler.sharding.masks import FULL, Mask
 from .core.compiler.sharding.shards import UnevenShards
@@ -26,7 +26,7 @@ from .core.runtime.transport import TorchComm
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .data.inputs import InputSpec
 from .data.sharding import Sharding, WithValue, mean_of
-from .guards.agreement import assert_ranks_agree
+from .guards.agreement import together
 from .guards.backward_order import Calls
 from .guards.consistency import ConsistencyChecker, InputAgreement
 from .guards.finite import Finite, LooksAtWalks
@@ -620,16 +620,13 @@ def _agreed(
     """Return the configuration with every "auto" but the kernel's replaced. error: of this rank, which all ranks then
     raise. Raises on every rank where one rank's settings do not fit. Where the settings ask for a plan, each rank plans
     for itself, and rank 0 prints the result."""
-    settings: dict[str, Any] = {}
-    try:
+    with together(world, UNREADABLE, CONFIGURATION, error=error, call=MAKING, advice=of_kernels) as agreed:
         config, ranks = _config(given), world.size()
         resolved, machine = config.resolve(ranks, heads), planning.named_machine(config)
         settings = {**config.settings(), "heads": heads, "plan": config.chosen_schedule.digest}
         if config.kernel == "auto":
             settings |= {"kernels here": kernels.available(device.type)}
-    except Exception as reason:  # a schedule of one's own may raise anything
-        error = error or as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=of_kernels)
+        agreed.value = settings
     return planning.planned_by_all(world, config, machine, job, MAKING) if config.asks_for_plan else resolved
 
 

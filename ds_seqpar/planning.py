@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .base import hosts as machines
-from .base.errors import ConfigError, as_seqpar_error
+from .base.errors import ConfigError
 from .base.log import log_once
 from .core.compiler.compile import Recipe
 from .core.compiler.program.shape import Shape
 from .core.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .guards import out_of_memory
-from .guards.agreement import all_gather_objects, assert_ranks_agree
+from .guards.agreement import all_gather_objects, together
 
 if TYPE_CHECKING:
     from .deepspeed.config import DeepSpeedJson
@@ -83,14 +83,10 @@ def planned_by_all(
     from .planner.auto import line_of, resolve_with_plan
 
     hosts = hosts_of_all(world)
-    error, compared = None, {}
-    try:
+    with together(world, UNREADABLE, CONFIGURATION, call=call) as agreed:
         resolved, plan = resolve_with_plan(config, job, len(hosts), lambda: detected_machine(hosts, machine))
         compared = {f"planned {name}": value for name, value in resolved.settings().items()}
-        compared |= {"tokens": plan.request.seq}  # each rank has read the length for itself
-    except Exception as reason:
-        error = as_seqpar_error(UNREADABLE, reason)
-    assert_ranks_agree(world, CONFIGURATION, compared, error=error, call=call)
+        agreed.value = compared | {"tokens": plan.request.seq}  # each rank has read the length for itself
     log_once(line_of(plan))
     if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
@@ -113,20 +109,15 @@ def costs_of_all(
     from .planner.lengths import Costs
     from .planner.request import Job
 
-    costs = error = None
     hosts = hosts_of_all(world)
-    try:
+    with together(world, "estimating the cost of samples", "cost of samples", call="sp.packs") as agreed:
         job = job_with_model(Job(dtype="float32" if dtype == "float64" else dtype))
         if job.model is None:
             raise ConfigError(
                 "samples are dealt by the sizes of a causal language model; got another one, leave tokens_per_rank out"
             )
         costs = Costs.of(config, job, len(hosts), detected_machine(hosts, named_machine(config)))
-    except Exception as reason:
-        error = as_seqpar_error("estimating the cost of samples failed", reason)
-    compared = {} if costs is None else {"model": str(costs.step.model), "work": str(costs.work)}
-    assert_ranks_agree(world, "cost of samples", compared, error=error, call="sp.packs")
-    assert costs is not None  # otherwise all ranks have raised
+        agreed.value = {"model": str(costs.step.model), "work": str(costs.work)}
     return costs
 
 

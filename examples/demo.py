@@ -51,7 +51,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
     Args:
         devices: Number of GPUs of this machine.
         ranks: Number that the user asks for; by default the ranks of one sequence, four at most.
-        config: DeepSpeed JSON that the user asks for; by default one with a sequence on four ranks, or on two.
+        config: DeepSpeed JSON that the user asks for; by default the demo's for these ranks.
 
     Raises:
         SystemExit: If the ranks or the configuration cannot be run.
@@ -60,11 +60,8 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
         raise SystemExit(f"RANKS must be a whole number from 1; got {ranks}")
     if config is None:
         ranks = ranks or (2 if devices in (2, 3) else 4)
-        if ranks % 2:
-            raise SystemExit(f"RANKS must be even where CONFIG is not given; got {ranks}, give CONFIG=FILE too")
         on_gpus = ranks <= devices
-        name = "zero3_r2_bf16" if ranks % 4 else "zero3_u2r2_bf16" if on_gpus else "zero3_u2r2_fp32"
-        return Choice(ranks, CONFIGS / f"{name}.json", on_gpus)
+        return Choice(ranks, CONFIGS / ("demo_auto_bf16.json" if on_gpus or ranks % 4 else "demo.json"), on_gpus)
     size, is_half = _needs(config)
     on_gpus = is_half and devices >= max(2, ranks or size)
     most = min(4, devices) if on_gpus else 4

@@ -1,6 +1,6 @@
 """Train a LLaMA on long sequences, each split over many ranks.
 
-    deepspeed --num_gpus 4 examples/finetune_llama.py --deepspeed_config ds_configs/zero3_u2r2_fp32.json
+    deepspeed --num_gpus 4 examples/finetune_llama.py --deepspeed_config ds_configs/demo.json
 
 Without further arguments it trains a small LLaMA (with GQA) from a config, with bytes as tokens and the sources of the
 Python standard library as text. It writes to --out: the model as `from_pretrained` reads it, the loss curve, and a line

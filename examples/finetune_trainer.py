@@ -1,8 +1,8 @@
 """Fine-tune a model with the HuggingFace Trainer, each document split over many ranks.
 
-    deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/trainer_zero3_sp4.json
+    deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/zero3_sp4.json
 
-    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/trainer_zero3_sp4.json --num_processes 4 \\
+    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/zero3_sp4.json --num_processes 4 \\
         examples/finetune_trainer.py
 
 All of transformers' TrainingArguments are options. Without further ones it trains a small LLaMA from a config, with

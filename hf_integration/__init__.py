@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -28,6 +28,11 @@ from .model.patch import check_patch, patch_attention, patched_with, share_seque
 from .model.patch import trust_loss as trust_loss
 from .trainer.job import job_of
 
+if TYPE_CHECKING:
+    from .loaders import prepare_loader
+    from .trainer.callback import SequenceParallelCallback
+    from .trainer.trainer import SequenceParallelMixin, SequenceParallelTrainer
+
 # (major, minor), both of which `make test-all` runs; setup.cfg says the same
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
@@ -44,16 +49,19 @@ for method in (patch_attention, unpatch_attention):
 __all__ = [
     "PackingCollator",
     "Packs",
+    "SequenceParallelCallback",
+    "SequenceParallelMixin",
+    "SequenceParallelTrainer",
     "check_patch",
     "heads",
     "job_of",
     "patch_attention",
     "patched_with",
+    "prepare_loader",
     "share_accelerator",
     "share_sequences",
     "unpatch_attention",
     "whole_sequences",
-    *sorted(LATER),
 ]
 
 

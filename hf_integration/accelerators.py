@@ -39,6 +39,7 @@ from ds_seqpar.whole import plain
 
 from . import accelerate_config, compat
 from .loaders import examples_of, prepare_loader, stream_of
+from .module_patch import patch_on
 
 TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes beside a model to train it
 
@@ -361,7 +362,7 @@ def _check(name: str, accelerator: Accelerator, frame: FrameType, args: tuple) -
     counts = name != "prepare" or any(isinstance(x, LRScheduler | DummyScheduler) for x in args)
     if not counts or (is_exempt and caller != "accelerate.local_sgd"):
         return
-    patches = [getattr(model, "_sequence_parallel_patch", None) for model in _patched]
+    patches = [own.model for model in _patched if (own := patch_on(model))]
     if accelerator in _counted or not any(patch and patch.sp.size > 1 and not patch.whole for patch in patches):
         return
     subject = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"

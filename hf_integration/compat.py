@@ -82,8 +82,11 @@ EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}
 # methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
-# class of trl's -> its methods that call these by global names, in whose place they are given what counts groups
-CALLED = {
+# class of trl's -> its methods that call these by global names. `gather`, `gather_object` and `VLLMClient` count ranks: in
+# their places the methods are given what counts groups
+CALLED: dict[str, dict[str, set[str]]] = {
+    **{name: {} for name in ("SFTTrainer", "RewardTrainer")},
+    **{name: {"_precompute_ref_logps": {"broadcast_object_list"}} for name in ("DPOTrainer", "KTOTrainer")},
     "GRPOTrainer": {REBOUND[0]: {"gather"}, REBOUND[1]: {"gather_object"}},
     "RLOOTrainer": {REBOUND[0]: {"gather"}, REBOUND[1]: {"gather", "gather_object"}},
     "VLLMGeneration": {"_init_vllm": {"VLLMClient"}, "generate": {"gather_object", "broadcast_object_list"}},
@@ -117,13 +120,12 @@ def check_trainer(trainer_class: type) -> None:
 
 
 def check_rollouts(trainer_class: type) -> None:
-    """Raise ConfigError for a GRPO or RLOO of trl's without a method that `Rollouts` extends, or with other calls that
-    count ranks than those in whose place its methods are given others."""
+    """Raise ConfigError for a GRPO or RLOO of trl's without a method that `Rollouts` extends, or whose client of vLLM
+    makes other calls that count ranks than `CALLED` has."""
     breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:
         if name not in vars(trainer_class):
             raise missing(f"{trainer_class.__module__}:{trainer_class.__name__}.{name}", breaks)
-    check_calls(trainer_class)
     file = sys.modules[trainer_class.__module__]
     check_calls(attribute(f"{file.__name__}:{_GENERATION}", breaks)(file))
 

@@ -24,8 +24,9 @@ from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
 from .compat import ATTENTION, EAGER, attention_name
+from .module_patch import patch_on
 
-__all__ = ["attentions", "base_of", "check_adapters", "check_model", "unwrapped"]
+__all__ = ["base_of", "check_adapters", "check_model", "unwrapped"]
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -77,8 +78,14 @@ def _unmet_needs(config: PreTrainedConfig) -> list[str]:
 
 def base_of(model: Any) -> Any:
     """Return the module that is patched: the base model, or the part of it that heads call past it."""
-    name = vars(model).get(BASE)
-    return model.base_model if name is None else model.get_submodule(name)
+    own = patch_on(model)
+    return model.base_model if own is None or own.base is None else model.get_submodule(own.base)
+
+
+def patch_of(model: Any) -> Any:
+    """Return the Patch of a model; None where it is not patched."""
+    own = patch_on(base_of(model)) if hasattr(model, "base_model") else None
+    return own and own.model
 
 
 def balance_weight(model: Any) -> float:
@@ -96,15 +103,8 @@ def _balance_weights(model: Any) -> list[tuple[Any, str]]:
     return [(owner, name) for name in BALANCE for owner in owners if hasattr(owner, name)]
 
 
-def attentions(model: nn.Module) -> list[Any]:
-    """Return the attention modules of a patched model, in the order of its layers."""
-    return [module for module in model.modules() if SP in vars(module)]
-
-
 NAME = "ds_seqpar"
 BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes with the weight of the loss that balances experts
-SP = "sequence_parallel"  # an attribute of the attention modules of a patched model: its SequenceParallel
-BASE = "_sequence_parallel_base"  # an attribute of a patched model: the name of its base, where it has another one
 
 
 class Name(str):

@@ -30,9 +30,9 @@ from ds_seqpar.operators.recurrence import Cell, Function, Rows
 
 from .context import KEYWORD, ForwardContext, current
 from .graph_breaks import between_graphs
+from .module_patch import is_overridden, override
 from .rebinding import globals_read, rebound
 
-SHARED = "sequence_parallel_mixer"  # an attribute of the mixers of a patched model
 PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
 ALIGNED = 8  # elements, of which causal-conv1d wants multiples as strides of tokens and rows
 CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
@@ -123,7 +123,7 @@ LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module has a layer that an `Engine` can run, and runs its class's own forward."""
-    is_own = "forward" not in vars(module) or hasattr(module, PLAIN)
+    is_own = "forward" not in vars(module) or hasattr(module, PLAIN) or is_overridden(module, "forward")
     return is_own and (bool(_seams(module)) or _is_lightning(module))
 
 
@@ -132,14 +132,7 @@ def use_torch(model: nn.Module) -> None:
     for module in model.modules():
         if is_mixer(module):
             setattr(module, PLAIN, True)
-            restore(module)
-
-
-def restore(module: nn.Module) -> None:
-    """Restore the forward that a mixer had."""
-    vars(module).pop("forward", None)
-    if hasattr(module, PLAIN):
-        module.forward = with_engine(module, lambda keywords: None)
+            module.forward = with_engine(module, lambda keywords: None)
 
 
 def _in_torch(function: Callable) -> Callable:
@@ -241,7 +234,7 @@ class _Shared:
 def check(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError where what a look found in a small copy is no mixer in the model itself."""
     for module in modules:
-        if not is_mixer(module) and SHARED not in vars(module):
+        if not is_mixer(module):
             raise ConfigError(
                 "layers with a state need the forward of their class; got a "
                 f"{type(module).__name__} with another forward, patch the model without it"
@@ -257,12 +250,4 @@ def share(module: nn.Module, sp: SequenceParallel) -> None:
             raise InputError("a patched layer was reached past its model's forward; call the model that was patched")
         return None if context.mode == "local" else _Shared(sp.runtime, context.layout)
 
-    setattr(module, SHARED, True)
-    module.forward = with_engine(module, engine_of)
-
-
-def unshare(model: nn.Module) -> None:
-    """Undo `share` for all modules of a model."""
-    for module in model.modules():
-        if vars(module).pop(SHARED, False):
-            restore(module)
+    override(module, "forward", with_engine(module, engine_of))

@@ -85,7 +85,10 @@ def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
     if isinstance(reason, SeqParError):
         return reason
     sentence = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the cause has the whole text
-    error = InputError(f"{action}, {type(reason).__name__}: {sentence}")
+    found = f", {type(reason).__name__}: {sentence}"
+    if "Original Traceback" in str(reason):  # of a worker that loads data; its last line is the reason
+        found = f" in a worker, {str(reason).strip().splitlines()[-1]}"
+    error = InputError(f"{action}{found}")
     error.__cause__ = reason
     return error
 

@@ -7,7 +7,9 @@
 `deepspeed --module ds_seqpar tune` measures the best of them, a training step each, on the ranks at hand.
 `deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small copy of a model, before it trains.
 `python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
-`python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
+`python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start.
+`python -m ds_seqpar examples` copies the examples into a folder.
+`python -m ds_seqpar env` prints versions and devices, to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -17,16 +19,20 @@ import io
 import os
 import sys
 
+from .. import __version__
 from ..base.errors import ConfigError, SeqParError
 from ..base.files import LARGEST, shown
 from ..deepspeed.cpu_launch import op_lock
-from . import memory, options, plan, schema, show, trace
+from . import examples, memory, options, plan, schema, show, trace
+
+MODULES = (examples, memory, plan, schema, show, trace)  # of commands that need no torch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 where the doctor finds a fault, or 2 for settings that do not
     fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"ds_seqpar {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it to all ranks
     commands = parser.add_subparsers(dest="command", required=True)
     show.add_parser(commands)
@@ -52,15 +58,16 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     options.add_settings(doctor)
     trace.add_parser(commands)
+    examples.add_parser(commands)
+    commands.add_parser("env", help="print versions and devices, to paste into a bug report")
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names in files may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "tune": _run_later,
-            "doctor": _run_later, "schema": schema.run, "trace": trace.run}  # fmt: skip
+    runs = {"prepare": _prepare, **{x.__name__.rsplit(".")[-1]: x.run for x in MODULES}}
     try:
         _check_numbers(args)
-        code = runs[args.command](args) or 0
+        code = runs.get(args.command, _run_later)(args) or 0
         sys.stdout.flush()
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)

@@ -35,6 +35,7 @@ from .assumed import Answer
 from .options import GIB, Inputs, add_options, add_ranks, count, tokens
 
 KIB = 2**10
+NODE = 8  # ranks of a node where nobody names it
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
 # colors of `FOOTPRINT_ITEMS`, in their order
 SHADES = ("#2f4b6e", "#14273f", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e",
@@ -171,7 +172,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
         )
     sharing = inputs.world if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.MAX_SHARING_RANKS, "say --set size=8, or what is meant")
-    resolved = config.resolve(inputs.world, heads, inputs.per_node)
+    resolved = config.resolve(inputs.world, heads, inputs.per_node or NODE)
     smaller = on_fewer_ranks(resolved)
     limits.check_followed(smaller.size // smaller.ulysses, smaller.overlap)
     return resolved, None
@@ -185,7 +186,8 @@ def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]
     lines = [f"{text}: say --machine to plan"] if inputs.config.asks_for_plan else []
     most = inputs.config.resolve(inputs.world, (inputs.model.heads, inputs.model.kv_heads)).ulysses
     if most != config.ulysses:
-        lines += [f'{SECTION}: Ulysses {config.ulysses} stays in a node; "auto" alone would be {most}, over nodes']
+        node = f"a node of {inputs.per_node or NODE}"
+        lines += [f'{SECTION}: Ulysses {config.ulysses} stays in {node}; "auto" alone would be {most}, over nodes']
     return lines
 
 

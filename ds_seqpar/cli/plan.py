@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import read_text
 from ..core.compiler.schedules.plan import columns
 from ..planner.machine import DEFAULT, Machine, presets
-from ..planner.plan import Planned, PlanResult, name_of, plan, settings_in_words
+from ..planner.plan import Planned, PlanResult, name_of, plan, rough, settings_in_words
 from ..planner.request import Request
 from .assumed import Answer
 from .options import DIGITS, GIB, UNITS_HELP, Inputs, add_options, add_ranks, count, tokens
@@ -78,9 +79,10 @@ def lines_of(result: PlanResult, answer: Answer) -> list[str]:
     return [
         title(request),
         *answer.lines(),
+        rates(request.machine, request.job.dtype),
         "estimated, and not run: `ds-seqpar tune`, with the same options, measures the first ones on ranks",
         "",
-        *columns([HEAD, *(_row(request, planned) for planned in result.ranked)]),
+        *columns([HEAD, *_rows(request, result.ranked)]),
         "",
         "MiB, messages: what a rank receives in attention of a layer, forward and backward.",
         "",
@@ -98,12 +100,27 @@ def title(request: Request) -> str:
     return f"{request.seq} tokens{documents} on {request.world} ranks of {machine.name} ({machine.about})"
 
 
-def _row(request: Request, planned: Planned) -> list[str]:
-    numbers = numbers_of(request, planned)
-    return [
-        f"{planned.seconds:.3g}", f"{numbers['tokens_per_second']:,.0f}",
-        f"{planned.memory.peak.total / GIB:.1f}", *traffic(planned), in_words(planned),
-    ]  # fmt: skip
+def rates(machine: Machine, dtype: str) -> str:
+    """Return the rates that the estimate takes, as a line."""
+    attention, matrices = (rates.get(dtype, 0) / 1e12 for rates in (machine.attention, machine.matrices))
+    links = f"{machine.inside.rate / 1e9:.3g} GB/s in a node and {machine.between.rate / 1e9:.3g} between nodes"
+    return f"rates of a rank: attention {attention:.3g} TFLOP/s, matrix products {matrices:.3g}, links {links}"
+
+
+def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
+    """Yield a row for each distinct answer: of schedules that count as equally fast, on as many ranks, the first."""
+    answers: dict[tuple, list[Planned]] = {}
+    for planned in ranked:
+        config = planned.config
+        key = config.size, config.ulysses, rough(planned.seconds), tuple(settings_in_words(planned.spared))
+        answers.setdefault(key, []).append(planned)
+    for planned, *others in answers.values():
+        names = ", ".join(dict.fromkeys(other.config.schedule for other in others))
+        answer = in_words(planned) + (f"; or {names}" if names else "")
+        yield [
+            f"{planned.seconds:.3g}", f"{request.seq / planned.seconds:,.0f}",
+            f"{planned.memory.peak.total / GIB:.1f}", *traffic(planned), answer,
+        ]  # fmt: skip
 
 
 def traffic(planned: Planned) -> list[str]:

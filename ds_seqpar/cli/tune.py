@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..base.errors import CommunicationError, SeqParError, as_seqpar_error
+from ..base.errors import CommunicationError, SeqParError
 from ..base.hosts import ranks_per_host, this_device
 from ..core.compiler.schedules.plan import columns
 from ..core.compiler.sharding.heads import largest_share
@@ -25,7 +25,7 @@ from ..core.runtime import groups
 from ..core.runtime.kernels import KERNELS, BlockSpec, candidates, select
 from ..deepspeed.config import SECTION, without_auto
 from ..engine import initialize
-from ..guards.agreement import all_gather_objects, assert_ranks_agree
+from ..guards.agreement import all_gather_objects, together
 from ..guards.interfaces import gloo_meets_hosts
 from ..models import random_model
 from ..planner.plan import Planned, name_of, plan
@@ -75,17 +75,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Request, list[Measured]]:
-    world, error, plans = groups.control_world(gloo_meets_hosts), None, list[Planned]()
+    world = groups.control_world(gloo_meets_hosts)
     hosts, device = hosts_of_all(world), this_device() or torch.device("cpu")
-    try:
+    with together(world, "reading what tune measures", "plans to measure", call="tune") as agreed:
         top, steps = count("--top", args.top), count("--steps", args.steps)
         args.ranks, args.nodes, args.gpus_per_node = str(len(hosts)), None, str(ranks_per_host(hosts))
         inputs, request = request_of(args, detected_machine(hosts))
         plans = list(plan(request).ranked[:top])
-    except Exception as reason:
-        error = as_seqpar_error("reading what tune measures failed", reason)
-    compared = {"plans": [planned.config.settings() for planned in plans]}
-    assert_ranks_agree(world, "plans to measure", compared, error=error, call="tune")
+        agreed.value = {"plans": [planned.config.settings() for planned in plans]}
     rows: list[Measured] = []
 
     def measure(planned: Planned, name: str) -> None:

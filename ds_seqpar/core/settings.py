@@ -21,7 +21,7 @@ from .compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from .compiler.tiles.launches import KERNELS
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
-UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
+UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it"
 if TYPE_CHECKING:
     Count: TypeAlias = int | Any  # "auto" until `resolve` has chosen one
 else:

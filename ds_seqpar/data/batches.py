@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import InputError, as_seqpar_error
+from ..base.errors import InputError
 from ..base.fingerprint import Fingerprint
 from ..base.log import log_once
 from ..base.on_devices import to_device
 from ..core.compiler.sharding.masks import Mask
 from ..guards import mismatch_hints
-from ..guards.agreement import all_reduce_sum, assert_ranks_agree
+from ..guards.agreement import all_reduce_sum, assert_ranks_agree, together
 from .batch_layout import EQUAL, BatchLayout
 from .checks import IGNORE, check_range, labels_of, predicted_from_padding, warn_of_left_padding
 from .documents import READ, Lengths, documents_of
@@ -85,19 +85,14 @@ def shard_microbatches(
         DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches,
             or ranks different numbers of them.
     """
-    sharded: list[dict[str, Any]] = []
-    counts, fingerprints, error = [0, 0], None, None
     advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
-    try:
+    with together(
+        sp.control_world, "making the micro-batches of a step", "batches", peers=sp.groups.control, among_peers=True,
+        call="shard_batches", advice=advice,
+    ) as agreed:  # fmt: skip
         microbatches = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
         table = sp.inputs_with(inputs)
-        sharded, counts, fingerprints = _prepare(sp, microbatches, causal, steps, device, table)
-    except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
-        error = as_seqpar_error("making the micro-batches of a step failed", reason)
-    assert_ranks_agree(
-        sp.control_world, "batches", fingerprints, error=error, peers=sp.groups.control, among_peers=True,
-        call="shard_batches", advice=advice,
-    )  # fmt: skip
+        sharded, counts, agreed.value = _prepare(sp, microbatches, causal, steps, device, table)
     number, remedy = {"micro-batches": len(sharded)}, "some have fewer: give every rank those of whole steps"
     assert_ranks_agree(sp.control_world, "step", number, call="shard_batches", advice=lambda by_rank: remedy)
     total, from_padding = all_reduce_sum(sp.control_world, counts, "shard_batches")

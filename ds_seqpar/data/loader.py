@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..base.compat import SPLIT
-from ..base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ..base.errors import ConfigError, SeqParError, as_seqpar_error
 from ..base.fingerprint import Fields, Fingerprint
-from ..guards.agreement import assert_ranks_agree, differing
+from ..guards.agreement import assert_ranks_agree, differing, together
 from ..guards.waits import explaining_failure
 from .random_states import random_state, set_random_state
 from .sharding import Sharding
@@ -49,15 +49,12 @@ class Loader:
         self._state: dict[str, Any] | None = None  # of `load_state_dict`, for the next epoch
         self._order: _Indices | None = None  # of the whole loader
         self._indices: _Indices | None = None  # of the batches that this group reads
-        error = None
-        try:
+        with together(sp.control_world, "preparing a loader", "loader", call="sp.loader") as agreed:
             self.given = loader
+            examples = _length(getattr(loader, "dataset", None))
+            batch_size = getattr(loader, "batch_size", None)
+            agreed.value = {"examples": examples, "batch_size": batch_size, "read_once": read_once}
             self.loader = self.dealt(loader)
-        except Exception as reason:
-            error = as_seqpar_error("preparing a loader failed", reason)
-        examples = _length(getattr(loader, "dataset", None))
-        value = {"examples": examples, "batch_size": getattr(loader, "batch_size", None), "read_once": read_once}
-        assert_ranks_agree(sp.control_world, "loader", value, error=error, call="sp.loader")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("given", "loader"):
@@ -173,7 +170,7 @@ class Loader:
         except StopIteration:
             batch, compared = None, {BATCHES: "no more"}
         except Exception as reason:
-            return None, {}, loading_error(reason)
+            return None, {}, as_seqpar_error("loading data failed", reason)
         if self._order is not None and self._order.compared:
             compared[ORDER] = str(self._order.fingerprint)
         return batch, compared, None
@@ -315,16 +312,6 @@ def _accelerate() -> Any:
             "sampler=sp.sampler(dataset), or pip install accelerate"
         ) from error
     return data_loader
-
-
-def loading_error(reason: Exception) -> SeqParError:
-    """Return the error for loading that failed. For a worker torch gives a traceback, whose last line is the reason."""
-    *_, last = str(reason).strip().splitlines() or [""]
-    if "Original Traceback" not in str(reason):
-        return as_seqpar_error("loading data failed", reason)
-    error = InputError(f"loading data failed in a worker, {last}")
-    error.__cause__ = reason
-    return error
 
 
 def _cause(by_rank: Mapping[int, Fields]) -> str:

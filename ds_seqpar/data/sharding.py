@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..base.errors import InputError, SeqParError, as_seqpar_error, whole_number
+from ..base.errors import InputError, SeqParError, whole_number
 from ..base.on_devices import DeviceCache
 from ..core.compiler.sharding.layout import Topology, multiple
 from ..core.compiler.sharding.masks import Mask
@@ -23,7 +23,7 @@ from ..core.runtime import operator
 from ..core.runtime.groups import Groups
 from ..core.runtime.transport import ALL_GATHER, TorchComm
 from ..core.settings import SequenceParallelConfig
-from ..guards.agreement import all_reduce_sum, assert_ranks_agree
+from ..guards.agreement import all_reduce_sum, together
 from ..guards.backward_order import Calls
 from ..guards.consistency import ConsistencyChecker
 from ..guards.one_thread import check_thread
@@ -462,15 +462,12 @@ def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) ->
         InputError: on the rank that was given something else.
         DisagreementError: on all other ranks, and on all if the numbers of losses differ.
     """
-    checked, local_mean, exact_mean = [], torch.zeros((), device="cpu"), 0.0
-    try:
+    peers = groups.control
+    with together(groups.world, "averaging losses", "losses", error=error, peers=peers, call="mean_loss") as agreed:
         checked = _losses(losses)
+        agreed.value = {"number of losses": len(checked)}
         local_mean = torch.stack([loss.reshape(()) for loss in checked]).mean()
         exact_mean = float(torch.stack([x.detach().double().cpu().reshape(()) for x in checked]).mean())
-    except Exception as reason:  # of a generator of losses, of tensors on several devices
-        error = error or as_seqpar_error("averaging losses failed", reason)
-    compared = {"number of losses": len(checked)}
-    assert_ranks_agree(groups.world, "losses", compared, error=error, peers=groups.control, call="mean_loss")
     return all_reduce_sum(groups.world, [exact_mean], "mean_loss")[0] / groups.world.size(), local_mean
 
 

@@ -44,19 +44,28 @@ Link = tuple[int, int]  # the lower rank, the higher one
 Gathering = Generator[Any, list[Any], list[Finding]]  # see `findings.Check`
 
 
+def installed() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter, by name; those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    if torch.cuda.is_available():
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    return versions
+
+
+def set_variables() -> dict[str, str]:
+    """Return the environment variables that change how ranks communicate or compute, by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+
+
 def environment(job: Job) -> Gathering:
     """Compare versions, devices and the variables that change how ranks communicate or compute."""
     # installed by a link, one version may have another text on each host
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-    versions = {"ds_seqpar": str(Fingerprint.of_bytes(source)), "python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    if job.sp.device.type == "cuda":
-        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    versions["device"] = device_name(job.sp.device)
-    named = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    variables = {name: x for name, x in named.items() if not name.endswith(OF_A_HOST) and "/" not in x}
+    versions = {"ds_seqpar": str(Fingerprint.of_bytes(source)), **installed(), "device": device_name(job.sp.device)}
+    variables = {name: x for name, x in set_variables().items() if not name.endswith(OF_A_HOST) and "/" not in x}
     by_rank = zip(*(yield versions, variables), strict=True)
     shown = (", ".join(f"{name} {x}" for name, x in own.items()) or "none set" for own in (versions, variables))
     advice = "install the same on all hosts, and start all ranks in it", "let the launcher set them for all ranks"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import compat, profiling
-from ..base.errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
+from ..base.errors import MOST_SHOWN, DisagreementError, SeqParError, as_seqpar_error, ranks_in_words
 from ..base.fingerprint import Compared, Fields, Fingerprint
 from ..core.runtime.groups import all_ranks
 from ..core.runtime.transport import Communication, receive, send
@@ -72,6 +74,47 @@ def assert_ranks_agree(
     if differ(group, kind if among_peers else compared, entry.subject, has_error):
         raise_difference(group, [entry], error, ranks_of(peers)[0] if among_peers else 0)
     return 0 if number is None else maximum(group, number, entry.subject)
+
+
+@dataclasses.dataclass
+class Agreed:
+    """What a rank brings to an agreement, and what it gets of it."""
+
+    value: object = None  # as for `assert_ranks_agree`
+    number: int | None = None  # as for `assert_ranks_agree`; then the greatest of any rank
+
+
+@contextlib.contextmanager
+def together(
+    group: dist.ProcessGroup | None, action: str, name: str = "", *, error: SeqParError | None = None,
+    passing: tuple[type[Exception], ...] = (), **options: Any,
+) -> Iterator[Agreed]:  # fmt: skip
+    """Context manager at whose end ranks agree: all of them raise where an exception of one has ended it.
+
+    Args:
+        group: as for `assert_ranks_agree`.
+        action: what is done in it, as "loading data", for errors.
+        name: of the value that ranks compare; "": the action.
+        error: as for `assert_ranks_agree`, of what was before.
+        passing: exceptions that end it without an agreement, since ranks have agreed on them, or cannot.
+        **options: further ones of `assert_ranks_agree`.
+
+    Yields:
+        What takes the value and the number to compare.
+
+    Raises:
+        SeqParError: as `assert_ranks_agree` does.
+    """
+    agreed = Agreed()
+    try:
+        yield agreed
+    except passing:
+        raise
+    except Exception as reason:  # the other ranks wait for this one
+        error = error or as_seqpar_error(f"{action} failed", reason)
+    agreed.number = assert_ranks_agree(
+        group, name or action, agreed.value, error=error, number=agreed.number, **options
+    )
 
 
 class Checker(Protocol):

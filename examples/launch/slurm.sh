@@ -7,7 +7,7 @@
 #SBATCH --requeue
 #SBATCH --signal=TERM@300
 # A task is a rank. Five minutes before the time is up, slurm sends SIGTERM to all of them:
-#   sbatch examples/launch/slurm.sh examples/finetune_trainer.py --deepspeed ds_configs/trainer_zero3_sp4.json \
+#   sbatch examples/launch/slurm.sh examples/finetune_trainer.py --deepspeed ds_configs/zero3_sp4.json \
 #       --enable_jit_checkpoint True
 # A job that is queued again after it was preempted goes on: its script is given --resume_from_checkpoint last.
 set -euo pipefail

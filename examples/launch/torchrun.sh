@@ -1,7 +1,7 @@
 #!/bin/bash
 # Starts a script's ranks on this node. Run it on every node, with HEAD the name of one of them:
 #   HEAD=node1 NODES=2 RANKS=8 examples/launch/torchrun.sh examples/finetune_trainer.py \
-#       --deepspeed ds_configs/trainer_zero3_sp4.json
+#       --deepspeed ds_configs/zero3_sp4.json
 # PORT, JOB and RESTARTS may be set: a free port of HEAD, a name that is the same on all nodes, and how often the ranks
 # are started again after one of them has ended.
 set -euo pipefail

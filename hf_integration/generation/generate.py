@@ -29,7 +29,8 @@ from ds_seqpar.guards.agreement import ALL, all_gather_objects, assert_ranks_agr
 from ds_seqpar.guards.one_thread import check_thread
 
 from ..compat import generation_config_of
-from ..families import base_of
+from ..families import patch_of
+from ..module_patch import override
 from . import zero
 
 MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user says otherwise
@@ -50,19 +51,13 @@ def install(model: Any) -> None:
     """Let a patched model generate with all ranks of a sequence, unless the object has a `generate` of its own."""
     if model.can_generate():
         for method in METHODS:
-            vars(model).setdefault(method.__name__, types.MethodType(method, model))
-
-
-def remove(model: Any) -> None:
-    """Undo `install`."""
-    for method in METHODS:
-        if getattr(vars(model).get(method.__name__), "__func__", None) is method:
-            delattr(model, method.__name__)
+            if method.__name__ not in vars(model):
+                override(model, method.__name__, types.MethodType(method, model))
 
 
 def _sharing(model: Any) -> SequenceParallel | None:
     """Return the SequenceParallel whose ranks generate together; None where each rank generates alone."""
-    patch = getattr(base_of(model), "_sequence_parallel_patch", None)
+    patch = patch_of(model)
     return None if patch is None or patch.whole or patch.sp.size == 1 else patch.sp
 
 
@@ -120,11 +115,11 @@ def _agreed(
     try:
         others = {name: x for name, x in given.items() if name not in named}
         config, _ = generation_config_of(model)(given.get("generation_config"), **others)
-        table = base_of(model)._sequence_parallel_patch.agreement.inputs
+        table = patch_of(model).agreement.inputs
         taken = {*TOKENS, *named, *(name for name, spec in table.items() if spec.kind not in ("own", "refused"))}
         if misuse := _misuse(given, config, taken):
             raise ConfigError(f"generate of a model that shares sequences needs {misuse}, leave it out, or {ALONE}")
-        if config.use_cache and base_of(model)._sequence_parallel_patch.facts.mixers:
+        if config.use_cache and patch_of(model).facts.mixers:
             raise ConfigError(
                 "generate of a model with layers with a state needs use_cache=False, which computes all tokens again "
                 f"for each new one; got use_cache=True, say so, or {ALONE}"

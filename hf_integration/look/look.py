@@ -28,6 +28,7 @@ from ds_seqpar.data.random_states import random_state, unchanged
 
 from .. import mixers
 from ..families import balance_weight, is_causal_lm, switch_attention
+from ..module_patch import override, restore
 from ..noise import configs_of, noise_of
 from .facts import LENGTHS, Facts, config_heads, kind_of_layer, starred, text_config, with_class
 from .small import call, parameters_of, small_copy, takes, tokens_for
@@ -178,16 +179,14 @@ class Watch:
         for module in self.names:
             hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._after))
-        mixing = [module for module in self.names if mixers.is_mixer(module)]
-        for module in mixing:
-            vars(module)["forward"] = mixers.with_engine(module, functools.partial(self._engine, self.names[module]))
+        for module in filter(mixers.is_mixer, self.names):
+            override(module, "forward", mixers.with_engine(module, functools.partial(self._engine, self.names[module])))
         token = _watch.set(self)
         try:
             yield
         finally:
             _watch.reset(token)
-            for module in mixing:
-                mixers.restore(module)
+            restore(self.small)
             for hook in hooks:
                 hook.remove()
 

@@ -219,6 +219,7 @@ class _Cut:
         self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
     ):
         self.values, self.rules, self.widths, self.is_text = vars(config), rules, widths, rules is TEXT
+        self.names = config.attribute_map  # what some configs call the sizes that most have
         self.number = number or self._first(name for name in self.values if LAYERS.fullmatch(name))
         lists = [x for x in self.values.values() if isinstance(x, list | tuple) and len(x) == self.number]
         self.layers = layers or _prefix([*zip(*lists, strict=True)] or [()] * self.number)
@@ -236,7 +237,10 @@ class _Cut:
 
     def _first(self, names: Iterable[str]) -> int:
         """Return the first whole number of these names, or in a list, 0 where there is none."""
-        found = (x[0] if isinstance(x, list | tuple) and x else x for x in map(self.values.get, names))
+        found = (
+            x[0] if isinstance(x, list | tuple) and x else x
+            for x in map(self.values.get, (self.names.get(name, name) for name in names))
+        )
         return next((x for x in found if type(x) is int), 0)
 
     @property

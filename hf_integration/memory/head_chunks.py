@@ -13,7 +13,6 @@ the family's own class, on a copy of the module (its twin) that has the head chu
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,11 +33,11 @@ from ds_seqpar.memory.checkpoints import HeadChunkReplay, HeadChunkResults, curr
 from ..compat import LEAF, ZERO_ID, forward_hooks, forward_pre_hooks, is_plain_lora
 from ..context import KEYWORD, ForwardContext
 from ..look.facts import TESTED
+from ..module_patch import override, override_forward, patched
 from .tiled_function import ForwardConditions, tile_count, tile_slices, trained_parameters
 from .tiled_modules import before_leaf
 from .weight_slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 
-STAGED = "_sequence_parallel_head_chunks"  # an attribute of an attention module that has head chunks: its hook
 ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at once in {}"
 
 
@@ -48,31 +47,15 @@ def use_head_chunks(module: Any) -> None:
     Their number comes from the settings of its SequenceParallel. ZeRO-3 then gathers all parameters of the module
     together, as a leaf.
     """
-    config = module.sequence_parallel.config
-    if config.head_chunks == 1 or config.overlap or STAGED in vars(module):
+    own = patched(module)
+    if own.sp.config.head_chunks == 1 or own.sp.config.overlap:
         return
     if "forward" in vars(module) or (hasattr(module, ZERO_ID) and not hasattr(module, LEAF)):
         log_once(ALL_HEADS.format("attention with a forward of its own, or that DeepSpeed had before it was patched"))
         return
-
-    @functools.wraps(type(module).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, *args, **kwargs) if STAGED in vars(self) else type(self).forward(self, *args, **kwargs)
-
-    setattr(module, STAGED, module.register_forward_pre_hook(_before, with_kwargs=True))
-    setattr(module, LEAF, True)
-    module.forward = types.MethodType(forward, module)
-
-
-def remove_head_chunks(module: Any) -> None:
-    """Undo `use_head_chunks`."""
-    hook = vars(module).pop(STAGED, None)
-    if hook is None:
-        return
-    hook.remove()
-    del module.forward
-    if not hasattr(module, ZERO_ID):  # ZeRO-3 reads the mark again of a module that it has hooked
-        vars(module).pop(LEAF, None)
+    own.hooks.append(module.register_forward_pre_hook(_before, with_kwargs=True))
+    override(module, LEAF, True)
+    override_forward(module, _forward)
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -82,8 +65,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     return before_leaf(module, args) or args, kwargs
 
 
-def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    class_forward = type(module).forward
+def _forward(class_forward: Callable[..., Any], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     context: ForwardContext | None = kwargs.get(KEYWORD)
     if context is None or context.mode == "local" or context.cached is not None or not _has_head_chunks(module):
         return class_forward(module, x, *args, **kwargs)
@@ -98,7 +80,8 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layout: BatchLayout | None) -> int:
     """Return the number of head chunks of a forward."""
-    sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
+    own = patched(module)
+    sp, mask, shards = own.sp, own.mask, None
     if sp.config.head_chunks != "auto":
         return sp.config.head_chunks
     if layout is not None:
@@ -128,10 +111,6 @@ def _is_linear(module: Any) -> bool:
     if type(module).forward is nn.Linear.forward:
         return True
     return is_plain_lora(module) and _is_linear(module.base_layer)
-
-
-# autograd nodes that only reshape or copy a tensor
-RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0")
 
 
 class _HeadChunkForward:
@@ -263,7 +242,7 @@ class _HeadChunkForward:
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
         # beside out and lse only the keys' common part, see `without_outs`
-        self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _only_reshapes(attended)
+        self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _is_viewed(attended, results[0])
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]
         del attended
@@ -282,12 +261,9 @@ class _HeadChunkForward:
         return total
 
 
-def _only_reshapes(attended: Tensor) -> bool:
-    """Return whether the only operations between attention and the output projection reshape or copy."""
-    node: Any = attended.grad_fn
-    while node is not None and node.name() in RESHAPES:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "AttentionBackward"
+def _is_viewed(attended: Tensor, out: Tensor) -> bool:
+    """Return whether what the output projection gets is attention's out itself, in another shape."""
+    return attended.numel() == out.numel() and attended.reshape(out.shape).is_set_to(out)
 
 
 class _GraphStart(Function):

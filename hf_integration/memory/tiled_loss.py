@@ -8,7 +8,6 @@ else.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.core.settings import most_logits
@@ -26,23 +24,12 @@ from ds_seqpar.data.batches import IGNORE
 
 from ..compat import LEAF, ZERO_ID, drop_children
 from ..context import current
-from ..families import BASE, balance_weight, base_of
+from ..families import balance_weight, base_of, patch_of
 from ..graph_breaks import between_graphs
+from ..module_patch import patch_on
 from .tiled_function import GradientSums, tile_count, tiled_sum, trained_parameters
 
-TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
-
-
-@dataclasses.dataclass(kw_only=True)
-class Tiling:
-    """What the modules of a tiled model share."""
-
-    mlp: int | str  # the number of tiles, or "auto"
-    loss: int | str  # the number of tiles, or "auto"
-    modules: tuple[nn.Module, ...]
-    hooks: tuple[RemovableHandle, ...] = ()
-    evaluating: bool = False  # whether forwards without gradients compute the loss in tiles too
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:
@@ -53,11 +40,11 @@ def token_losses(logits: Tensor, labels: Tensor) -> float:
     return float(torch.stack(losses).sum())
 
 
-def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a causal language model's forward with a tiled loss; without tiles, call the forward of its class."""
+def model_forward(plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a causal language model's forward with a tiled loss; without tiles, call the plain one, of its class."""
     inputs = {**dict(zip(_argument_names(model), args, strict=False)), **kwargs} if args else kwargs
     if not _wants_tiles(model, inputs):
-        return type(model).forward(model, *args, **kwargs)
+        return plain(model, *args, **kwargs)
     if inputs.get("num_items_in_batch") is None:
         raise InputError(
             "a tiled loss needs num_items_in_batch, which the sum of token losses is divided by; got none, give the "
@@ -71,12 +58,10 @@ def _argument_names(model: Any) -> tuple[str, ...]:
 
 
 def _wants_tiles(model: Any, inputs: dict[str, Any]) -> bool:
-    tiling = getattr(model, TILING)
+    patch = patch_of(model)
     if inputs.get("labels") is None or inputs.get("shift_labels") is None or inputs.get("logits_to_keep"):
         return False
-    if base_of(model)._sequence_parallel_patch.whole:
-        return False
-    return torch.is_grad_enabled() or tiling.evaluating
+    return not patch.whole and (torch.is_grad_enabled() or patch.evaluating)
 
 
 def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
@@ -185,7 +170,8 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     """
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
-    name, *inside = vars(model).get(BASE, model.base_model_prefix).split(".")
+    own = patch_on(model)
+    name, *inside = ((own and own.base) or model.base_model_prefix).split(".")
     called: Any = Instead(base_of(model), base)
     for part in reversed(inside):  # where the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
@@ -210,7 +196,7 @@ class Instead:
 
 def loss_tiles(model: Any, x: Tensor) -> int:
     """Return in how many tiles to compute the logits of the last hidden state x (B, s, d)."""
-    tiling, vocab = getattr(model, TILING, None), model.config.get_text_config(decoder=True).vocab_size
-    if tiling is None or tiling.loss in (1, "auto"):
+    tiles, vocab = patch_of(model).sp.config.loss_tiles, model.config.get_text_config(decoder=True).vocab_size
+    if tiles in (1, "auto"):
         return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2]))
-    return tiling.loss
+    return tiles

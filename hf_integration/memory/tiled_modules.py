@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,18 +22,16 @@ from ds_seqpar.base.log import log_once
 
 from ..compat import LEAF, ZERO_ID
 from ..context import current
-from ..families import base_of, is_of_liger, unwrapped
+from ..families import base_of, is_of_liger, patch_of, unwrapped
 from ..graph_breaks import between_graphs
+from ..module_patch import is_overridden, override, override_forward, patched
 from .tiled_function import tile_count, tiled, trained_parameters
-from .tiled_loss import TILING, Tiling, model_forward
-
-# attribute of a tiled module: the forward that was set on the instance before, in place of its class's (Liger's)
-INSTANCE_FORWARD = "_sequence_parallel_own_forward"
+from .tiled_loss import model_forward
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
     """Raise ConfigError where the model cannot have the `mlp_tiles` or `loss_tiles` of the config."""
-    if _tiling(model) is not None:
+    if patch_of(model) is not None:
         return
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
     if config.mlp_tiles not in (1, "auto") and not mlps:
@@ -65,43 +62,23 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
         )
 
 
-def tile(model: Any, config: SequenceParallelConfig) -> None:
-    """Replace the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing."""
+def tile(model: Any, config: SequenceParallelConfig) -> bool:
+    """Replace the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing.
+
+    Returns:
+        Whether any module is tiled.
+    """
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
     norms = _norms(model) if mlps or config.mlp_tiles == "auto" else []
-    if not mlps and not norms and not head:
-        return
-    forwards = [(module, _tiled_forward) for module in (*mlps, *norms)]
-    if head:
-        forwards.append((model, model_forward))
-    hooks = tuple(mlp.register_forward_pre_hook(before_leaf) for mlp in mlps)
-    modules = (*(module for module, _ in forwards), *head, base_of(model))
-    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=hooks)
-    for module in modules:
-        setattr(module, TILING, tiling)
+    for module in (*mlps, *norms):
+        override_forward(module, functools.partial(_tiled_forward, config.mlp_tiles))
+    for mlp in mlps:
+        patched(mlp).hooks.append(mlp.register_forward_pre_hook(before_leaf))
     for module in _zero_leaves(mlps, head):
-        setattr(module, LEAF, True)
-    for module, forward in forwards:
-        _replace(module, forward)
-
-
-def untile(model: Any) -> None:
-    """Undo `tile`: remove its hooks and attributes, and restore the modules' forwards."""
-    tiling = _tiling(model)
-    if tiling is None:
-        return
-    for hook in tiling.hooks:
-        hook.remove()
-    for module in {*tiling.modules, *model.modules()}:  # layers may have been added, as copies of others
-        if vars(module).pop(TILING, None) is None:
-            continue
-        instance_forward = vars(module).pop(INSTANCE_FORWARD, None)
-        if hasattr(vars(module).get("forward"), TILING):  # it was not wrapped or replaced since
-            del module.forward
-            if instance_forward is not None:
-                module.forward = types.MethodType(instance_forward, module)
-        if not hasattr(module, ZERO_ID):  # ZeRO-3 reads the mark again of a module that it has hooked
-            vars(module).pop(LEAF, None)
+        override(module, LEAF, True)
+    if head:
+        override_forward(model, model_forward)
+    return bool(mlps or norms or head)
 
 
 @contextlib.contextmanager
@@ -110,30 +87,20 @@ def evaluating_loss(model: nn.Module) -> Iterator[None]:
 
     Does nothing for a model without tiles.
     """
-    tiling = _tiling(unwrapped(model))
-    if tiling is None:
+    patch = patch_of(unwrapped(model))
+    if patch is None:
         yield
         return
-    tiling.evaluating = True
+    patch.evaluating = True
     try:
         yield
     finally:
-        tiling.evaluating = False
+        patch.evaluating = False
 
 
 def has_tiled_loss(model: Any) -> bool:
     """Return whether a model computes its loss in tiles."""
-    return hasattr(vars(model).get("forward"), TILING)
-
-
-def is_tiled(model: Any) -> bool:
-    """Return whether any module of a model is tiled."""
-    return _tiling(model) is not None
-
-
-def _tiling(model: Any) -> Tiling | None:
-    """Return the Tiling that `tile` has set on a model; None: it has no tiles."""
-    return getattr(base_of(model), TILING, None) if hasattr(model, "base_model") else None
+    return is_overridden(model, "forward")
 
 
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
@@ -183,31 +150,9 @@ def _has_other_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and not is_of_liger(module.forward)
 
 
-def _untiled_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that computed a module before `tile`: the instance's forward, or its class's."""
-    return vars(module).get(INSTANCE_FORWARD, type(module).forward)
-
-
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
     """Return the tiled modules with children, MLPs and heads with LoRA: ZeRO-3 treats each as one (a leaf)."""
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
-
-
-def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Make `function` the module's forward while it has tiles.
-
-    It is a method of the instance, so that a copy of the module has its own, and keeps the signature of the class's
-    forward.
-    """
-    if "forward" in vars(module):
-        setattr(module, INSTANCE_FORWARD, vars(module)["forward"].__func__)
-
-    @functools.wraps(_untiled_forward(module))
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (function if hasattr(self, TILING) else _untiled_forward(self))(self, *args, **kwargs)
-
-    setattr(forward, TILING, True)
-    module.forward = types.MethodType(forward, module)
 
 
 def before_leaf(module: Any, args: tuple) -> tuple | None:
@@ -223,14 +168,15 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
 
 
 @between_graphs
-def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+def _tiled_forward(
+    tiles: int | str, untiled: Callable[..., Any], module: Any, *args: Tensor, **kwargs: Tensor
+) -> Tensor:
     """Compute the forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
-    (x, *others), untiled, tiling = (*args, *kwargs.values()), _untiled_forward(module), getattr(module, TILING)
+    x, *others = *args, *kwargs.values()
     if others or x.dim() != 3:  # as some models call them
         return untiled(module, *args, **kwargs)
-    tokens = x.shape[0] * x.shape[1]
-    tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
+    number = tile_count(x.shape[0] * x.shape[1], x.shape[2]) if isinstance(tiles, str) else tiles
     context = current()
-    if tiles == 1 or (context is not None and context.has_all_tokens):
+    if number == 1 or (context is not None and context.has_all_tokens):
         return untiled(module, x)
-    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles)
+    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), number)

@@ -6,6 +6,7 @@ Linear layers may have LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,9 @@ from torch.nn import functional as F
 
 from ds_seqpar.core.compiler.sharding.heads import HeadChunk
 
+from ..module_patch import ATTRIBUTE, patched
 from .tiled_function import GradientSums
 
-CHUNKS = "sequence_parallel_parts"  # attribute of a twin: the number of its module's head chunks
 # names of the projections before attention, and of the one after it
 INWARD, OUTWARD = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -118,7 +119,8 @@ class Slice:
             if name not in (*INWARD, OUTWARD):  # norms of a head
                 weights = {key: self.leaf(self.leaves_between, p) for key, p in child.named_parameters(recurse=False)}
                 attributes[name] = _copy_with(child, **weights)
-        return _copy_with(module, **{CHUNKS: chunks, **attributes})
+        own = dataclasses.replace(patched(module), head_chunks=chunks)
+        return _copy_with(module, **{ATTRIBUTE: own, **attributes})
 
     def project(self, x: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
         """Compute the projections before attention, without autograd.

@@ -30,10 +30,10 @@ from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.guards import mismatch_hints
 from ds_seqpar.guards.agreement import Advice
 
-from ..families import SP, base_of
+from ..families import base_of
 from ..generation.forward import has_cache
 from ..inputs import TABLE
-from ..mixers import SHARED
+from ..module_patch import patch_on
 from ..noise import noise_numbers
 from .checkpointing import is_checkpointed, layers_of
 from .weights import check_not_flattened, compares_weights, fingerprint, trained_weights
@@ -163,7 +163,7 @@ class Agreement:
         for name in self.patched if model is not None else ():
             module = functools.reduce(lambda outer, child: getattr(outer, child, None), name.split("."), base_of(model))
             # others may have wrapped it
-            if module is not None and not any(hasattr(x, SP) or hasattr(x, SHARED) for x in module.modules()):
+            if module is not None and not any(map(patch_on, module.modules())):
                 return (
                     f"a patched model must keep its attention and its layers with a state; got another {name} since, "
                     "call unpatch_attention(model), then patch it again"

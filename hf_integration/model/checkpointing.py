@@ -20,8 +20,7 @@ from ds_seqpar.memory.checkpoints import Checkpoint
 
 from ..compat import CHECKPOINT, checkpoint_of
 from ..context import current, entered
-
-PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
+from ..module_patch import override, patch_on
 
 
 def layers_of(model: nn.Module) -> tuple[Any, ...]:
@@ -53,14 +52,12 @@ class AsInForward:
 
     def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         base: Any = self.base()
-        if torch.compiler.is_compiling() or not hasattr(base, PATCH):
-            return self.checkpoint(function, *args, **kwargs)
-        patch, context = getattr(base, PATCH), current()
-        if context is None:
+        own, context = patch_on(base), current()
+        if torch.compiler.is_compiling() or own is None or context is None:
             return self.checkpoint(function, *args, **kwargs)
 
         def run(*args: object, **kwargs: object) -> Any:
-            if context.mode != "local" and getattr(base, PATCH, None) is not patch:
+            if context.mode != "local" and patch_on(base) is not own:
                 raise ConfigError(
                     "backward computes checkpointed layers again, for which the model must be patched as it was in "
                     "forward; got one that was unpatched since, call unpatch_attention after backward"
@@ -77,12 +74,4 @@ def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParalle
         return  # the compiler decides what to keep
     for layer in layers:
         if is_checkpointed(layer) and not isinstance(function := checkpoint_of(layer), Checkpoint):
-            setattr(layer, CHECKPOINT, sp.checkpointing(AsInForward(function, base)))
-
-
-def forget(model: nn.Module) -> None:
-    """Undo `keep_attention`: restore the checkpoint functions of a model's layers."""
-    for layer in layers_of(model):
-        function = vars(layer).get(CHECKPOINT)
-        if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):
-            setattr(layer, CHECKPOINT, function.checkpoint.checkpoint)
+            override(layer, CHECKPOINT, sp.checkpointing(AsInForward(function, base)))

@@ -30,10 +30,11 @@ from ds_seqpar.data.sharding import layout_of
 from ds_seqpar.guards.one_thread import check_thread
 
 from ..context import KEYWORD, LOCAL, SHARDED, ForwardContext, ForwardState, Mode, current, set_current
-from ..families import base_of, is_causal_lm, keep_name, unwrapped
+from ..families import base_of, is_causal_lm, keep_name, patch_of, unwrapped
 from ..generation.forward import takes_cache
 from ..graph_breaks import between_graphs
 from ..look.facts import Facts, text_config
+from ..module_patch import patched
 from ..noise import OwnNoise, drawn_since
 from . import checkpointing, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
@@ -59,6 +60,7 @@ class Patch:
     above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
     untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
     tiled: bool = False  # whether any module is tiled
+    evaluating: bool = False  # whether forwards without gradients compute a tiled loss in tiles too
     # an item for each `whole_sequences` that is active, in whatever thread; they make forwards local
     whole: list[None] = dataclasses.field(default_factory=list)
 
@@ -70,10 +72,6 @@ class Patch:
     def in_graph(self) -> bool:
         """Whether nothing in a compiled forward needs the context between its graphs."""
         return torch.compiler.is_compiling() and self.facts.keywords and not self.ropes and not self.tiled
-
-
-def patch_of(model: nn.Module) -> Patch | None:
-    return getattr(base_of(model), checkpointing.PATCH, None) if hasattr(model, "base_model") else None
 
 
 def hook(module: nn.Module, is_base: bool) -> list[RemovableHandle]:
@@ -255,7 +253,7 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
 
 
 def _before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    patch, inputs = getattr(module, checkpointing.PATCH), bind(args, kwargs)
+    patch, inputs = patched(module).model, bind(args, kwargs)
     keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if patch.in_graph and layout_of(inputs.get("placement")) is None and KEYWORD not in inputs:

@@ -19,6 +19,7 @@ from ds_seqpar.operators.latent import is_sent
 from ..compat import is_plain_lora
 from ..context import current
 from ..graph_breaks import between_graphs
+from ..module_patch import override, patched
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
@@ -26,19 +27,14 @@ EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 def use_latent(module: Any) -> None:
     """Make the sharded forwards of an attention module send its latent, where it has one and the settings say so."""
     if hasattr(type(module), EXPAND) and hasattr(module, PROJECTION):
-        setattr(module, EXPAND, types.MethodType(_expand_kv, module))
-
-
-def remove_latent(module: Any) -> None:
-    """Undo `use_latent`."""
-    vars(module).pop(EXPAND, None)
+        override(module, EXPAND, types.MethodType(_expand_kv, module))
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values; or (latent (B, s, R), matrix (H, R, D + Dv)), of three dims, for attention to expand."""
     if not torch.compiler.is_compiling():
         return _latent(module, kv_nope, k_rot)
-    if module.sequence_parallel.config.latent_attention == "latent":
+    if patched(module).sp.config.latent_attention == "latent":
         return _latent_between_graphs(module, kv_nope, k_rot)
     return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
 
@@ -54,7 +50,7 @@ def _latent_between_graphs(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple
 
 
 def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    expand, context, sp = type(module).expand_kv, current(), module.sequence_parallel
+    expand, context, sp = type(module).expand_kv, current(), patched(module).sp
     if context is None or context.has_all_tokens or context.cached is not None:
         return expand(module, kv_nope, k_rot)
     tokens = context.layout.tokens if context.layout is not None else kv_nope.shape[2] * sp.size

@@ -21,11 +21,11 @@ from ds_seqpar.data.batches import counted_labels
 from ds_seqpar.data.checks import IGNORE
 from ds_seqpar.whole import plain
 
-from ..families import base_of, is_causal_lm, unwrapped, vocabulary
+from ..families import base_of, is_causal_lm, patch_of, unwrapped, vocabulary
 from ..memory.tiled_function import GradientSums, tiled_by_token
 from ..memory.tiled_loss import Instead, class_forward, loss_tiles, through, without_tokens
 from .agreement import raise_in_call
-from .forward import Patch, patch_of
+from .forward import Patch
 
 TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
 # those, and other arguments of the call that the model's own forward does not get

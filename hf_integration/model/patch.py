@@ -23,7 +23,7 @@ from ds_seqpar.core.runtime.buffers import sum_dtype
 from ds_seqpar.core.runtime.operator import DENSE
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.inputs import InputSpec, joined
-from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.agreement import together
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
@@ -31,10 +31,7 @@ from .. import accelerators, mixers
 from ..compat import ATTENTION
 from ..context import KEYWORD, ForwardContext, current
 from ..families import (
-    BASE,
     NAME,
-    SP,
-    attentions,
     base_of,
     check_adapters,
     check_model,
@@ -44,6 +41,7 @@ from ..families import (
     keep_name,
     local_attention,
     name_before,
+    patch_of,
     switch_attention,
     token_modules,
     unwrapped,
@@ -56,16 +54,14 @@ from ..look.facts import Facts, masks, modules_of, text_config
 from ..look.known import facts_of, heads, heads_by_layer, is_tested
 from ..look.prove import prove
 from ..memory import head_chunks, tiled_modules
-from ..memory.weight_slices import CHUNKS
+from ..module_patch import patch_on, patched, restore
 from . import checkpointing, finite, latent, rope, whole_calls
 from .agreement import Agreement
-from .forward import NO_MASK, Patch, hook, patch_of
+from .forward import NO_MASK, Patch, hook
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
 OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
-# attributes of an attention module: its Mask, and the length of the chunks of a document that see only themselves
-MASK, CHUNK = "sequence_parallel_mask", "sequence_parallel_chunk"
 
 
 def patch_attention(
@@ -117,14 +113,9 @@ def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
         return facts_of(inner)
-    facts = error = None
-    try:
+    with together(sp.groups.control, "looking at a model", "facts of a model", call="patch_attention") as agreed:
         check_patch(model, sp)
-        facts = facts_of(inner)
-    except Exception as reason:  # other ranks wait for this one in the proof
-        error = as_seqpar_error("looking at a model failed", reason)
-    assert_ranks_agree(sp.groups.control, "facts of a model", facts, error=error, call="patch_attention")
-    assert facts is not None
+        agreed.value = facts = facts_of(inner)
     return facts
 
 
@@ -136,12 +127,11 @@ def patch_by(
     attending = modules_of(inner, facts)
     before = switch_attention(inner, NAME, attending)
     keep_name(text_config(inner.config), before)
-    if facts.base is not None:
-        setattr(inner, BASE, facts.base)
+    patched(inner).base = facts.base
     for module, (shape, length) in zip(attending.values(), masks(inner, facts), strict=True):
-        setattr(module, SP, sp)
-        setattr(module, MASK, Mask(window=length if shape == "window" else None))
-        setattr(module, CHUNK, length if shape == "chunk" else None)
+        own = patched(module)
+        own.sp, own.mask = sp, Mask(window=length if shape == "window" else None)
+        own.chunk = length if shape == "chunk" else None
         head_chunks.use_head_chunks(module)
         latent.use_latent(module)
     mixing = modules_of(inner, facts, "mixers")
@@ -160,10 +150,9 @@ def patch_by(
         layers=checkpointing.layers_of(base_of(inner)),
         ropes=ropes,
         experts=ExpertBalance(sp) if facts.balance and hasattr(inner, "num_experts_per_tok") else None,
+        tiled=tiled_modules.tile(inner, sp.config),
     )
-    tiled_modules.tile(inner, sp.config)
-    patch.tiled = tiled_modules.is_tiled(inner)
-    base_of(inner)._sequence_parallel_patch = patch
+    patched(base_of(inner)).model = patch
     _patch_heads(patch, model)
     accelerators.watch(base_of(inner))
     return model
@@ -217,13 +206,9 @@ def share_sequences(
     except Exception as reason:  # reported to all ranks, which would wait for this one otherwise
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
-    try:
+    with together(sp.control_world, "patching a model", "models", call="share_sequences") as agreed:
+        agreed.value = {"model": type(unwrapped(model)).__name__}
         patch_attention(model, sp, inputs)
-    except Exception as reason:
-        error = as_seqpar_error("patching a model failed", reason)
-    assert_ranks_agree(
-        sp.control_world, "models", {"model": type(unwrapped(model)).__name__}, error=error, call="share_sequences"
-    )
     return sp
 
 
@@ -270,22 +255,12 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for handle in patch.hooks:
         handle.remove()
     setattr(config := text_config(inner.config), ATTENTION, name_before(config))
-    for module in attentions(inner):
-        head_chunks.remove_head_chunks(module)
-        latent.remove_latent(module)
-        for name in (SP, MASK, CHUNK):
-            delattr(module, name)
-    mixers.unshare(inner)
-    checkpointing.forget(inner)
     for head in (inner, *patch.heads):
         patch.sp.sharding.vocabularies.pop(head, None)
         patch.sp.sharding.inputs.pop(head, None)
-        generate.remove(head)
     if patch.experts is not None:
         patch.experts.close()
-    tiled_modules.untile(inner)
-    del base_of(inner)._sequence_parallel_patch
-    vars(inner).pop(BASE, None)
+    restore(inner, *patch.heads)
     return model
 
 
@@ -343,12 +318,12 @@ def _attention(
     context: ForwardContext | None = kwargs.pop(KEYWORD, None)
     if context is None and not torch.compiler.is_compiling():
         context = current()  # where a model does not pass keywords on
-    sp: Any = getattr(module, SP, None)
-    if context is None and sp is not None:
+    own: Any = patch_on(module)
+    if context is None and own is not None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
     if context is None or context.mode == "local":
         return local_attention(module, query, key, value, attention_mask, *args, **kwargs)
-    if sp is None:
+    if own is None:
         raise ConfigError(
             f"sequence parallel attention needs layers that patch_attention has found; got a {type(module).__name__} "
             "that is new, call unpatch_attention(model), then patch it again"
@@ -359,7 +334,7 @@ def _attention(
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = _scaled_by_position(module, query, kwargs.get("position_ids", context.positions), context)
-    mask, chunk = getattr(module, MASK), getattr(module, CHUNK)
+    sp, mask, chunk = own.sp, own.mask, own.chunk
     if sliding_window not in (None, mask.window):  # None: in some models a window is in the mask alone
         raise ConfigError(
             f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
@@ -369,13 +344,12 @@ def _attention(
     operator = LATENT if value.dim() == 3 else DENSE
     layer = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
     options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=sinks, operator=operator, layer=layer)
-    chunks = getattr(module, CHUNKS, 1)
     layout, cached = context.layout, context.cached
     if cached is not None:
         return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
     if layout is not None or chunk is not None:
-        return _attention_with_layout(sp, q, k, v, options, chunks, layout, chunk), None
-    return sp.attention_agreed(q, k, v, options, chunks), None
+        return _attention_with_layout(sp, q, k, v, options, own.head_chunks, layout, chunk), None
+    return sp.attention_agreed(q, k, v, options, own.head_chunks), None
 
 
 def _mask(*, config: Any, **given: Any) -> Any:

@@ -28,7 +28,7 @@ from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
 from ..context import ForwardContext, ForwardState, current
-from ..families import base_of, is_of_liger, unwrapped
+from ..families import base_of, is_of_liger, patch_of, unwrapped
 from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS
@@ -84,7 +84,7 @@ def set_loss_check(model: Any, option_of: str | None) -> None:
         option_of: The name of what takes check_loss=False, for the error message; "" where nothing does. None: the loss
             is not checked.
     """
-    base_of(model)._sequence_parallel_patch.agreement.loss_option_of = option_of
+    patch_of(model).agreement.loss_option_of = option_of
 
 
 def shard_inputs(

@@ -28,7 +28,7 @@ from ds_seqpar.data.loader import Loader
 from ds_seqpar.deepspeed import counts
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 
-from ..compat import TRL_BASE
+from ..compat import CALLED, TRL_BASE, check_calls
 from ..model.patch import sees_whole_outputs
 from .rollouts import ROLLOUTS, check_row, rolls_out
 
@@ -72,7 +72,7 @@ EQUAL_ARGUMENTS = (
 
 
 def check_kind(trainer_class: type) -> None:
-    """Raise ConfigError for a class that extends an unsupported kind of Trainer."""
+    """Raise ConfigError for a class that extends an unsupported kind of Trainer, or one of trl's that counts ranks."""
     for base in trainer_class.__mro__:
         name, library = base.__name__, base.__module__.partition(".")[0]
         if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
@@ -81,6 +81,8 @@ def check_kind(trainer_class: type) -> None:
                 f"{name}, compute its loss in a loop of your own with share_sequences (docs/whole.md, "
                 "examples/grpo_loop.py, examples/reward_loop.py)"
             )
+        if library == "trl" and name in CALLED:
+            check_calls(base)
 
 
 def extends(trainer_class: type, name: str) -> bool:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from ds_seqpar.base.compat import tree_map
-from ds_seqpar.base.errors import SeqParError, as_seqpar_error
+from ds_seqpar.base.errors import SeqParError
 from ds_seqpar.data.batches import IGNORE, labels_without
-from ds_seqpar.guards.agreement import all_reduce_sum, assert_ranks_agree
+from ds_seqpar.guards.agreement import all_reduce_sum, assert_ranks_agree, together
 from ds_seqpar.whole import plain
 
 from ..loaders import examples_of, stream_of
@@ -80,20 +80,15 @@ class Evaluation(Behind):
 
         Raises on every rank if it fails on one, or if only some ranks have a loss to gather.
         """
-        result, error = (None, None, None), None
-        try:
-            with evaluating_loss(model) if loss_only and not custom_loss else contextlib.nullcontext():
+        # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
+        known, in_tiles = (SeqParError, RuntimeError), loss_only and not custom_loss
+        world, peers = self.sp.control_world, self.sp.groups.control
+        with together(world, "prediction_step", "evaluation losses", passing=known, peers=peers) as agreed:
+            with evaluating_loss(model) if in_tiles else contextlib.nullcontext():
                 batch_on_device = whole_calls.moved_batch(batch, self.args.device)
-                result = self._class_prediction_step(model, batch_on_device, loss_only, *args)
-        except (SeqParError, RuntimeError):
-            raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
-        except Exception as reason:
-            error = as_seqpar_error("prediction_step failed", reason)
-        shape = tuple(result[0].shape) if isinstance(result[0], Tensor) else type(result[0]).__name__
-        assert_ranks_agree(
-            self.sp.control_world, "evaluation losses", {"loss": shape}, error=error, peers=self.sp.groups.control
-        )
-        return result
+                loss, *others = self._class_prediction_step(model, batch_on_device, loss_only, *args)
+            agreed.value = {"loss": tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}
+        return loss, *others
 
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
@@ -106,16 +101,12 @@ class Evaluation(Behind):
 
     def _unrepeated_labels(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the labels, with -100 for examples that fill up the last batch."""
-        labels, real, error = batch["labels"], self.accelerator.real_examples(), None
+        labels, real = batch["labels"], self.accelerator.real_examples()
         if real is None or self.sp.data_size == 1:  # a single group gets a shorter last batch instead
             return labels
         first = self.sp.data_rank * self.args.eval_batch_size
-        try:
-            labels = labels_without(batch, torch.arange(first, first + self.args.eval_batch_size) >= real)
-        except Exception as reason:
-            error = as_seqpar_error("telling the last examples apart failed", reason)
-        assert_ranks_agree(self.sp.control_world, "evaluation step", None, error=error)
-        return labels
+        with together(self.sp.control_world, "telling the last examples apart", "evaluation step"):
+            return labels_without(batch, torch.arange(first, first + self.args.eval_batch_size) >= real)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         output = super().predict(*args, **kwargs)

@@ -15,8 +15,7 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ds_seqpar.base.errors import SECTION, ConfigError
-from ds_seqpar.data.loader import loading_error
+from ds_seqpar.base.errors import SECTION, ConfigError, as_seqpar_error
 from ds_seqpar.lengths import Rows
 
 from ..model import whole_calls
@@ -78,7 +77,7 @@ class Packed(Behind):
                     )
                 read.append(batch)
         except Exception as reason:
-            error = loading_error(reason)
+            error = as_seqpar_error("loading data failed", reason)
         packs = self.sp.step_dealer.packs([sample for batch in read for sample in batch], error)
         return packs if read else [], len(read)
 

@@ -14,12 +14,12 @@ from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ds_seqpar.base.errors import ConfigError, as_seqpar_error
+from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.runtime.groups import all_ranks
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
-from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine
-from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
+from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine, report_of_all
+from ds_seqpar.guards.agreement import all_gather_objects, together
 
 LAST = True  # not a string: a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
@@ -43,15 +43,13 @@ def checkpoint_of(
         ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or this run cannot
             continue the one that wrote it.
     """
-    output, target, error = str(args.output_dir), None, None
-    try:
+    output = str(args.output_dir)
+    with together(group, "reading a folder of checkpoints", "checkpoint to resume from") as agreed:
         target = parse_resume_argument(resume_from_checkpoint)
+        described = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
+        agreed.value = {"resume_from_checkpoint": described}
         if args.should_save:
             recover(Path(target).parent if isinstance(target, str) else Path(output), remove=False)
-    except (ConfigError, OSError) as reason:
-        error = as_seqpar_error("reading a folder of checkpoints failed", reason)
-    description = "a folder" if isinstance(target, str) else {None: "none", LAST: "the last one"}[target]
-    assert_ranks_agree(group, "checkpoint to resume from", {"resume_from_checkpoint": description}, error=error)
     if target is None:
         return None, all_ranks().size()
     if isinstance(target, str):
@@ -99,19 +97,12 @@ def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]
         dtype=settings.dtype,
         universal=bool(content.get("checkpoint", {}).get("load_universal")),
     )
-    try:
-        # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
-        report = inspect_checkpoint(Path(folder), run, scheduler=not content.keys() & {"optimizer", "scheduler"})
-    except Exception as reason:  # a damaged file may raise anything
-        report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
-    reports = [x for _, x in all_gather_objects(group, ("the checkpoint", report))]
-    if mismatch := next((x.mismatch for x in reports if x.mismatch), ""):
-        raise ConfigError(f"{mismatch}; got {folder}")
-    if len({x.name for x in reports if not x.fault}) > 1:
-        return "ranks see different steps in it", 0
-    faults = {x.fault: [rank for rank, other in enumerate(reports) if other.fault == x.fault] for x in reports}
-    told = [f"{fault} ({ranks_in_words(ranks)})" for fault, ranks in faults.items() if fault]
-    return ", ".join(told), reports[0].ranks
+    # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
+    scheduler = not content.keys() & {"optimizer", "scheduler"}
+    report = report_of_all(group, lambda: inspect_checkpoint(Path(folder), run, scheduler))
+    if report.mismatch:
+        raise ConfigError(f"{report.mismatch}; got {folder}")
+    return report.fault, report.ranks
 
 
 def _checkpoint_steps(folder: str) -> list[int]:

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.base.errors import CommunicationError, ConfigError, SeqParError, as_seqpar_error, whole_number
+from ds_seqpar.base.errors import CommunicationError, ConfigError, whole_number
 from ds_seqpar.base.fingerprint import Fingerprint
 from ds_seqpar.base.log import log_once
 from ds_seqpar.data.random_states import unchanged
-from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree
+from ds_seqpar.guards.agreement import all_gather_objects, together
 
 from .. import compat
-from ..families import base_of, unwrapped
+from ..families import patch_of, unwrapped
 from ..generation import zero
 from ..model.patch import whole_sequences
 from ..rebinding import globals_read, rebound
@@ -104,7 +104,7 @@ def check_together(trainer: Any) -> None:
     given += ["ds3_gather_for_generation=False"] if parts and not trainer.args.ds3_gather_for_generation else []
     if not given or trainer.sp.size == 1 or trainer.use_vllm:
         return
-    has_states = base_of(inner)._sequence_parallel_patch.facts.mixers
+    has_states = patch_of(inner).facts.mixers
     if has_states and compat.generation_config_of(inner)(trainer.generation_config)[0].use_cache:
         raise ConfigError(
             "rows that the ranks of a group generate together need a policy without layers with a state, or "
@@ -168,24 +168,24 @@ class Rollouts(Behind):
         self._generations = step, count + 1 if step == last else 0
         seed = functools.partial(Fingerprint.of, self.args.seed, *self._generations)
         inner = unwrapped(self.model)
-        together, inner.generate = inner.generate, functools.partial(self._generate_divided, inner.generate, seed)
+        shared, inner.generate = inner.generate, functools.partial(self._generate_divided, inner.generate, seed)
         try:
             yield
         finally:
-            inner.generate = together
+            inner.generate = shared
 
     def _generate_divided(
-        self, together: Callable[..., Tensor], seed: Callable[..., int], *, input_ids: Tensor, attention_mask: Tensor,
+        self, shared: Callable[..., Tensor], seed: Callable[..., int], *, input_ids: Tensor, attention_mask: Tensor,
         **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Generate as transformers does, each row on one rank of the group, or on all of them where it is too long.
 
         Args:
-            together: The patched model's `generate`.
+            shared: The patched model's `generate`.
             seed: Returns the seed of random numbers, of what it is called with.
             input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
             attention_mask: Of the same shape.
-            **kwargs: For `together`.
+            **kwargs: For `shared`.
 
         Returns:
             Prompts and completions (rows, tokens), on all ranks of the group.
@@ -214,21 +214,14 @@ class Rollouts(Behind):
                 ids = generate(input_ids=ids, attention_mask=mask, synced_gpus=False, **kwargs)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
 
-        own, error = {}, None
-        try:
-            with whole_sequences(inner):
-                own = completions(together, mine, seed(dist.get_rank()))
-        except Exception as reason:  # other ranks wait for this one's completions
-            error = as_seqpar_error("generating completions failed", reason)
-        assert_ranks_agree(self.sp.control_world, "completions", None, error=error, peers=group)
-        by_row: dict[int, list[int]] = {}
-        try:
-            by_row = completions(together, long, seed("together", self.sp.data_rank))
-        except CommunicationError:
-            raise
-        except SeqParError as reason:  # of this group; others wait for its completions
-            error = reason
-        assert_ranks_agree(self.sp.control_world, "completions of long prompts", None, error=error, peers=group)
+        world = self.sp.control_world
+        with together(world, "generating completions", "completions", peers=group), whole_sequences(inner):
+            own = completions(shared, mine, seed(dist.get_rank()))
+        # a SeqParError is of this group; others wait for its completions
+        passing = CommunicationError, RuntimeError
+        name = "completions of long prompts"
+        with together(world, "generating completions", name, peers=group, passing=passing):
+            by_row = completions(shared, long, seed("together", self.sp.data_rank))
         for _, others in all_gather_objects(group, ("completions", own)):
             by_row |= others
         width = max(map(len, by_row.values()))
@@ -237,18 +230,15 @@ class Rollouts(Behind):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Score this group's completions: functions on its first rank alone, models on all its ranks."""
-        group, told, error = self.sp.groups.control, b"", None
+        group, told = self.sp.groups.control, b""
         args = inputs, prompts, completions, completion_ids_list
         logs = compat.extra_logs(self), compat.extra_metrics(self)
         models = [isinstance(function, nn.Module) for function in self.reward_funcs]
-        if self.sp.size == 1 or dist.get_rank(group) == 0:
-            try:
+        with together(self.sp.control_world, "computing rewards", "rewards", peers=group):
+            if self.sp.size == 1 or dist.get_rank(group) == 0:
                 nothing = functools.partial(_given, [0.0] * len(prompts))
                 known = self._scored_by([nothing if models[i] else x for i, x in enumerate(self.reward_funcs)], *args)
                 told = pickle.dumps((known.cpu(), *map(dict, logs)))
-            except Exception as reason:  # other ranks wait for this one's rewards
-                error = as_seqpar_error("computing rewards failed", reason)
-        assert_ranks_agree(self.sp.control_world, "rewards", None, error=error, peers=group)
         _, told = all_gather_objects(group, ("rewards", told))[0]
         known, *logged = pickle.loads(told)
         for log, of_first in zip(logs, logged, strict=True):

@@ -30,14 +30,13 @@ from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import counted_labels, fingerprint
 from ds_seqpar.data.inputs import InputSpec
-from ds_seqpar.data.loader import loading_error
 from ds_seqpar.deepspeed.config import DeepSpeedJson
 from ds_seqpar.deepspeed.cpu_launch import op_lock
 from ds_seqpar.deepspeed.saving.atomic import AtomicCheckpoint, atomic_checkpoint, is_whole
 from ds_seqpar.doctor import require_sound
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.guards import mismatch_hints
-from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.agreement import assert_ranks_agree, together
 from ds_seqpar.guards.process_exit import wait_at_exit
 from ds_seqpar.lengths import Rows
 
@@ -232,9 +231,10 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         Args:
             labeled: Whether the model's own loss needs labels.
         """
-        batches, fingerprints, error = [], [], None
-        try:
+        world, peers = self.sp.control_world, self.sp.groups.control
+        with together(world, "loading data", name, peers=peers) as agreed:
             batches = list(load())
+            agreed.value = {"batches": len(batches)}
             fingerprints = [fingerprint(batch) for batch in batches]
             custom_loss = checks.has_custom_loss(self)
             for batch in batches:
@@ -242,13 +242,8 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
                     raise InputError(wrong)
                 if not custom_loss and (labeled or batch.get("labels") is not None):
                     batch["labels"] = counted_labels(self.sp.sharding, batch)
-        except Exception as reason:
-            error = loading_error(reason)
         assert_ranks_agree(
-            self.sp.control_world, name, {"batches": len(batches)}, error=error, peers=self.sp.groups.control
-        )
-        assert_ranks_agree(
-            self.sp.control_world, "whole batches", fingerprints, peers=self.sp.groups.control, among_peers=True,
+            world, "whole batches", fingerprints, peers=peers, among_peers=True,
             advice=functools.partial(mismatch_hints.of_batches, began=self.sp.calls.count > 0),
         )  # fmt: skip
         return batches

@@ -14,9 +14,9 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from ds_seqpar.base.errors import InputError, SeqParError, as_seqpar_error
+from ds_seqpar.base.errors import InputError, SeqParError
 from ds_seqpar.core.runtime import groups
-from ds_seqpar.guards.agreement import assert_ranks_agree
+from ds_seqpar.guards.agreement import assert_ranks_agree, together
 from ds_seqpar.guards.interfaces import gloo_meets_hosts
 
 from ..accelerators import GroupAccelerator
@@ -63,16 +63,14 @@ class ServerOfGroups(Behind):
             action: For errors.
             join: Takes part in what the other ranks wait in for a rank whose function has failed.
         """
-        result = error = None
-        try:
-            result = function()
-        except SeqParError:
-            raise  # ranks have agreed on it
-        except Exception as reason:
-            error = as_seqpar_error(f"{action} vLLM's server failed", reason)
-            join()
-        assert_ranks_agree(self._world, f"{action} vLLM's server", None, error=error)
-        return result
+        with together(self._world, f"{action} vLLM's server", passing=(SeqParError,)):  # they have agreed on these
+            try:
+                return function()
+            except SeqParError:
+                raise
+            except Exception:
+                join()
+                raise
 
     def _tell(self, completions: int, answer: list, from_process: int) -> None:
         """Broadcast an answer of the server. Raises on every rank if it is not whole."""

@@ -147,7 +147,7 @@ def test_torchrun_starts_a_run_again_which_goes_on_by_itself(tmp_path, monkeypat
     """From the last whole checkpoint, with the losses of a run that nobody interrupts."""
     save_texts(tmp_path / "texts")
     (tmp_path / "killed.py").write_text(KILLED)
-    config = ROOT / "ds_configs" / "trainer_zero2_sp2dp.json"
+    config = ROOT / "ds_configs" / "zero2_sp2_dp.json"
     given = {"data": tmp_path / "texts", "seq_len": 64, "documents": 8, "eval_documents": 1, "max_steps": 6}
     given |= {"save_steps": 2, "eval_strategy": "no", "logging_steps": 1, "gradient_accumulation_steps": 1}
     words = [str(x) for name, value in given.items() for x in (f"--{name}", value)] + ["--deepspeed", str(config)]

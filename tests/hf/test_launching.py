@@ -27,7 +27,7 @@ from tests.launch import free_port, on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LAUNCH = ROOT / "examples" / "launch"
-CONFIG = ROOT / "ds_configs" / "trainer_zero2_sp2dp.json"
+CONFIG = ROOT / "ds_configs" / "zero2_sp2_dp.json"
 COMMANDS = {
     # slurm's: srun starts as many tasks as there are, each with its numbers, which is written down here
     "scontrol": 'echo localhost; echo "another node"',

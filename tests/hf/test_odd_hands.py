@@ -190,7 +190,7 @@ def test_tiles_take_the_head_that_the_model_has():
         expected.backward()
         assert gap(mine, gradients(model)) < 1e-5, name
         assert loss.item() == pytest.approx(expected.item(), abs=1e-5), name
-        assert not any(vars(m).keys() & {"forward", "_z3_leaf", "_sequence_parallel_tiling"} for m in model.modules())
+        assert not any(vars(m).keys() & {"forward", "_z3_leaf", "_sequence_parallel"} for m in model.modules())
 
 
 # --- backward

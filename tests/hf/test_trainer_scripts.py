@@ -109,15 +109,15 @@ LORA = ["--lora", "--bf16", "True", *CHECKPOINTED]
 @pytest.mark.parametrize(
     ("launcher", "ranks", "config", "more"),
     [
-        ("forked", 2, "trainer_zero2_sp2dp", ["--model", *CHECKPOINTED]),
-        pytest.param("forked", 4, "long_context_sp4", ["--model", *CHECKPOINTED], marks=pytest.mark.whole),
-        pytest.param("forked", 4, "long_context_sp4_offload", CHECKPOINTED, marks=pytest.mark.whole),
-        pytest.param("forked", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
-        ("as by accelerate", 2, "trainer_zero2_sp2dp", LORA),
-        pytest.param("accelerate", 2, "trainer_zero2_sp2dp", LORA, marks=pytest.mark.whole),
-        pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
-        pytest.param("deepspeed", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
-        pytest.param("forked", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
+        ("forked", 2, "zero2_sp2_dp", ["--model", *CHECKPOINTED]),
+        pytest.param("forked", 4, "zero3_sp4_long", ["--model", *CHECKPOINTED], marks=pytest.mark.whole),
+        pytest.param("forked", 4, "zero3_sp4_long_offload", CHECKPOINTED, marks=pytest.mark.whole),
+        pytest.param("forked", 4, "zero2_sp2_dp", ["--lora"], marks=pytest.mark.whole),
+        ("as by accelerate", 2, "zero2_sp2_dp", LORA),
+        pytest.param("accelerate", 2, "zero2_sp2_dp", LORA, marks=pytest.mark.whole),
+        pytest.param("accelerate", 4, "zero3_sp4", ["--model"], marks=pytest.mark.whole),
+        pytest.param("deepspeed", 4, "zero3_sp4", ["--model"], marks=pytest.mark.whole),
+        pytest.param("forked", 4, "zero3_sp4", [], marks=pytest.mark.whole),
     ],
 )
 def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, tmp_path, request):
@@ -165,7 +165,7 @@ def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(launcher, t
 
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.whole)])
 def test_bad_settings_end_the_example_with_a_sentence(launcher, tmp_path):
-    content = json.loads((ROOT / "ds_configs" / "trainer_zero3_sp4.json").read_text())
+    content = json.loads((ROOT / "ds_configs" / "zero3_sp4.json").read_text())
     content["sequence_parallel"]["size"] = 3
     (tmp_path / "ds.json").write_text(json.dumps(content))
     save_texts(tmp_path / "texts")

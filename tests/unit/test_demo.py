@@ -13,8 +13,7 @@ from ds_seqpar.deepspeed.config import read_config
 from examples import demo
 
 ROOT = Path(__file__).parents[2]
-FP32, BF16, PAIR = (demo.CONFIGS / f"{name}.json" for name in ("zero3_u2r2_fp32", "zero3_u2r2_bf16", "zero3_r2_bf16"))
-AUTO, TWO = demo.CONFIGS / "zero3_auto_bf16.json", demo.CONFIGS / "trainer_zero2_sp2dp.json"
+FP32, AUTO, TWO = (demo.CONFIGS / f"{name}.json" for name in ("demo", "demo_auto_bf16", "zero2_sp2_dp"))
 
 
 @pytest.mark.parametrize(
@@ -22,19 +21,17 @@ AUTO, TWO = demo.CONFIGS / "zero3_auto_bf16.json", demo.CONFIGS / "trainer_zero2
     [
         (0, {}, (4, FP32, False)),
         (1, {}, (4, FP32, False)),
-        (2, {}, (2, PAIR, True)),
-        (3, {}, (2, PAIR, True)),  # no configuration here has three ranks
-        (4, {}, (4, BF16, True)),
-        (8, {}, (4, BF16, True)),
-        (0, {"ranks": 2}, (2, PAIR, False)),
+        (2, {}, (2, AUTO, True)),
+        (3, {}, (2, AUTO, True)),
+        (4, {}, (4, AUTO, True)),
+        (8, {}, (4, AUTO, True)),
+        (0, {"ranks": 2}, (2, AUTO, False)),
         (2, {"ranks": 4}, (4, FP32, False)),
-        (8, {"ranks": 8}, (8, BF16, True)),
-        (8, {"ranks": 6}, (6, PAIR, True)),
+        (8, {"ranks": 8}, (8, AUTO, True)),
+        (8, {"ranks": 3}, (3, AUTO, True)),
         (8, {"config": FP32}, (4, FP32, False)),
-        (8, {"config": BF16}, (4, BF16, True)),
-        (2, {"config": BF16}, (4, BF16, False)),
-        (0, {"config": PAIR}, (4, PAIR, False)),
-        (3, {"config": PAIR}, (2, PAIR, True)),
+        (8, {"config": AUTO}, (4, AUTO, True)),
+        (0, {"config": TWO}, (4, TWO, False)),
         (1, {"config": AUTO}, (4, AUTO, False)),
         (3, {"config": AUTO}, (3, AUTO, True)),
         (2, {"config": AUTO, "ranks": 3}, (3, AUTO, False)),
@@ -52,7 +49,6 @@ def test_choice(devices, given, expected):
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        ({"ranks": 3}, "even"),
         ({"ranks": 0}, "RANKS"),
         ({"ranks": -4, "config": FP32}, "RANKS"),
         ({"config": Path("absent.json")}, "absent.json"),
@@ -64,7 +60,7 @@ def test_what_cannot_be_run_ends_it_with_a_sentence(given, word):
 
 
 def test_gpus_are_those_that_the_user_left_in_sight():
-    choice = demo.Choice(2, PAIR, on_gpus=True)
+    choice = demo.Choice(2, AUTO, on_gpus=True)
     for visible, include in ((None, "localhost:0,1"), ("", "localhost:0,1"), ("3, 5,6", "localhost:3,5")):
         words, changes = demo.command(choice, "out", visible)
         assert words[words.index("--include") + 1] == include

@@ -32,6 +32,7 @@ def step(size, section, keeps, packed, family="llama"):
     """Kernel calls of a forward and backward, and whether every gradient came to where its parameter is."""
     from ds_seqpar.data.batches import _on_device
     from hf_integration import patch_attention, trust_loss
+    from hf_integration.families import patch_of
     from tests.hf.families import model_of
     from tests.stand_in.streams import Streams
 
@@ -45,7 +46,7 @@ def step(size, section, keeps, packed, family="llama"):
         if keeps:
             model.gradient_checkpointing_enable(keeps)
         patch_attention(model, sp)
-        model.base_model._sequence_parallel_patch.agreement.compared = True  # values, in the first forward alone
+        patch_of(model).agreement.compared = True  # values, in the first forward alone
         trust_loss(model)  # its value too
         given = _on_device(sharded, sp.device)
         with Streams().in_place_of_torch() as streams, OneDevice() as watch:
@@ -192,6 +193,7 @@ def engine_steps(section, keeps):
     import ds_seqpar
     from ds_seqpar.base.hosts import set_device
     from ds_seqpar.data.batches import _on_device
+    from hf_integration.families import patch_of
     from tests.hf.families import model_of
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -203,7 +205,7 @@ def engine_steps(section, keeps):
         given = {**CONFIG, "sequence_parallel": {"ulysses": 1, "schedule": "ring", **section}}
         parameters = list(model.parameters())
         engine, *_ = ds_seqpar.initialize(model=model, model_parameters=parameters, config=given, check_loss=False)
-        model.base_model._sequence_parallel_patch.agreement.compared = True  # values, in the first forward alone
+        patch_of(model).agreement.compared = True  # values, in the first forward alone
         found = []
         for packed in (False, True):
             with unset_fake_temporarily():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import free_port
 from tests.unit.test_imports import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,36 @@ def test_its_doctor_examines_a_model(seen):
     assert seen["code"] == 0, seen["doctor"]
     passed = {finding["check"] for finding in seen["doctor"] if finding["status"] == "pass"}
     assert {"kernels", "batches", "loss and gradients", "optimizer step"} <= passed
+
+
+def test_its_planner_plans_and_its_examples_are_copied(installed, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    command = installed / "bin" / "ds-seqpar"
+    assert "ulysses" in ran(command, "plan", "--model", tmp_path, "--seq-len", "1K", "--ranks", "2")
+    ran(command, "examples", tmp_path / "copied")
+    assert (tmp_path / "copied" / "examples" / "launch" / "slurm.sh").is_file()
+    assert (tmp_path / "copied" / "ds_configs" / "demo.json").is_file()
+
+
+TRAINS = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from hf_integration import SequenceParallelTrainer
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(**{sizes}))
+data = [dict(input_ids=torch.arange(32), labels=torch.arange(32))] * 4
+section = dict(sequence_parallel=dict(size=2), train_micro_batch_size_per_gpu="auto", zero_optimization=dict(stage=2))
+args = TrainingArguments(sys.argv[1], max_steps=1, deepspeed=section, report_to=[], use_cpu=True, save_strategy="no")
+loss = SequenceParallelTrainer(model=model, args=args, train_dataset=data).train().training_loss
+assert 3 < loss < 6, loss
+"""
+
+
+def test_its_trainer_trains_on_two_ranks(installed, tmp_path, compiled):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS.format(sizes={name: x for name, x in TINY.items() if name != "model_type"}))
+    launch = "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()
+    ran(installed / "bin" / "python", *launch, script, tmp_path / "out")
 
 
 def test_who_attends_or_trains_loads_no_planner_and_no_command(seen):

@@ -17,12 +17,12 @@ from ...base.log import log_once
 from ...data.loader import Loader
 from ...data.random_states import random_state, set_random_state
 from ...data.sharding import Sharding
-from ...guards.agreement import all_gather_objects, assert_ranks_agree, ranks_in_words
+from ...guards.agreement import assert_ranks_agree
 from ...guards.process_exit import is_lost
 from ..config import DeepSpeedJson
 from ..hooks import CHECKPOINTS, WRITING, hooks_of
 from .atomic import AtomicCheckpoint, atomic_checkpoint, recover
-from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, restore_missing_state
+from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, report_of_all, restore_missing_state
 
 PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
 
@@ -222,21 +222,22 @@ class EngineCheckpoints:
         run = LoadingRun(
             rank=engine.global_rank, ranks=self.ranks, stage=settings.zero_optimization.stage, dtype=settings.dtype
         )
-        try:
+
+        def inspected() -> EngineReport:
+            nonlocal states
             report = inspect_engine(folder, run)
-            if not report.fault and not report.mismatch:
-                states = self._read_loop_state(folder, loader)
-        except ConfigError as reason:
-            report = EngineReport(mismatch=str(reason))
-        except Exception as reason:  # a damaged file may raise anything
-            report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
-        reports = [x for _, x in all_gather_objects(self.sp.control_world, ("the checkpoint", report))]
-        if mismatch := next((x.mismatch for x in reports if x.mismatch), ""):
-            raise ConfigError(f"{mismatch} (of {folder})")
-        if faulty := [rank for rank, x in enumerate(reports) if x.fault]:
+            try:
+                states = None if report.fault or report.mismatch else self._read_loop_state(folder, loader)
+            except ConfigError as reason:
+                report.mismatch = str(reason)
+            return report
+
+        report = report_of_all(self.sp.control_world, inspected)
+        if report.mismatch:
+            raise ConfigError(f"{report.mismatch} (of {folder})")
+        if report.fault:
             raise ConfigError(
-                f"load_checkpoint needs a whole checkpoint; got {folder}, where {reports[faulty[0]].fault} "
-                f"({ranks_in_words(faulty)}), name another tag"
+                f"load_checkpoint needs a whole checkpoint; got {folder}, where {report.fault}, name another tag"
             )
         return states, report.converts
 

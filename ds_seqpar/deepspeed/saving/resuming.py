@@ -13,12 +13,15 @@ import dataclasses
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ...base.errors import ranks_in_words
+from ...guards.agreement import all_gather_objects
 from ..config import DeepSpeedJson, Zero
 from .atomic import is_whole
 
@@ -62,6 +65,26 @@ def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) 
     faults = itertools.chain(map(fault_of, further), _faults(folder, run, report))
     report.fault = next(filter(None, faults), "")
     return report
+
+
+def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineReport]) -> EngineReport:
+    """Return what all ranks report on a checkpoint, with the ranks that find a fault. Collective over the group.
+
+    Args:
+        group: Of all ranks, for CPU tensors.
+        inspect: Returns this rank's report. What it raises is a fault: a damaged file may raise anything.
+    """
+    try:
+        report = inspect()
+    except Exception as reason:
+        report = EngineReport(fault=f"reading it failed ({type(reason).__name__})")
+    reports = [x for _, x in all_gather_objects(group, ("the checkpoint", report))]
+    by_fault = {x.fault: [rank for rank, other in enumerate(reports) if other.fault == x.fault] for x in reports}
+    fault = ", ".join(f"{fault} ({ranks_in_words(ranks)})" for fault, ranks in by_fault.items() if fault)
+    if len({x.name for x in reports if not x.fault}) > 1:
+        fault = "ranks see different steps in it"
+    mismatch = next((x.mismatch for x in reports if x.mismatch), "")
+    return dataclasses.replace(reports[0], fault=fault, mismatch=mismatch)
 
 
 def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str]:

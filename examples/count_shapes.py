@@ -1,0 +1,140 @@
+"""Train a small Qwen3-VL to count disks in pictures, each row of six pictures shared by the ranks of a sequence.
+
+    deepspeed --num_gpus 2 examples/count_shapes.py --deepspeed ds_configs/zero2_sp2_dp.json
+
+It draws its pictures, takes a minute on two CPU ranks, and writes to --output_dir: `loss.png`, the loss curve, and
+`sample.png`, held-out pictures with the counts that the model answers. All of transformers' TrainingArguments are
+options.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; otherwise every rank starts a thread for each core
+    ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
+
+import matplotlib
+import torch
+from PIL import Image, ImageDraw
+from transformers import (
+    HfArgumentParser,
+    PreTrainedModel,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_integration import SequenceParallelTrainer
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+WORDS = ["<pad>", "<picture>", "<film>", "<start>", "<end>", "how", "many", "?", ".", "1", "2", "3", "4"]
+ID = {word: number for number, word in enumerate(WORDS)}
+PATCH, MERGE, CELL = 8, 2, 16  # pixels; patches a token, each way; pixels of a disk's cell, which is a token
+PROCESSOR = Qwen2VLImageProcessorPil(
+    patch_size=PATCH, merge_size=MERGE, temporal_patch_size=1, min_pixels=1, max_pixels=2**20
+)
+PICTURES = 6  # of a row
+IGNORE = -100
+
+
+def small_model() -> PreTrainedModel:
+    width = {"hidden_size": 64, "intermediate_size": 128}
+    vision = {**width, "depth": 2, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 64}
+    vision |= {
+        "patch_size": PATCH,
+        "temporal_patch_size": 1,
+        "spatial_merge_size": MERGE,
+        "deepstack_visual_indexes": [0],
+    }
+    text = {**width, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text |= {"vocab_size": len(WORDS), "pad_token_id": ID["<pad>"], "rope_parameters": rope}
+    tokens = {"image_token_id": ID["<picture>"], "video_token_id": ID["<film>"]}
+    tokens |= {"vision_start_token_id": ID["<start>"], "vision_end_token_id": ID["<end>"]}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config=vision, text_config=text, **tokens))
+
+
+def draw(rng: random.Random) -> tuple[Image.Image, int]:
+    """Draw a picture of one of four sizes. Return (it, the number of its disks)."""
+    picture = Image.new("RGB", (rng.choice((3, 4)) * CELL, rng.choice((3, 4)) * CELL))
+    cells = [(x, y) for x in range(0, picture.width, CELL) for y in range(0, picture.height, CELL)]
+    chosen = rng.sample(cells, rng.randint(1, 4))
+    for x, y in chosen:
+        disk = x + 2, y + 2, x + CELL - 3, y + CELL - 3
+        ImageDraw.Draw(picture).ellipse(disk, fill=rng.choice(("red", "lime", "yellow", "white")))
+    return picture, len(chosen)
+
+
+def row(seed: int) -> dict[str, Any]:
+    """Return pictures, each with a question and its answer, as token ids; only answers have labels."""
+    rng = random.Random(seed)
+    pictures, counts = zip(*(draw(rng) for _ in range(PICTURES)), strict=True)
+    ids, labels = [], []
+    for picture, count in zip(pictures, counts, strict=True):
+        places = ["<picture>"] * (picture.width * picture.height // CELL**2)
+        question = [ID[word] for word in ("<start>", *places, "<end>", "how", "many", "?")]
+        ids += [*question, ID[str(count)], ID["."]]
+        labels += [*[IGNORE] * len(question), ID[str(count)], IGNORE]
+    return {"input_ids": ids, "labels": labels, "pictures": pictures}
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad rows to the longest, and lay the patches of all pictures end to end, as the model takes them."""
+    longest = max(len(one["input_ids"]) for one in rows)
+    padded = {
+        name: torch.tensor([one[name] + [fill] * (longest - len(one[name])) for one in rows])
+        for name, fill in (("input_ids", ID["<pad>"]), ("labels", IGNORE))
+    }
+    ids = padded["input_ids"]
+    masks = {"attention_mask": (ids != ID["<pad>"]).long(), "mm_token_type_ids": (ids == ID["<picture>"]).long()}
+    pictures = [picture for one in rows for picture in one["pictures"]]
+    return {**padded, **masks, **PROCESSOR(images=pictures, return_tensors="pt")}
+
+
+def write_results(trainer: SequenceParallelTrainer, sample: dict[str, Any], answers: list[str], folder: Path) -> None:
+    curve = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot(*zip(*curve, strict=True))
+    axes.set(xlabel="step", ylabel="loss of the answers")
+    figure.savefig(folder / "loss.png", dpi=150)
+    figure, cells = plt.subplots(1, PICTURES, figsize=(9, 2), layout="constrained")
+    for axes, picture, answer in zip(cells, sample["pictures"], answers, strict=True):
+        axes.imshow(picture)
+        axes.set(title=f"answer: {answer}", xticks=[], yticks=[])
+    figure.savefig(folder / "sample.png", dpi=150)
+
+
+def main() -> None:
+    parser = HfArgumentParser(TrainingArguments)
+    parser.set_defaults(
+        output_dir="runs/count_shapes", max_steps=80, learning_rate=2e-3, warmup_steps=10, logging_steps=5,
+        per_device_train_batch_size=8, report_to="none", save_strategy="no", remove_unused_columns=False,
+        use_cpu=not torch.cuda.is_available(), lr_scheduler_type="cosine",
+    )  # fmt: skip
+    (training,) = parser.parse_args_into_dataclasses()
+    set_seed(training.seed)
+    rows = [row(seed) for seed in range(training.max_steps * training.per_device_train_batch_size)]
+    trainer = SequenceParallelTrainer(small_model(), training, train_dataset=rows, data_collator=collate)
+    trainer.train()
+    held_out = [row(-1 - number) for number in range(8)]
+    found = trainer.predict(held_out)
+    is_answer = found.label_ids[:, 1:] != IGNORE
+    said, true = found.predictions[:, :-1].argmax(-1)[is_answer], found.label_ids[:, 1:][is_answer]
+    if trainer.is_world_process_zero():
+        write_results(trainer, held_out[0], [WORDS[number] for number in said[:PICTURES]], Path(training.output_dir))
+        print(f"{(said == true).mean():.0%} of {len(true)} held-out pictures are counted right")
+        print(f"wrote {training.output_dir}")
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What a patch has put on a module, in one attribute of it, and how all of that is taken away again.
+
+A copy of the module has a copy of it, so a copied model is patched, and restored, by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .compat import LEAF, ZERO_ID
+
+ATTRIBUTE = "_sequence_parallel"
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ModulePatch:
+    """What a patch has put on one module."""
+
+    sp: Any = None  # the SequenceParallel, of modules that attend
+    mask: Any = None  # their Mask
+    chunk: int | None = None  # the length of the chunks of a document that see only themselves
+    head_chunks: int = 1  # of the module of which this one is a copy that has one of them
+    model: Any = None  # of a base model: the Patch of its model
+    base: str | None = None  # of a model: the name of the module that heads call, where that is not its base model
+    # name of an attribute -> (what it was replaced by, {} or {name: what it was})
+    replaced: dict[str, tuple[Any, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
+
+
+def patch_on(module: nn.Module) -> ModulePatch | None:
+    """Return what a patch has put on a module; None: nothing."""
+    return vars(module).get(ATTRIBUTE)
+
+
+def patched(module: nn.Module) -> ModulePatch:
+    """Return what a patch has put on a module, to put more on it."""
+    return vars(module).setdefault(ATTRIBUTE, ModulePatch())
+
+
+def override(module: nn.Module, name: str, value: Any) -> None:
+    """Replace an attribute of a module until `restore`, unless others have replaced it since."""
+    replaced, own = patched(module).replaced, vars(module)
+    before = {name: own[name]} if name in own else {}
+    if is_overridden(module, name):
+        before = replaced[name][1]
+    replaced[name] = value, before
+    own[name] = value
+
+
+def override_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let function(forward, module, ...) compute a module's forward until `restore`, and `forward`, which it had, then.
+
+    So it may be wrapped by others, who keep it. It has the signature of `forward`.
+    """
+    own = vars(module).get("forward")
+    forward = type(module).forward if own is None else own.__func__
+
+    @functools.wraps(forward)
+    def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(forward, self, *args, **kwargs) if patch_on(self) else forward(self, *args, **kwargs)
+
+    override(module, "forward", types.MethodType(compute, module))
+
+
+def is_overridden(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute of a module is what `override` has set."""
+    own = patch_on(module)
+    return own is not None and name in own.replaced and vars(module).get(name) is own.replaced[name][0]
+
+
+def restore(*models: nn.Module) -> None:
+    """Take away what a patch has put on all modules of some models."""
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        if (own := patch_on(module)) is None:
+            continue
+        for hook in own.hooks:
+            hook.remove()
+        for name, (_, before) in own.replaced.items():
+            # ZeRO-3 reads the mark again of a module that it has hooked
+            if is_overridden(module, name) and not (name == LEAF and hasattr(module, ZERO_ID)):
+                del vars(module)[name]
+                vars(module).update(before)
+        del vars(module)[ATTRIBUTE]
