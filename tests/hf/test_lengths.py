@@ -162,7 +162,7 @@ def by_engine(stage, kind):
     return losses, engine_weights(engine.module)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
 def test_packs_train_by_an_engine(stage):
     losses, _, weights = plain("chat")
     for found in on_engine_ranks(2, by_engine, stage, "chat", timeout=120):
