@@ -340,7 +340,8 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
             "document a row of its own, behind copies of its parents"
         )
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
-    cut, peers = segments(sp.runtime, call.tokens, *of), sp.runtime.one_ring
+    runtime = sp.runtime_of(of[0])
+    cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
     of_ranks = pieces_of(cut, ROWS)
     return in_pieces(call, of_ranks[peers.rank], lambda xs: gather(peers, xs, cut), max(map(len, of_ranks)))
 
