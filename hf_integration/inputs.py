@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_seqpar.data.inputs import INPUTS, joined, own, refused, replicated, tokens
+from ds_seqpar.data.inputs import INPUTS, InputSpec, joined, own, refused, replicated, tokens
 
 
 def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tensor) -> list[Tensor]:
@@ -16,7 +16,7 @@ def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tenso
     return [x[mine.to(x.device)] for x in features]
 
 
-POSITIONS = "position_ids of the model"  # those of a forward with a cache, which go where tokens go
+POSITIONS = "position_ids of the model"  # those of media, or of a forward with a cache, which go where tokens go
 MEDIA = [
     "pixel_values", "pixel_values_videos", "pixel_values_images", "pixel_values_local", "pixel_mask",
     "pixel_attention_mask", "pixel_position_ids", "images", "image_sizes", "image_grid_thw", "image_grid_hw",
@@ -42,3 +42,8 @@ TABLE = joined(
         ),
     ),
 )
+
+
+def with_axes(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> Mapping[str, InputSpec]:
+    """Return how ranks share arguments, of which positions may have several axes."""
+    return table if POSITIONS not in inputs else {**table, POSITIONS: tokens(inputs[POSITIONS].dim() - 1)}

@@ -31,7 +31,7 @@ from ..context import ForwardContext, ForwardState, current
 from ..families import base_of, is_of_liger, unwrapped
 from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
-from ..inputs import POSITIONS
+from ..inputs import POSITIONS, with_axes
 from ..look.facts import Facts
 from ..noise import drawn_since, own_stream
 from .agreement import Agreement, common_misuse, compare_batch, tokens_of
@@ -107,6 +107,7 @@ def with_cache(
     """
     try:
         checks = _compared(inputs)
+        inputs = inputs if context.media is None else context.media.of_stack(inputs)
         model: Any = unwrapped(context.module)  # type: ignore[arg-type]
         cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks, agreement.inputs)
         cached.begin()
@@ -125,10 +126,10 @@ def _sharded(
     sp, labeled = agreement.sp, inputs.get("labels") is not None
     checks, cached, table = _compared(inputs), None, agreement.inputs
     if context.media is not None:
-        inputs, table = context.media.of_stack(inputs, table)
+        inputs = context.media.of_stack(inputs)
         checks.fields |= drawn_since(sp, context.media.states)  # such as by dropout in towers
     if takes_cache(context.module, inputs):
-        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, agreement.inputs)
+        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, table)
         checks.fields["cache"] = str(cached.kept)
     if wrong := _misuse(inputs):
         raise InputError(wrong)
@@ -144,8 +145,8 @@ def _sharded(
         rows, tokens = 1, len(shared.tokens)
         checks.fields["shared prompts"] = str(shard["placement"])
     else:
-        end_to_end = context.media is not None and any(x.spans for x in context.media.masks)
-        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, table, end_to_end)
+        end_to_end = cached is None and context.media is not None and any(x.spans for x in context.media.masks)
+        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, with_axes(table, inputs), end_to_end)
     if labeled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
