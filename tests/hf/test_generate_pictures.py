@@ -31,7 +31,9 @@ WAYS = {
     "beams": {"num_beams": 2, "do_sample": False},
     "two of each": {"num_return_sequences": 2, "do_sample": True},
     "without a cache": {"use_cache": False, "do_sample": False},
+    "own loop": {},
 }
+TURNS = ("greedy", "sampled")
 GIVEN = ("input_ids", "attention_mask", *TYPES)
 
 
@@ -52,72 +54,103 @@ def made(name):
 
 
 @throughout
-def turns(model, first, second, options):
-    """Tokens and logits of three turns on one cache: with pictures, of text, and with further pictures."""
+def generated(model, first, second, way):
+    """Tokens and logits, where a way has turns of three on one cache: with pictures, of text, and with further ones."""
     torch.manual_seed(3)
-    output = model.generate(**first, **NEW, **options)
-    logits = [*output.logits]
-    text = {key: x[:, -4:] * (key not in TYPES) for key, x in first.items() if key in GIVEN}
-    given = {key: x for key, x in first.items() if key in GIVEN}
-    for turn in (text, second):
-        length = output.sequences.shape[1]
-        given = {key: longer(key, x, length) for key, x in given.items()}
+    if way == "own loop":
+        return forwards(model, second)
+    output = model.generate(**first, **NEW, **WAYS[way])
+    logits, given = [*output.logits], {key: x for key, x in first.items() if key in GIVEN}
+    text = {key: x[:, -4:] * (key not in TYPES) for key, x in given.items()}
+    for turn in (text, second) if way in TURNS else ():
+        begin = output.sequences.shape[1]
+        given = {key: pad(x, (0, begin - x.shape[1]), value=key == "attention_mask") for key, x in given.items()}
         given["input_ids"] = output.sequences
         given = {key: torch.cat([x, turn.get(key, torch.ones_like(turn["input_ids"]))], 1) for key, x in given.items()}
         media = {key: x for key, x in turn.items() if key not in GIVEN}
         if media and hasattr(model.model, "get_rope_index"):  # which wants the pictures of all turns, row by row
-            (_, one, *two), (third, fourth) = first["image_grid_thw"][[0, *range(3)]], second["image_grid_thw"]
-            grids = torch.stack([third, one, *two, fourth])
+            (one, *two), (before, behind) = first["image_grid_thw"], second["image_grid_thw"]
+            grids = torch.stack([before, one, *two, behind])
             media["position_ids"] = model.model.get_rope_index(**given, image_grid_thw=grids)[0]
-        output = model.generate(**given, **media, past_key_values=output.past_key_values, **NEW, **options)
+        output = model.generate(**given, **media, past_key_values=output.past_key_values, **NEW, **WAYS[way])
         logits += output.logits
-    return output.sequences, torch.stack([x.whole() if hasattr(x, "whole") else x for x in logits]), output
+    return output.sequences, torch.stack([whole(x) for x in logits]), output.past_key_values
 
 
-def longer(key, x, length):
-    """What a turn was given, for the tokens that it has chosen too."""
-    return pad(x, (0, length - x.shape[1]), value=int(key == "attention_mask"))
+def forwards(model, batch):
+    """The logits of a prompt with pictures, of single tokens and of further text, whose positions the model makes."""
+    output = model(**batch, use_cache=True)
+    logits, ids = [output.logits], batch["input_ids"]
+    for count in (1, 1, 3, 1):
+        output = model(input_ids=ids[:, :count] % 40 + 3, past_key_values=output.past_key_values)
+        logits.append(output.logits)
+    return ids, torch.cat([whole(x) for x in logits], 1), output.past_key_values
 
 
-@throughout
-def one_turn(model, first, second, options):
-    torch.manual_seed(3)
-    output = model.generate(**first, **NEW, **options)
-    return output.sequences, torch.stack(output.logits), output
+def whole(x):
+    return x.whole() if hasattr(x, "whole") else x
 
 
-def compared(section, names, ways, function=turns):
-    """On a rank: for each type and way the errors of logits, or what is wrong."""
+def compared(section, names, ways):
+    """On a rank: for each type and way the largest error of logits, or what is wrong."""
     sp, found = make(**section, prove="never"), {}
     for name in names:
         model, *batches = made(name)
         shared = patch_attention(copy.deepcopy(model), sp)
         for way in ways:
-            tokens, logits, _ = function(model, *batches, WAYS[way])
-            error, outcome = _outcome(function, shared, *batches, WAYS[way])
-            if error is None:
-                is_shared = isinstance(outcome[2].past_key_values.layers[0], ShardedLayer)
-                error = (
-                    float((outcome[1] - logits).abs().max()) if is_shared or "cache" in way else "a cache of one rank"
-                )
-                error = error if torch.equal(outcome[0], tokens) else f"other tokens: {outcome[0]} {tokens}"
-            found[name, way] = error
+            with torch.no_grad():
+                tokens, logits, _ = generated(model, *batches, way)
+                error, outcome = _outcome(generated, shared, *batches, way)
+            if error is None and not torch.equal(outcome[0], tokens):
+                error = f"other tokens: {outcome[0].tolist()}"
+            if error is None and way != "without a cache" and not isinstance(outcome[2].layers[0], ShardedLayer):
+                error = "a cache of one rank"
+            found[name, way] = error or float((outcome[1] - logits).abs().max())
     return found
 
 
-def wrong_of(world, names, ways, function=turns):
-    found = on_warm_ranks(world, compared, SECTIONS[world], names, ways, function)
+def wrong(world, names, ways):
+    found = on_warm_ranks(world, compared, SECTIONS[world], names, ways)
     return [{case: x for case, x in rank.items() if isinstance(x, str) or not x < 1e-9} for rank in found]
 
 
 def test_turns_with_pictures_go_on_with_the_cache():
-    assert wrong_of(2, KINDS, ("greedy", "sampled")) == [{}, {}]
+    assert wrong(2, KINDS, TURNS) == [{}, {}]
+
+
+@pytest.mark.parametrize("name", each_then_rest(["qwen3_vl"], [name for name in KINDS if name != "qwen3_vl"]))
+def test_it_is_so_on_four_ranks(name):
+    assert wrong(4, [name], ["sampled"]) == [{}] * 4
+
+
+@pytest.mark.parametrize("name", each_then_rest(["qwen2_5_vl"], [name for name in KINDS if name != "qwen2_5_vl"]))
+def test_other_ways_to_choose_tokens(name):
+    assert wrong(2, [name], [way for way in WAYS if way not in TURNS]) == [{}, {}]
+
+
+def test_layers_with_a_state_generate_without_a_cache():
+    assert wrong(2, ["qwen3_5"], ["without a cache"]) == [{}, {}]
+
+
+def refused():
+    """What a rank is told where ranks have other pictures, and where a prompt with pictures is to be cut."""
+    sp = make(size=2, ulysses=1, prove="never")
+    model, first, _ = made("llava")
+    patch_attention(model, sp)
+    other = first | {"pixel_values": first["pixel_values"] + sp.rank}
+    told = refusal(model.generate, **other, **NEW), refusal(model.generate, **first, cache_implementation="static")
+    return *told, model.generate(**first, **NEW).sequences.tolist()
+
+
+def test_wrong_prompts_end_in_a_sentence_on_every_rank():
+    first, second = on_warm_ranks(2, refused)
+    assert first[2] == second[2]
+    for pictures, cache, _ in (first, second):
+        assert lacking(pictures, "DisagreementError", "pixel_values by row") == []
+        assert lacking(cache, "ConfigError", "'static'", "whole_sequences") == []
 
 
 if __name__ == "__main__":
-    world, names = int(sys.argv[1]), sys.argv[2].split(",")
-    for rank in on_warm_ranks(
-        world, compared, SECTIONS[world], names, sys.argv[3].split(","), turns if len(sys.argv) < 5 else one_turn
-    )[:2]:
-        for case, x in rank.items():
-            print(case, x)
+    world, names, ways = int(sys.argv[1]), *(x.split(",") for x in sys.argv[2:])
+    for rank in on_warm_ranks(world, compared, SECTIONS[world], names, ways):
+        print(*rank.items(), sep="\n")
