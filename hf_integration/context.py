@@ -73,8 +73,8 @@ class ForwardContext:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a module inside this one is to share the call: the base model, or the stack in it."""
-        return self.mode in ("whole", "decode") and self.spec is None and self.cached is None
+        """Whether a module inside may be the one to share the call: the base model, or the stack in it."""
+        return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
 
     @property
     def is_in_whole(self) -> bool:

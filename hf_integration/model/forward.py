@@ -162,7 +162,7 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     context = ForwardContext(module=module, outer=outer)
     around = outer is not None and (outer.module in patch.heads or outer.media is not None)
     if outer is not None and around and outer.module is not module:
-        if outer.mode is None or outer.is_undecided:
+        if outer.is_undecided:
             context = context.replace(within=True, media=outer.media)
         elif not outer.state.begun and _continues(patch, inputs, outer):
             context = outer.replace(module=module, outer=outer, within=True)
@@ -244,7 +244,7 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
         check_output(inner, inputs)
     if _begins_media(patch, inputs, context):
         context = _begin_media(patch, inner, inputs, context)
-    elif mode in ("whole", "decode") and context.media is None and module in patch.above:
+    elif context.is_undecided and context.media is None and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs)
     elif context.media is None:
         if mode == "sharded":
@@ -270,8 +270,7 @@ def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> 
 
 def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardContext) -> bool:
     """Return whether a call is the outermost one of those that the stack inside shares."""
-    is_first = context.mode in ("whole", "decode") and context.media is None
-    return is_first and media.is_shared_by_stack(patch.facts, inputs)
+    return context.is_undecided and context.media is None and media.is_shared_by_stack(patch.facts, inputs)
 
 
 def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
