@@ -31,6 +31,7 @@ from ds_seqpar.guards.one_thread import check_thread
 from ..compat import generation_config_of
 from ..families import patch_of
 from ..inputs import MEDIA
+from ..model.whole_calls import by_row
 from ..module_patch import override
 from . import zero
 
@@ -193,6 +194,7 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
     apart."""
     checks = ValueChecks()
     checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
+    checks.compare(by_row(given, MEDIA))  # of which transformers may make features before a forward
     others = {
         name: _described(x) for name, x in given.items()
         if x is not None and not isinstance(x, Tensor) and name not in UNCOMPARED and not hasattr(config, name)

@@ -210,13 +210,16 @@ def compare_inputs(
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else error
     checks = _compared(inputs)
-    checks.compare({f"{name} by row": _sums_of_bits(inputs[name]) for name in media if _is_large(inputs[name])})
+    checks.compare(by_row(inputs, media))
     checks.fields |= agreement.drawn
     compare_batch(agreement.sp, checks, error)
 
 
-def _is_large(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1
+def by_row(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Return what ranks compare of the values of large inputs."""
+    found = {name: inputs.get(name) for name in names}
+    is_large = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
+    return {f"{name} by row": _sums_of_bits(x) for name, x in is_large.items()}
 
 
 def _sums_of_bits(x: Tensor) -> Tensor:
