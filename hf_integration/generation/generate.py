@@ -29,6 +29,7 @@ from ds_seqpar.guards.agreement import ALL, all_gather_objects, assert_ranks_agr
 from ds_seqpar.guards.one_thread import check_thread
 
 from ..compat import generation_config_of
+from ..context import ForwardContext, entered
 from ..families import patch_of
 from ..inputs import MEDIA
 from ..model.whole_calls import by_row
@@ -86,7 +87,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     check_thread()
     named = [name for name in inspect.signature(plain).parameters if name != "self"]
     given, gathered = _agreed(self, sp, {**dict(zip(named, args, strict=False)), **kwargs}, {*named})
-    with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp):
+    around = ForwardContext(mode="whole")  # ranks divide the pictures of which transformers makes features at once
+    with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp), entered(around):
         return plain(self, **given)
 
 
