@@ -31,8 +31,7 @@ from ds_seqpar.guards.one_thread import check_thread
 from ..compat import generation_config_of
 from ..context import ForwardContext, entered
 from ..families import patch_of
-from ..inputs import MEDIA
-from ..model.whole_calls import by_row
+from ..inputs import MEDIA, by_row
 from ..module_patch import override
 from . import zero
 

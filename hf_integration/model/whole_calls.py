@@ -23,7 +23,7 @@ from ds_seqpar.base.on_devices import to_device
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batches import shard_call, shard_shared_prompts
 from ds_seqpar.data.random_states import OwnStream
-from ds_seqpar.data.value_checks import INTEGERS, ValueChecks
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
@@ -31,7 +31,7 @@ from ..context import ForwardContext, ForwardState, current
 from ..families import base_of, is_of_liger, unwrapped
 from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
-from ..inputs import POSITIONS, with_axes
+from ..inputs import POSITIONS, by_row, with_axes
 from ..look.facts import Facts
 from ..noise import drawn_since, own_stream
 from .agreement import Agreement, common_misuse, compare_batch, tokens_of
@@ -213,18 +213,6 @@ def compare_inputs(
     checks.compare(by_row(inputs, media))
     checks.fields |= agreement.drawn
     compare_batch(agreement.sp, checks, error)
-
-
-def by_row(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Return what ranks compare of the values of large inputs."""
-    found = {name: inputs.get(name) for name in names}
-    is_large = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
-    return {f"{name} by row": _sums_of_bits(x) for name, x in is_large.items()}
-
-
-def _sums_of_bits(x: Tensor) -> Tensor:
-    """Return for each row of a tensor the sum of its numbers' bits, in one pass over pictures and without a copy."""
-    return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
