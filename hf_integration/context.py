@@ -72,6 +72,11 @@ class ForwardContext:
         return self.mode in ("local", "decode")
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether a module inside may be the one to share the call: the base model, or the stack in it."""
+        return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
+
+    @property
     def is_in_whole(self) -> bool:
         """Whether a module around this one has whole outputs of it."""
         return self.within and self.outer is not None and self.outer.mode == "whole"

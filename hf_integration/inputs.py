@@ -1,11 +1,13 @@
 """How ranks share the arguments of transformers' models, by name. Numbers and objects need no declaration."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ds_seqpar.data.inputs import INPUTS, joined, own, refused, replicated, tokens
+from ds_seqpar.data.inputs import INPUTS, InputSpec, joined, own, refused, replicated, tokens
+from ds_seqpar.data.value_checks import INTEGERS
 
 
 def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tensor) -> list[Tensor]:
@@ -16,7 +18,7 @@ def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tenso
     return [x[mine.to(x.device)] for x in features]
 
 
-POSITIONS = "position_ids of the model"  # those of a forward with a cache, which go where tokens go
+POSITIONS = "position_ids of the model"  # those of media, or of a forward with a cache, which go where tokens go
 MEDIA = [
     "pixel_values", "pixel_values_videos", "pixel_values_images", "pixel_values_local", "pixel_mask",
     "pixel_attention_mask", "pixel_position_ids", "images", "image_sizes", "image_grid_thw", "image_grid_hw",
@@ -42,3 +44,20 @@ TABLE = joined(
         ),
     ),
 )
+
+
+def with_axes(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> Mapping[str, InputSpec]:
+    """Return how ranks share arguments, of which positions may have several axes."""
+    return table if POSITIONS not in inputs else {**table, POSITIONS: tokens(inputs[POSITIONS].dim() - 1)}
+
+
+def by_row(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Return what ranks compare of the values of large inputs."""
+    found = {name: inputs.get(name) for name in names}
+    is_large = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
+    return {f"{name} by row": _sums_of_bits(x) for name, x in is_large.items()}
+
+
+def _sums_of_bits(x: Tensor) -> Tensor:
+    """Return for each row of a tensor the sum of its numbers' bits, in one pass over pictures and without a copy."""
+    return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)

@@ -31,7 +31,7 @@ from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.value_checks import ValueChecks
 
 from ..graph_breaks import between_graphs
-from ..inputs import POSITIONS
+from ..inputs import POSITIONS, TABLE, with_axes
 from ..look.facts import Facts, text_config
 from .cache import SERVES, Held, KeptTokens, Row, sharded, slices_of
 
@@ -45,7 +45,7 @@ class CachedForward:
         kept: What the ranks had kept before it, until `end`.
         count: The number of rows.
         columns: Tokens of a row.
-        positions: (rows, `tokens`) int64, the whole position_ids.
+        positions: (rows, `tokens`) int64, or (axes, rows, `tokens`): the whole position_ids.
         new: For each of `rows`, how many of these are real.
         real: (rows, columns) bool, on the CPU: where real tokens are in the columns so far, or in the first of them;
             further columns have no padding. None: no column has any.
@@ -138,7 +138,14 @@ class CachedForward:
 
     @between_graphs
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        chunk: int | None,
+        masks: Sequence[Mask] = (),
     ) -> Tensor:
         """Compute one attention of a layer, and keep its keys and values.
 
@@ -149,16 +156,17 @@ class CachedForward:
             v: As k.
             options: The mask has the layer's window at most.
             chunk: The length of chunks that see only themselves; None: there are none.
+            masks: That of each row's new tokens among one another, where these have blocks.
         """
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
             held.append(Held())
-        attend = self._decode if self.is_decode else self._prefill
-        if not torch.is_grad_enabled():
-            return attend(held[number], q, k, v, options, chunk)
+        given = held[number], q, k, v, options, chunk
         with torch.no_grad():
-            out = attend(held[number], q, k, v, options, chunk)
+            out = self._decode(*given) if self.is_decode else self._prefill(*given, masks)
+        if not torch.is_grad_enabled():
+            return out
         return _WithoutGradient.apply(out, q, k, v)
 
     def _decode(
@@ -180,10 +188,11 @@ class CachedForward:
         )  # fmt: skip
 
     def _prefill(
-        self, held: Held, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None
-    ) -> Tensor:
+        self, held: Held, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None,
+        masks: Sequence[Mask],
+    ) -> Tensor:  # fmt: skip
         sp, window, kept = self.kept.sp, options.mask.window, self.kept
-        out = self._among_new(q, k, v, options, chunk)
+        out = self._among_new(q, k, v, options, chunk, masks)
         if kept.columns:
             (out, lse), dtype = out, q.dtype
             out = out.to(lse.dtype)
@@ -199,23 +208,23 @@ class CachedForward:
         held.store(k, v, kept, self.rows, [_first_seen(window, chunk, row.tokens) for row in self.rows])
         return out
 
-    def _among_new(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None) -> Any:
+    def _among_new(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None, masks: Sequence[Mask]
+    ) -> Any:
         """Compute attention of the new tokens to one another, and its lse where there are earlier ones."""
         kept, shards = self.kept, self.layout.shards if self.layout is not None else None
         options = options._replace(lse=kept.columns > 0, shards=shards)
-        starts = [] if chunk is None else [row.tokens % chunk for row in kept.rows]
-        if len(set(starts)) > 1:  # each row's chunks begin elsewhere
-            cut = zip(slices_of(kept.rows), starts, strict=True)
-            parts = [self._in_chunks(q[rows], k[rows], v[rows], options, chunk, start) for rows, start in cut]
-            return tuple(torch.cat(x) for x in zip(*parts, strict=True))
-        return self._in_chunks(q, k, v, options, chunk, *starts[:1])
-
-    def _in_chunks(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None, start: int = 0
-    ) -> Any:
-        if chunk is not None:
-            options = options._replace(mask=Mask(documents=(0, *range(chunk - start, self.tokens, chunk))))
-        return self.kept.sp.attention_agreed(q, k, v, options)
+        if chunk is not None:  # each row's chunks may begin elsewhere
+            starts = [row.tokens % chunk for row in kept.rows]
+            masks = [Mask(documents=(0, *range(chunk - start, self.tokens, chunk))) for start in starts]
+        masks = masks or [options.mask]
+        if len({*masks}) == 1:
+            return kept.sp.attention_agreed(q, k, v, options._replace(mask=masks[0]))
+        parts = [
+            kept.sp.attention_agreed(q[i : i + 1], k[i : i + 1], v[i : i + 1], options._replace(mask=mask))
+            for i, mask in enumerate(masks)
+        ]
+        return tuple(map(torch.cat, zip(*parts, strict=True))) if options.lse else torch.cat(parts)
 
     def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
         """Return the mask and the shards of attention to what is kept from position `first` on, counted from there."""
@@ -303,12 +312,13 @@ def cached_forward(
         places = None if columns == 1 else (real.cumsum(1) - 1).masked_fill(~real, -1)
     elif 1 < columns < sp.multiple:
         places = torch.arange(columns, device="cpu").expand(rows, columns)
-    own = (name for name in inputs if name in table and (name == "labels" or table[name].kind == "own"))
+    own = (x for x in inputs if x == "labels" or (x in table and x not in TABLE and table[x].kind == "own"))
     if places is not None and (name := next(own, None)) is not None:
         raise InputError(
             f"{SERVES}, with padding or with fewer than {sp.multiple} tokens, takes no {name}; got some, leave it out"
         )
-    positions = inputs.pop("position_ids", None)
+    given = inputs.pop("position_ids", None)
+    positions = inputs.get(POSITIONS, given)
     if positions is None:
         positions = torch.arange(kept.columns, kept.columns + columns, device=tokens.device)[None]
         if not facts.counts_padding:
@@ -316,7 +326,8 @@ def cached_forward(
             counted = positions - kept.columns if places is None else places.clamp(min=0).to(tokens.device)
             positions = before + counted
         positions = positions + facts.first_position
-    inputs[POSITIONS] = positions.expand(rows, columns)
+    inputs[POSITIONS] = positions.expand(*positions.shape[:-2], rows, columns)
+    table = with_axes(table, inputs)
     forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places, real=all_real)
     if places is not None:
         order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
@@ -325,6 +336,9 @@ def cached_forward(
             name: _compacted(x, order, table[name].dim) if name in table and table[name].kind == "tokens" else x
             for name, x in inputs.items()
         }
+        if (is_media := inputs.get("visual_pos_masks")) is not None:  # what fills a row has no features
+            real = torch.tensor(new, device="cpu")[:, None] > torch.arange(forward.tokens, device="cpu")
+            inputs["visual_pos_masks"] = is_media & real.to(is_media.device)
     forward.positions = inputs[POSITIONS]
     return forward, inputs
 
@@ -344,7 +358,7 @@ def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
     """Return a tensor (..., rows, columns, ...) with each row's tokens in an order. dim: that of the columns."""
-    index = order.to(x.device).view(*order.shape, *[1] * (x.dim() - dim - 1))
+    index = order.to(x.device).view(*[1] * (dim - 1), *order.shape, *[1] * (x.dim() - dim - 1))
     return x.take_along_dim(index, dim)
 
 

@@ -29,7 +29,9 @@ from ds_seqpar.guards.agreement import ALL, all_gather_objects, assert_ranks_agr
 from ds_seqpar.guards.one_thread import check_thread
 
 from ..compat import generation_config_of
+from ..context import ForwardContext, entered
 from ..families import patch_of
+from ..inputs import MEDIA, by_row
 from ..module_patch import override
 from . import zero
 
@@ -84,7 +86,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     check_thread()
     named = [name for name in inspect.signature(plain).parameters if name != "self"]
     given, gathered = _agreed(self, sp, {**dict(zip(named, args, strict=False)), **kwargs}, {*named})
-    with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp):
+    around = ForwardContext(mode="whole")  # ranks divide the pictures of which transformers makes features at once
+    with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp), entered(around):
         return plain(self, **given)
 
 
@@ -115,11 +118,12 @@ def _agreed(
     try:
         others = {name: x for name, x in given.items() if name not in named}
         config, _ = generation_config_of(model)(given.get("generation_config"), **others)
-        table = patch_of(model).agreement.inputs
-        taken = {*TOKENS, *named, *(name for name, spec in table.items() if spec.kind not in ("own", "refused"))}
+        patch = patch_of(model)
+        inputs = (name for name, spec in patch.agreement.inputs.items() if spec.kind not in ("own", "refused"))
+        taken = {*TOKENS, *named, *inputs, *(() if patch.facts.no_media else MEDIA)}
         if misuse := _misuse(given, config, taken):
             raise ConfigError(f"generate of a model that shares sequences needs {misuse}, leave it out, or {ALONE}")
-        uncached = patch_of(model).facts.uncached
+        uncached = patch.facts.uncached
         if config.use_cache and uncached:
             raise ConfigError(
                 f"generate of a model with {uncached} needs use_cache=False, which computes all tokens again "
@@ -192,6 +196,7 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
     apart."""
     checks = ValueChecks()
     checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
+    checks.compare(by_row(given, MEDIA))  # of which transformers may make features before a forward
     others = {
         name: _described(x) for name, x in given.items()
         if x is not None and not isinstance(x, Tensor) and name not in UNCOMPARED and not hasattr(config, name)
@@ -253,19 +258,19 @@ def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> No
 
 def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int | None:
     """Return how many tokens of each row of the prompt one forward computes; None for all."""
-    chunk, length = config.prefill_chunk_size, 0
+    chunk, length, has_media = config.prefill_chunk_size, 0, any(given.get(name) is not None for name in MEDIA)
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
     if ids is not None and given.get("inputs_embeds") is None and config.use_cache is not False:
         rows = ids.shape[0] * max(config.num_beams or 1, config.num_return_sequences or 1)
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         kept = 0 if cache is None or (mask is not None and mask.shape[1] > ids.shape[1]) else cache.get_seq_length()
         length = ids.shape[1] - kept
-        if chunk is None and rows * length > MOST * sp.size:
+        if chunk is None and rows * length > MOST * sp.size and not has_media:  # which transformers does not cut
             chunk = max(1, MOST * sp.size // rows)
-    return _in_step(sp, length, chunk) if given.get("synced_gpus") else chunk
+    return _in_step(sp, length, chunk, has_media) if given.get("synced_gpus") else chunk
 
 
-def _in_step(sp: SequenceParallel, length: int, chunk: int | None) -> int | None:
+def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bool) -> int | None:
     """Return a chunk with which the prompts of all groups of ranks need the same number of forwards.
 
     In these they fetch parameters from one another. It is the least number that all of their lengths can be cut into.
@@ -278,10 +283,11 @@ def _in_step(sp: SequenceParallel, length: int, chunk: int | None) -> int | None
         if agreed == most:
             return chunk
         if count < (most := agreed):
-            if (longest := -(-length // (most - 1)) - 1) < 1:
+            if (longest := -(-length // (most - 1)) - 1) < 1 or has_media:
+                got, advice = (f"{max(length, 1)} tokens", "longer") if longest < 1 else ("media", "shorter")
                 error = InputError(
                     f"generate, with parameters that groups of ranks fetch from one another, needs prompts that {most} "
-                    f"forwards can share; got {max(length, 1)} tokens in one group, give all groups longer prompts"
+                    f"forwards can share; got {got} in one group, give all groups {advice} prompts"
                 )
             else:
                 count = -(-length // longest)

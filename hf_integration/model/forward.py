@@ -163,7 +163,7 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     context = ForwardContext(module=module, outer=outer)
     around = outer is not None and (outer.module in patch.heads or outer.media is not None)
     if outer is not None and around and outer.module is not module:
-        if outer.mode is None or (outer.mode == "whole" and outer.spec is None):
+        if outer.is_undecided:
             context = context.replace(within=True, media=outer.media)
         elif not outer.state.begun and _continues(patch, inputs, outer):
             context = outer.replace(module=module, outer=outer, within=True)
@@ -240,14 +240,12 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
     if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
         return args, kwargs
     mode, wrong = _mode(patch, module, inputs), ""
-    if mode == "decode" and module in patch.above:
-        mode = "whole"
     context = context.replace(mode=mode)
     if not context.has_all_tokens and patch.experts is not None:
         check_output(inner, inputs)
-    if mode == "whole" and context.media is None and media.names_of(patch.facts, inputs):
+    if _begins_media(patch, inputs, context):
         context = _begin_media(patch, inner, inputs, context)
-    elif mode == "whole" and context.media is None and module in patch.above:
+    elif context.is_undecided and context.media is None and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs)
     elif context.media is None:
         if mode == "sharded":
@@ -271,10 +269,15 @@ def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> 
         torch.compiler.disable(patch.agreement.agree)(inputs, wrong, False, True)
 
 
+def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardContext) -> bool:
+    """Return whether a call is the outermost one of those that the stack inside shares."""
+    return context.is_undecided and context.media is None and media.is_shared_by_stack(patch.facts, inputs)
+
+
 def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
     """Compare the arguments of a call with media, and return its context. The stack inside will shard its own."""
     names = media.names_of(patch.facts, inputs)
-    error = media.error_of(patch.facts, names, inputs, inner.config.model_type)
+    error = media.error_of(patch.facts, names, inner.config.model_type)
     whole_calls.compare_inputs(patch.agreement, inner, inputs, names, error)
     return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2], torch_states(patch.sp.device)))
 
@@ -329,7 +332,7 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
     if context.mode is None:
         context = context.replace(mode=_mode(patch, module, inputs))
         is_stack = module is patch.stack
-        if not is_stack and context.media is None and context.mode == "whole" and media.names_of(patch.facts, inputs):
+        if not is_stack and _begins_media(patch, inputs, context):
             context = _begin_media(patch, module, inputs, context)
         if not is_stack and context.media is not None:
             set_current(context)
@@ -344,24 +347,25 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """Return the arguments with which the base model makes no mask, and no cache of its own."""
-    inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": NO_MASK}
+    call = context.media
+    mask = NO_MASK if call is None or call.mask is None else call.mask
+    inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": mask}
     if (cached := context.cached) is not None:
         inputs |= {"use_cache": True, "past_key_values": cached.cache}
         return inputs | ({"position_ids": cached.positions} if cached.is_decode else {})
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")
-    positions, facts, sp, call = inputs.get("position_ids"), patch.facts, patch.sp, context.media
+    positions, facts, sp = inputs.get("position_ids"), patch.facts, patch.sp
     if positions is not None and (call is None or not call.counts):
         if context.layout is not None and not facts.counts_padding:
             counted = context.layout.position_ids(sp.sharding.ulysses(context.layout), sp.rank, after_padding=True)
             positions = counted.to(positions.device).expand_as(positions)
         positions = positions + facts.first_position if facts.first_position else positions
-    mask = NO_MASK if call is None or call.mask is None else call.mask
     if patch.takes_keys:
         tokens = tokens_of(inputs)
         longest = tokens.shape[1] * sp.size if context.layout is None else context.layout.longest
-        mask = torch.ones(len(tokens), longest, dtype=torch.long, device=tokens.device)
-    return inputs | {"position_ids": positions, "attention_mask": mask, "use_cache": False}
+        inputs["attention_mask"] = torch.ones(len(tokens), longest, dtype=torch.long, device=tokens.device)
+    return inputs | {"position_ids": positions, "use_cache": False}
 
 
 # ---- after a forward

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
+from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.runtime.operator import describe
-from ds_seqpar.data.inputs import INPUTS, LAYOUT, InputSpec, tokens
+from ds_seqpar.data.inputs import INPUTS, LAYOUT
 
-from ..generation.forward import has_cache
+from ..generation.forward import CachedForward, has_cache
 from ..inputs import MEDIA, POSITIONS, TYPES
 from ..look.facts import Facts
 
@@ -46,11 +46,14 @@ class MediaCall:
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
         """Keep the blocks of a mask, and return what stands for it: four dims reach the layers unchanged."""
-        if (given["batch_size"], given["q_length"]) != self.shape or given["kv_length"] != self.shape[1]:
+        begin = given["q_offset"]  # tokens in a cache, which the new ones see as text does
+        if (given["batch_size"], given["q_length"]) != self.shape or given["kv_length"] != begin + self.shape[1]:
             raise InputError(
                 f"a mask must be of the call's rows and tokens, {self.shape}; got {given['q_length']} tokens"
             )
-        self.masks.append(blocks_of(function, self.shape, given["attention_mask"], given["device"]))
+        padding = given["attention_mask"]
+        padding = None if padding is None else padding[:, begin:]
+        self.masks.append(blocks_of(function, self.shape, padding, given["device"], begin))
         return torch.empty(1, 1, 0, len(self.masks), device=given["device"])
 
     def blocks(self, mask: Any) -> Blocks:
@@ -58,10 +61,8 @@ class MediaCall:
         number = mask.shape[-1] if _stands_for_mask(mask) else 0
         return self.masks[number - 1] if number else Blocks()
 
-    def of_stack(
-        self, given: Mapping[str, Any], table: Mapping[str, InputSpec]
-    ) -> tuple[dict[str, Any], Mapping[str, InputSpec]]:
-        """Return the arguments with which the stack is called, and how ranks share them."""
+    def of_stack(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with which the stack is called."""
         rows, length = self.shape
         if tuple(given["inputs_embeds"].shape[:2]) != self.shape:
             raise InputError(
@@ -82,8 +83,7 @@ class MediaCall:
         if isinstance(positions := given.get("position_ids"), Tensor):
             self.counts = True
             inputs[POSITIONS] = positions.expand(*positions.shape[:-2], rows, length)
-            table = {**table, POSITIONS: tokens(inputs[POSITIONS].dim() - 1)}
-        return inputs | self.layout, table
+        return inputs | self.layout
 
 
 def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
@@ -93,11 +93,16 @@ def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
+    """Return whether all around the stack runs whole: with media, or a cache, as positions count media before it."""
+    return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
+
+
 def text_of(facts: Facts, batch: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
     """Return a batch without its media. Raises where a model cannot take them."""
     if not (names := names_of(facts, batch)):
         return batch
-    if error := error_of(facts, names, batch, model_type):
+    if error := error_of(facts, names, model_type):
         raise error
     text = {name: x for name, x in batch.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
     return text | begin(batch, (0, 0), []).layout
@@ -119,20 +124,22 @@ def begin(inputs: Mapping[str, Any], shape: tuple[int, int], states: list[Tensor
     return MediaCall(shape, layout, states)
 
 
-def error_of(facts: Facts, names: list[str], inputs: Mapping[str, Any], model_type: str) -> SeqParError | None:
+def error_of(facts: Facts, names: list[str], model_type: str) -> ConfigError | None:
     """Return why a model cannot be called with media; None where it can."""
-    if facts.no_media:
-        return ConfigError(
-            f"ranks that share a {model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, leave "
-            "pictures, films and sounds out of the batch"
-        )
-    if has_cache(inputs):
-        return InputError(f"a batch with media takes no kv cache; got one beside {names[0]}, leave out use_cache")
-    return None
+    if not facts.no_media or not names:
+        return None
+    return ConfigError(
+        f"ranks that share a {model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, leave "
+        "pictures, films and sounds out of the batch"
+    )
 
 
 def blocks_of(
-    function: Callable[..., Tensor], shape: tuple[int, int], padding: Tensor | None, device: torch.device
+    function: Callable[..., Tensor],
+    shape: tuple[int, int],
+    padding: Tensor | None,
+    device: torch.device,
+    begin: int = 0,
 ) -> Blocks:
     """Return the blocks of a causal mask: neighbors that see each other are in one.
 
@@ -141,6 +148,7 @@ def blocks_of(
         shape: Rows and tokens.
         padding: (rows, tokens), 0 for padding, which is in no block.
         device: Of what the function reads.
+        begin: The number of the first token.
 
     Raises:
         InputError: The keys that a query sees are not one interval.
@@ -150,7 +158,7 @@ def blocks_of(
     def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if not len(row):
             return torch.zeros(0, dtype=torch.bool, device=device)
-        return torch.vmap(function)(row, torch.zeros_like(row), query, key)
+        return torch.vmap(function)(row, torch.zeros_like(row), query + begin, key + begin)
 
     at = torch.arange(rows * length, device=device)
     row, token = at // length, at % length
@@ -176,6 +184,17 @@ def blocks_of(
 def with_blocks(mask: Mask, blocks: Blocks) -> Mask:
     """Return a mask with blocks."""
     return dataclasses.replace(mask, blocks=blocks.spans, whole_blocks=blocks.whole) if blocks.spans else mask
+
+
+def masks_of_rows(mask: Mask, blocks: Blocks, cached: CachedForward) -> list[Mask]:
+    """Return the mask of each row of a forward with a cache, whose padding is left out; one where all are alike."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(cached.count)]
+    for first, end in blocks.spans:
+        row, token = divmod(first, cached.columns)
+        place = token if cached.places is None else int(cached.places[row, token])
+        spans[row].append((place, place + end - first))
+    masks = [with_blocks(mask, Blocks(tuple(x), blocks.whole)) for x in spans]
+    return masks if len({*masks}) > 1 else masks[:1]
 
 
 def _stands_for_mask(x: Any) -> bool:

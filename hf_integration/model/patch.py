@@ -361,7 +361,9 @@ def _attention(
     options = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=sinks, operator=operator, layer=layer)
     layout, cached = context.layout, context.cached
     if cached is not None:
-        return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk), None
+        made = context.media
+        masks = () if made is None else media.masks_of_rows(mask, made.blocks(attention_mask), cached)
+        return cached.attend(getattr(module, "layer_idx", None) or 0, q, k, v, options, chunk, masks), None
     if layout is not None or chunk is not None:
         call = context.media, attention_mask
         return _attention_with_layout(sp, q, k, v, options, own.head_chunks, layout, chunk, *call), None
@@ -372,7 +374,7 @@ def _mask(*, config: Any, **given: Any) -> Any:
     """transformers' mask interface: what `create_causal_mask` and its like give it makes the unpatched model's mask."""
     context = None if torch.compiler.is_compiling() else current()
     if context is not None and context.mode not in (None, "local"):
-        if context.media is None or context.spec is not None:
+        if context.media is None or context.spec is not None or context.mode == "decode":
             return NO_MASK
         return context.media.add_mask(given["mask_function"], given)
     if (name := name_before(config)) not in ALL_MASK_ATTENTION_FUNCTIONS:

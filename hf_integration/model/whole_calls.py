@@ -23,7 +23,7 @@ from ds_seqpar.base.on_devices import to_device
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batches import shard_call, shard_shared_prompts
 from ds_seqpar.data.random_states import OwnStream
-from ds_seqpar.data.value_checks import INTEGERS, ValueChecks
+from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
 from ds_seqpar.whole.shard_spec import ShardSpec
 
@@ -31,7 +31,7 @@ from ..context import ForwardContext, ForwardState, current
 from ..families import base_of, is_of_liger, unwrapped
 from ..generation.forward import cached_forward, takes_cache
 from ..graph_breaks import between_graphs
-from ..inputs import POSITIONS
+from ..inputs import POSITIONS, by_row, with_axes
 from ..look.facts import Facts
 from ..noise import drawn_since, own_stream
 from .agreement import Agreement, common_misuse, compare_batch, tokens_of
@@ -107,6 +107,7 @@ def with_cache(
     """
     try:
         checks = _compared(inputs)
+        inputs = inputs if context.media is None else context.media.of_stack(inputs)
         model: Any = unwrapped(context.module)  # type: ignore[arg-type]
         cached, _ = cached_forward(agreement.sp, model.config, facts, inputs, checks, agreement.inputs)
         cached.begin()
@@ -125,10 +126,10 @@ def _sharded(
     sp, labeled = agreement.sp, inputs.get("labels") is not None
     checks, cached, table = _compared(inputs), None, agreement.inputs
     if context.media is not None:
-        inputs, table = context.media.of_stack(inputs, table)
+        inputs = context.media.of_stack(inputs)
         checks.fields |= drawn_since(sp, context.media.states)  # such as by dropout in towers
     if takes_cache(context.module, inputs):
-        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, agreement.inputs)
+        cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, table)
         checks.fields["cache"] = str(cached.kept)
     if wrong := _misuse(inputs):
         raise InputError(wrong)
@@ -144,8 +145,8 @@ def _sharded(
         rows, tokens = 1, len(shared.tokens)
         checks.fields["shared prompts"] = str(shard["placement"])
     else:
-        end_to_end = context.media is not None and any(x.spans for x in context.media.masks)
-        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, table, end_to_end)
+        end_to_end = cached is None and context.media is not None and any(x.spans for x in context.media.masks)
+        shard, counted = shard_call(sp.sharding, inputs, checks, on_cpu, with_axes(table, inputs), end_to_end)
     if labeled:
         shard.setdefault("num_items_in_batch", counted)
     if cached is not None:
@@ -209,18 +210,9 @@ def compare_inputs(
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else error
     checks = _compared(inputs)
-    checks.compare({f"{name} by row": _sums_of_bits(inputs[name]) for name in media if _is_large(inputs[name])})
+    checks.compare(by_row(inputs, media))
     checks.fields |= agreement.drawn
     compare_batch(agreement.sp, checks, error)
-
-
-def _is_large(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1
-
-
-def _sums_of_bits(x: Tensor) -> Tensor:
-    """Return for each row of a tensor the sum of its numbers' bits, in one pass over pictures and without a copy."""
-    return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
