@@ -11,6 +11,7 @@ from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf.conformance import _errors
+from tests.hf.llama import small
 from tests.hf.media_types import TYPES, model_of
 from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
 from tests.hf.trainers import make as make_trainer
@@ -59,6 +60,30 @@ def noisy(model, sp, batch):
         torch.manual_seed(0)
 
 
+def fewer(batch, rank):
+    """The last picture is missing on one rank."""
+    sizes = batch["image_grid_thw"].prod(1).tolist()
+    kept = {"image_grid_thw": batch["image_grid_thw"][:-1], "pixel_values": batch["pixel_values"][: sum(sizes[:-1])]}
+    return batch | (kept if rank else {})
+
+
+def filmed(batch, rank):
+    """What are pictures on one rank are films on another one."""
+    films = {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+    return text_of(batch) | films if rank else batch
+
+
+def of_text_model(model, sp, batch):
+    return patch_attention(small(vocab_size=300), sp)(**batch)
+
+
+def compiled(model, sp, batch):
+    try:
+        return torch.compile(model, backend="eager")(**batch)
+    finally:
+        torch._dynamo.reset()
+
+
 # what is wrong -> (a call(model, sp, batch), words that every rank is told)
 WRONG = {
     "pictures on one rank": (
@@ -83,6 +108,37 @@ WRONG = {
     "fewer tokens than features": (
         lambda model, sp, batch: call(model, **batch | {"input_ids": batch["input_ids"].clamp(max=3)}),
         ["tokens"],
+    ),
+    "rows that are cut inside a picture": (
+        lambda model, sp, batch: call(
+            model,
+            **{name: x[:, :20] for name, x in batch.items() if name in text_of(batch)},
+            pixel_values=batch["pixel_values"],
+            image_grid_thw=batch["image_grid_thw"],
+        ),
+        ["tokens"],
+    ),
+    "fewer pictures on one rank": (
+        lambda model, sp, batch: call(model, **fewer(batch, sp.rank)),
+        ["same whole batch", "pixel_values"],
+    ),
+    "films on one rank": (
+        lambda model, sp, batch: call(model, **filmed(batch, sp.rank)),
+        ["same whole batch", "pixel_values_videos"],
+    ),
+    "sizes of other pictures": (
+        lambda model, sp, batch: call(model, **batch | {"image_grid_thw": batch["image_grid_thw"] * 2}),
+        ["making features of pictures failed"],
+    ),
+    "no sizes": (
+        lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
+        ["image_grid_thw", "got none"],
+    ),
+    "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
+    "a model in torch.compile": (compiled, ["layer.compile()"]),
+    "log-probabilities": (
+        lambda model, sp, batch: sp.log_probs(model, **batch),
+        ["log_probs needs", "whole logits"],
     ),
 }
 
