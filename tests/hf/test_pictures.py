@@ -77,6 +77,16 @@ def of_text_model(model, sp, batch):
     return patch_attention(small(vocab_size=300), sp)(**batch)
 
 
+def cut_inside(model, sp, batch):
+    """A document begins at a picture's third token, where pictures see themselves."""
+    of_blocks = small_copy(model_of("gemma3"))[0].train()
+    pack, _ = media_batch(of_blocks, rows=((0,),))
+    ids = pack["input_ids"]
+    first = int((ids[0] == of_blocks.config.image_token_id).nonzero()[2])
+    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None]
+    call(patch_attention(of_blocks, sp), **pack, position_ids=positions)
+
+
 def compiled(model, sp, batch):
     try:
         return torch.compile(model, backend="eager")(**batch)
@@ -134,6 +144,7 @@ WRONG = {
         lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
         ["image_grid_thw", "got none"],
     ),
+    "a pack that is cut inside a picture": (cut_inside, ["block", "within a document"]),
     "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
     "a model in torch.compile": (compiled, ["layer.compile()"]),
     "log-probabilities": (

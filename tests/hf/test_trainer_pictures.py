@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer
@@ -17,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ds_seqpar.base.errors import ConfigError
 from hf_integration import SequenceParallelMixin, patch_attention
 from hf_integration.inputs import MEDIA, TYPES
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
+from hf_integration.trainer.rollouts import check_row
 from tests.dist.ranks import make as make_sp
+from tests.dist.ranks import not_refused, refusal
 from tests.hf.llama import IGNORE, with_lora
 from tests.hf.media_types import model_of
 from tests.hf.trainers import fields, make, split, trained
@@ -31,7 +35,9 @@ pytestmark = pytest.mark.usefixtures("compiled")
 whole = pytest.mark.whole
 # patches in one dimension, also in other layers and with states; blocks; one size, split; tiles
 NAMES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "internvl", "llava", "smolvlm")
-ROWS = ((1, 0), (0,), (), (1,), (), (0,))  # of examples: the sizes of their pictures
+# of examples, two of which are a batch: the sizes of their pictures. Of two groups one mostly has text alone
+ROWS = ((1, 0), (0,), (), (), (), (), (1,), ())
+BATCHES = 4  # a step, of all groups: some classes have the Trainer average the losses of batches
 SHAPES = ((2, 2), (4, 4), (4, 2))  # ranks, of a sequence
 FIGURES = ("loss", "grad_norm", "eval_loss")
 
@@ -75,25 +81,26 @@ def projections(model):
     return sorted(names - {"lm_head"})
 
 
-def run(folder, name, sequences, section, stage, way="full"):
+def run(folder, name, batches, section, stage, way="full"):
     """What a Trainer of a type logs."""
     unset_hf_deepspeed_config()  # of a run under ZeRO-3, by which models would be made in parts
     # an epsilon as large as gradients: else the first steps are made of the signs of what rounding has left
     how = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 5, "remove_unused_columns": False}
-    how |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential", **WAYS[way]}
+    how |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": batches}
+    how |= WAYS[way]
     how |= {"deepspeed_changes": split()} if stage == 3 else {}
     section = section and {"ulysses": 1, "prove": "never", **section, **how.pop("section", {})}
     how.pop("section", None)
 
     def trainer():
         model = small_copy(model_of(name))[0].train()
-        made = examples(model, ROWS * 8)
+        made = examples(model, ROWS * 5)
         parts = {"train_dataset": made, "eval_dataset": made[1:5], "data_collator": joined}
         for key, p in model.named_parameters():
             p.requires_grad_(way != "frozen" or "vis" not in key)
         if way == "lora":
             model = with_lora(model, *projections(model))
-        return make(folder, sequences, section, stage, model, parts, **how)
+        return make(folder, 2, section, stage, model, parts, **how)
 
     logs = trained(trainer()).logs
     if "save_steps" in how:
@@ -113,10 +120,10 @@ WAYS = {
 }
 
 
-def runs(folder, cases, size=None, sequences=2):
+def runs(folder, cases, size=None, batches=BATCHES):
     """What is logged in each case: (type, stage, way)."""
     section = size and {"size": size}
-    return [run(f"{folder}/{at}", name, sequences, section, *case) for at, (name, *case) in enumerate(cases)]
+    return [run(f"{folder}/{at}", name, batches, section, *case) for at, (name, *case) in enumerate(cases)]
 
 
 def assert_as_plain(folder, cases, shapes):
@@ -129,7 +136,9 @@ def assert_as_plain(folder, cases, shapes):
     """
     (plain,) = on_ranks(1, runs, folder / "plain", cases, timeout=300)
     for world, size in shapes:
-        for found in on_ranks(world, runs, folder / f"{world}-{size}", cases, size, 2 * size // world, timeout=400):
+        for found in on_ranks(
+            world, runs, folder / f"{world}-{size}", cases, size, BATCHES * size // world, timeout=400
+        ):
             for case, logs, wanted in zip(cases, found, plain, strict=True):
                 for name in FIGURES:
                     assert logs[name] == pytest.approx(wanted[name], rel=1e-5), (case, world, size, name)
@@ -189,6 +198,10 @@ def rows_of_text(count, first):
     return Dataset.from_list(rows)
 
 
+def pairs(rows):
+    return rows.rename_column("completion", "chosen").add_column("rejected", ["5 6"] * len(rows))
+
+
 def trl_run(folder, kind, size, **changes):
     """What a Trainer of trl's logs, with pictures."""
     import trl
@@ -197,12 +210,13 @@ def trl_run(folder, kind, size, **changes):
     model = small_copy(model_of("llava"))[0].train()
     section = size and {"size": size, "ulysses": 1, "prove": "never"}
     how = {"max_steps": 3, "bf16": False, "eval_strategy": "steps", "eval_steps": 3, **changes}
+    data = {"train": rows_of_text(24, 0), "eval": rows_of_text(4, 30)}
     trainer = (type("Shared", (SequenceParallelMixin, plain), {}) if size else plain)(
         model=model,
         args=config(str(folder), **fields(2, section, **how)),
         processing_class=processor_of(model.config),
-        train_dataset=rows_of_text(24, 0),
-        eval_dataset=rows_of_text(4, 30),
+        **({"ref_model": copy.deepcopy(model)} if kind == "DPO" else {}),
+        **{f"{name}_dataset": pairs(x) if kind == "DPO" else x for name, x in data.items()},
     )
     trainer.train()
     names = [*FIGURES, "mean_token_accuracy", "entropy", "num_tokens", "eval_entropy"]
@@ -239,7 +253,7 @@ def own_loop(way):
         for name, p in plain.named_parameters():
             found = model.get_parameter(name).grad
             found = found.full_tensor() if isinstance(found, DTensor) else found
-            if p.grad.abs().max() > 1e-4:
+            if p.grad is not None and p.grad.abs().max() > 1e-4:
                 largest = max(largest, float((found - p.grad).abs().max() / p.grad.abs().max()))
     return largest
 
@@ -247,3 +261,57 @@ def own_loop(way):
 @pytest.mark.parametrize("way", ["DDP", "FSDP2"])
 def test_loops_of_ones_own_get_the_plain_gradients_where_a_group_has_text_alone(way):
     assert max(on_ranks(4, own_loop, way)) < 1e-5
+
+
+def read(rows):
+    """A collator that reads a column of its own."""
+    return joined([row["example"] for row in rows])
+
+
+def drops(rows):
+    """A collator that leaves pictures out on one rank."""
+    batch = joined(rows)
+    return {name: x for name, x in batch.items() if name not in MEDIA} if dist.get_rank() else batch
+
+
+def other(rows):
+    batch = joined(rows)
+    return batch | {"pixel_values": batch["pixel_values"] + dist.get_rank()}
+
+
+def fails(rows):
+    if dist.get_rank():
+        raise ValueError("no such file")
+    return joined(rows)
+
+
+# what is wrong -> (the collator, words that every rank is told)
+WRONG = {
+    "columns that the model does not take": (read, ["example", "remove_unused_columns=False"]),
+    "pictures on one rank": (drops, ["the same", "rank 1: ", "pixel_values"]),
+    "other pictures on one rank": (other, ["the same", "pixel_values"]),
+    "a collator that fails on one rank": (fails, ["rank 1", "no such file"]),
+}
+
+
+def wrong_runs(folder):
+    found = {}
+    for name, (collate, _) in WRONG.items():
+        model = small_copy(model_of("llava"))[0].train()
+        rows = examples(model, ((0,),) * 8)
+        parts = {"train_dataset": [{"example": x} for x in rows] if collate is read else rows, "data_collator": collate}
+        trainer = make(f"{folder}/{name}", 2, {"size": 2, "prove": "never"}, model=model, parts=parts)
+        found[name] = *refusal(trainer.train), trainer.state.global_step
+    found["DPO"] = *refusal(trl_run, f"{folder}/DPO", "DPO", 2), 0
+    return found
+
+
+def test_wrong_uses_of_the_trainer_end_in_a_sentence_on_every_rank(tmp_path):
+    wrong = {**WRONG, "DPO": (None, ["DPOTrainer", "text alone", "pixel_values"])}
+    for found in on_ranks(2, wrong_runs, tmp_path):
+        assert not_refused(found, wrong) == {}
+
+
+def test_rollouts_with_pictures_are_refused():
+    with pytest.raises(ConfigError, match="text alone; got a column images"):
+        check_row({"prompt": "3", "images": []})
