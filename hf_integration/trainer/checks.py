@@ -32,7 +32,7 @@ from ..compat import CALLED, TRL_BASE, check_calls
 from ..families import patch_of, unwrapped
 from ..inputs import MEDIA
 from ..model import forward
-from .rollouts import ROLLOUTS, base_of_trl, check_row, rolls_out
+from .rollouts import ROLLOUTS, base_of_trl, check_row
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
@@ -229,8 +229,8 @@ def lengths(trainer: Any) -> dict[str, int | None]:
 
 def columns_error(trainer: Any) -> ConfigError | None:
     """Return the error for a data set of `datasets` whose columns have no tokens, all of which the Trainer removes."""
-    if rolls_out(trainer) or not trainer.args.remove_unused_columns:
-        return None
+    if base_of_trl(type(trainer), *SUPPORTED) or not trainer.args.remove_unused_columns:
+        return None  # trl's Trainers tokenize, or their collators for pictures do
     columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
     return next(filter(None, (text_error(dict.fromkeys(x)) for x in columns if isinstance(x, list))), None)
 
@@ -272,7 +272,8 @@ def text_error(example: object) -> ConfigError | None:
     return ConfigError(
         f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
         f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
-        "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        "DataCollatorForLanguageModeling(tokenizer, mlm=False), or set remove_unused_columns=False for a collator that "
+        "reads columns which the model does not take"
     )
 
 
