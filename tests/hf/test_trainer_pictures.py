@@ -24,8 +24,8 @@ from hf_integration.inputs import MEDIA, TYPES
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from hf_integration.trainer.rollouts import check_row
-from tests.dist.ranks import make as make_sp
 from tests.dist.ranks import lacking, not_refused, refusal
+from tests.dist.ranks import make as make_sp
 from tests.hf.llama import IGNORE, with_lora
 from tests.hf.media_types import model_of
 from tests.hf.trainers import fields, make, split, trained
