@@ -14,9 +14,7 @@ from tests.hf.conformance import _errors
 from tests.hf.llama import small
 from tests.hf.media_types import TYPES, model_of
 from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
-from tests.hf.trainers import make as make_trainer
-from tests.hf.trainers import trained
-from tests.launch import on_engine_ranks, on_ranks
+from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -237,38 +235,3 @@ def packs(name):
 def test_documents_of_a_pack_see_their_own_pictures(name):
     for errors in on_ranks(2, packs, name):
         assert max(errors.values()) < LIMIT, errors
-
-
-def examples(model):
-    """Examples of a row each, with the first picture or the second, and other text."""
-    found = []
-    for number in range(8):
-        batch, _ = media_batch(model, rows=((number % 2,),))
-        batch["input_ids"][0, :3] = batch["labels"][0, :3] = number + 3
-        found.append(batch)
-    return found
-
-
-def joined(batches):
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def trainer_run(folder, name, section, stage):
-    """Loss and norm of gradients of each step, and the loss of evaluation."""
-    model = small_copy(model_of(name))[0].train()
-    given = {"train_dataset": examples(model), "eval_dataset": examples(model)[:2], "data_collator": joined}
-    trainer = make_trainer(folder, 1, section, stage, model, given, max_steps=2, remove_unused_columns=False)
-    run = trained(trainer)
-    return [*run["loss"], *run["grad_norm"], trainer.evaluate()["eval_loss"]]
-
-
-@pytest.mark.parametrize("case", each_then_rest([("qwen3_vl", 2)], [("gemma3", 3), ("internvl", 2)]), ids=str)
-def test_the_trainer_takes_pictures(tmp_path, case):
-    name, stage = case
-    plain, *shared = (
-        run
-        for world, section in ((1, None), (2, {"size": 2, "ulysses": 1}))
-        for run in on_engine_ranks(world, trainer_run, tmp_path, name, section, stage)
-    )
-    for run in shared:
-        assert run == pytest.approx(plain, rel=1e-5)
