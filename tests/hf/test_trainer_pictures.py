@@ -83,7 +83,6 @@ def projections(model):
 
 def run(folder, name, batches, section, stage, way="full"):
     """What a Trainer of a type logs."""
-    unset_hf_deepspeed_config()  # of a run under ZeRO-3, by which models would be made in parts
     # an epsilon as large as gradients: else the first steps are made of the signs of what rounding has left
     how = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 5, "remove_unused_columns": False}
     how |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": batches}
@@ -93,6 +92,7 @@ def run(folder, name, batches, section, stage, way="full"):
     how.pop("section", None)
 
     def trainer():
+        unset_hf_deepspeed_config()  # of a run under ZeRO-3, by which models would be made in parts
         model = small_copy(model_of(name))[0].train()
         made = examples(model, ROWS * 5)
         parts = {"train_dataset": made, "eval_dataset": [made[0], made[2]] * 2, "data_collator": joined}
@@ -114,7 +114,6 @@ WAYS = {
     "lora": {},
     "frozen": {},
     "checkpointed": {"gradient_checkpointing": True},
-    "tiles": {"section": {"loss_tiles": 2}},
     "undivided": {"section": {"divide_media": False}},
     "resumed": {"save_strategy": "steps", "save_steps": 2},
 }
