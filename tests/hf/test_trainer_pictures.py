@@ -114,6 +114,7 @@ WAYS = {
     "lora": {},
     "frozen": {},
     "checkpointed": {"gradient_checkpointing": True},
+    "tiles": {"section": {"loss_tiles": 2}},
     "undivided": {"section": {"divide_media": False}},
     "resumed": {"save_strategy": "steps", "save_steps": 2},
 }
