@@ -78,7 +78,7 @@ def joined(batches):
 def projections(model):
     """Return the names of linear layers of the stack and of towers."""
     names = {name.rpartition(".")[2] for name, x in model.named_modules() if isinstance(x, torch.nn.Linear)}
-    return sorted(names - {"lm_head"})
+    return sorted(name for name in names - {"lm_head"} if not name.isdigit())
 
 
 def run(folder, name, batches, section, stage, way="full"):
