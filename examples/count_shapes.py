@@ -116,7 +116,7 @@ def write_results(trainer: SequenceParallelTrainer, sample: dict[str, Any], answ
 def main() -> None:
     parser = HfArgumentParser(TrainingArguments)
     parser.set_defaults(
-        output_dir="runs/count_shapes", max_steps=80, learning_rate=2e-3, warmup_steps=10, logging_steps=5,
+        output_dir="runs/count_shapes", max_steps=150, learning_rate=2e-3, warmup_steps=10, logging_steps=5,
         per_device_train_batch_size=8, report_to="none", save_strategy="no", remove_unused_columns=False,
         use_cpu=not torch.cuda.is_available(), lr_scheduler_type="cosine",
     )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_seqpar.base.compat import tree_leaves
+from ds_seqpar.base.errors import InputError
 
 ROUNDING = 2e-6  # in fp32, of the largest feature; pictures that see one another may change one another little more
 GRID, TILE, PICTURE = "grid", "tile", "picture"
@@ -47,6 +48,10 @@ class Pictures:
     """
 
     def __init__(self, arguments: Mapping[str, Any], cut: Cut) -> None:
+        if cut.by == GRID and not isinstance(arguments.get(cut.grid), Tensor):
+            raise InputError(
+                f"pictures need {cut.grid}, which says where each ends; got none, pass what a processor gives"
+            )
         self.cut, self.arguments = cut, dict(arguments)
         self.values, values = next((name, x) for name, x in arguments.items() if isinstance(x, Tensor | list))
         self.rows = arguments[cut.grid].tolist() if cut.by == GRID else values
@@ -69,6 +74,11 @@ class Pictures:
     def of_elements(self, begin: int, end: int) -> list[int]:
         """Return the owner of each element of a list of features, of the arguments that `part` returns."""
         return [*dict.fromkeys(self.owners[begin:end])] if self.cut.by == GRID else self.owners[begin:end]
+
+    def smallest(self) -> dict[str, Any]:
+        """Return the arguments for the cheapest."""
+        at = self.costs.index(min(self.costs))
+        return self.part(at, at + 1)
 
     def part(self, begin: int, end: int) -> dict[str, Any]:
         """Return the arguments for those from `begin` up to `end`."""

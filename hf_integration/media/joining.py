@@ -1,8 +1,9 @@
-"""Ranks without pictures, beside others that have some, in models whose parameters are partitioned (ZeRO-3, FSDP2).
+"""Ranks without pictures, beside others that have some: all of them call the towers, or none.
 
-Ranks gather the parameters of a tower together, in forward and backward. So before a forward all ranks of the world
-tell whether they have pictures. One that has none, where another one has, computes the smallest picture of another one,
-where a model would compute its own: behind its embeddings. Nothing of it reaches the loss.
+Ranks gather parameters that are partitioned (ZeRO-3, FSDP2) together, in forward and backward, and reduce gradients
+together (ZeRO-1 and 2, DDP), of which each must have the same. So before a forward all ranks of the world tell whether
+they have pictures. One that has none, where another one has, computes the smallest picture of another one, where a
+model would compute its own: behind its embeddings. Nothing of it reaches the loss.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -20,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.compat import tree_leaves, tree_map
-from ds_seqpar.base.errors import InputError
+from ds_seqpar.base.errors import InputError, SeqParError, as_seqpar_error
 from ds_seqpar.guards.agreement import all_reduce_sum, maximum
 from ds_seqpar.guards.waits import explaining_failure
 
@@ -57,8 +59,8 @@ class _Joining:
         self.hook: RemovableHandle | None = None  # of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        context = current()
-        if (context is not None and context.mode == "decode") or not _is_partitioned(owner):
+        is_partitioned = _is_partitioned(owner)
+        if not self._joins(owner, is_partitioned):
             return
         inputs = dict(zip(inspect.signature(owner.forward).parameters, args, strict=False)) | kwargs
         given = {name: self._given(getattr(owner, name), inputs) for name in self.methods}
@@ -69,17 +71,26 @@ class _Joining:
         having = {name: int(x) for name, x in zip(self.methods, sums, strict=False) if x}
         if all(x == ranks for x in having.values()):
             return
-        if len(having) > 1 or sums[-1]:
+        if (is_partitioned and len(having) > 1) or sums[-1]:
             told = " and ".join(f"{name} would be called on {x}" for name, x in having.items())
             raise InputError(
                 f"partitioned parameters need pictures of one kind, or text as input_ids, on all {ranks} ranks in a "
                 f"forward; got ranks of which {told}, make micro-batches alike"
             )
-        (name,) = having
-        if sums[len(self.methods) + self.methods.index(name)]:
-            self._tell_smallest(name, given[name])
-        if not given[name]:  # behind the hooks of the embedding that gather its parameters, also in backward
-            self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, name))
+        for name in having:
+            if sums[len(self.methods) + self.methods.index(name)]:
+                self._tell_smallest(name, given[name])
+        # behind the hooks of the embedding that gather its parameters, also in backward
+        if lacking := [name for name in having if not given[name]]:
+            self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, lacking))
+
+    def _joins(self, owner: nn.Module, is_partitioned: bool) -> bool:
+        """Return whether all ranks of the world must call the same towers in a forward."""
+        context = current()
+        if is_partitioned:
+            return context is None or context.mode != "decode"
+        is_shared = context is not None and context.mode in ("whole", "sharded")
+        return is_shared and self.sp.data_size > 1 and owner.training and torch.is_grad_enabled()
 
     @staticmethod
     def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,21 +104,29 @@ class _Joining:
         ranks, rank = dist.get_world_size(world), dist.get_rank(world)
         first = ranks - maximum(world, ranks - rank if given else 0, CALL)
         if rank == first:
-            pictures = Pictures(given, self.cuts[name]) if name in self.cuts else None
-            at = 0 if pictures is None else pictures.costs.index(min(pictures.costs))
-            smallest = given if pictures is None else pictures.part(at, at + 1)
-            told = [tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, smallest)]
+            try:
+                smallest = Pictures(given, self.cuts[name]).smallest() if name in self.cuts else given
+                told = [tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, smallest)]
+            except Exception as reason:  # told to the other ranks, which wait for a picture
+                told = [as_seqpar_error("telling ranks without pictures the smallest one failed", reason)]
         with explaining_failure(CALL, world):
             dist.broadcast_object_list(told, group=world, group_src=first)
+        if isinstance(told[0], SeqParError):
+            raise told[0]
         self.smallest[name] = told[0]
 
-    def _behind_embedding(self, owner: nn.Module, name: str, embedding: nn.Module, args: tuple, output: Tensor) -> Any:
+    def _behind_embedding(
+        self, owner: nn.Module, names: list[str], embedding: nn.Module, args: tuple, output: Tensor
+    ) -> Any:
         assert self.hook is not None
         self.hook.remove()
-        arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
-        with entered(LOCAL):
-            result = getattr(owner, name)(**arguments)
-        features = tree_leaves([result[name] for name in features_in(result)])  # others go through backward in no rank
+        features: list[Any] = []
+        for name in names:
+            arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
+            with entered(LOCAL):
+                result = getattr(owner, name)(**arguments)
+            # other fields go through backward in no rank
+            features += tree_leaves([result[field] for field in features_in(result)])
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
 
 

@@ -130,12 +130,11 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
     pictures, result, error = Pictures(arguments, cut), None, None
     shares = pictures.shares(sp.size)
     begin, end = shares[sp.rank]
-    if is_idle := begin == end:
-        begin = pictures.costs.index(min(pictures.costs))
+    is_idle = begin == end
     stream = own_stream(sp)
     try:
         with entered(LOCAL):
-            result = method(**pictures.part(begin, begin + 1 if is_idle else end))
+            result = method(**(pictures.smallest() if is_idle else pictures.part(begin, end)))
     except Exception as reason:  # reported to the other ranks, which would wait for features
         error = as_seqpar_error("making features of pictures failed", reason)
     finally:

@@ -32,7 +32,7 @@ from ..compat import CALLED, TRL_BASE, check_calls
 from ..families import patch_of, unwrapped
 from ..inputs import MEDIA
 from ..model import forward
-from .rollouts import ROLLOUTS, check_row, rolls_out
+from .rollouts import ROLLOUTS, base_of_trl, check_row
 
 # field of TrainingArguments -> (the wrong value, the needed value and why)
 ARGUMENTS = {
@@ -159,11 +159,13 @@ def _world_size() -> int:
 
 
 def text_of(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch without its media. Raises where the model cannot take them, or a Trainer of trl's has some."""
+    """Return a batch without its media. Raises where the model cannot take them, or a Trainer of trl's but SFT has
+    some."""
     given = [name for name in MEDIA if batch.get(name) is not None]
-    if given and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+    if given and (of_trl := base_of_trl(type(trainer), *LOSS_OF_WHOLE)):
         raise InputError(
-            f"trl's trainers share sequences of text alone; got {given[0]}, train on media by transformers' Trainer"
+            f"trl's {of_trl.__name__} shares sequences of text alone; got {given[0]}, train on media by its SFTTrainer "
+            "or by transformers' Trainer"
         )
     return forward.text_of(trainer.model, batch)
 
@@ -227,8 +229,8 @@ def lengths(trainer: Any) -> dict[str, int | None]:
 
 def columns_error(trainer: Any) -> ConfigError | None:
     """Return the error for a data set of `datasets` whose columns have no tokens, all of which the Trainer removes."""
-    if rolls_out(trainer) or not trainer.args.remove_unused_columns:
-        return None
+    if base_of_trl(type(trainer), *SUPPORTED) or not trainer.args.remove_unused_columns:
+        return None  # trl's Trainers tokenize, or their collators for pictures do
     columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
     return next(filter(None, (text_error(dict.fromkeys(x)) for x in columns if isinstance(x, list))), None)
 
@@ -253,6 +255,8 @@ class CheckedCollator:
             name = getattr(collate, "__name__", type(collate).__name__)
             unequal = len({sum(len(x) for x in _ids(row) if hasattr(x, "__len__")) for row in rows}) > 1
             hint = " (examples of different lengths need one that pads, and a tokenizer.pad_token)" * unequal
+            if isinstance(reason, KeyError):
+                hint += " (columns that the model does not take need remove_unused_columns=False)"
             raise text_error(rows[0]) or as_seqpar_error(f"making a batch by {name}{hint} failed", reason) from reason
         if isinstance(batch, list):  # rows of prompts
             check_row(rows[0])
@@ -268,7 +272,8 @@ def text_error(example: object) -> ConfigError | None:
     return ConfigError(
         f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
         f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
-        "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        "DataCollatorForLanguageModeling(tokenizer, mlm=False), or set remove_unused_columns=False for a collator that "
+        "reads columns which the model does not take"
     )
 
 

@@ -145,7 +145,9 @@ def count_groups(args: Any, groups: int) -> None:
 
 
 def check_row(row: Any) -> None:
-    """Raise ConfigError for a row of a data set without a prompt."""
+    """Raise ConfigError for a row of a data set without a prompt, or with pictures."""
+    if given := {"image", "images"} & row.keys():
+        raise ConfigError(f"GRPO and RLOO share sequences of text alone; got a column {min(given)}, leave it out")
     if "prompt" not in row:
         raise ConfigError(f"GRPO and RLOO need a column prompt; got {', '.join(sorted(row))} alone, rename one")
 

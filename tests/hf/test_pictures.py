@@ -11,11 +11,10 @@ from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf.conformance import _errors
+from tests.hf.llama import small
 from tests.hf.media_types import TYPES, model_of
 from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
-from tests.hf.trainers import make as make_trainer
-from tests.hf.trainers import trained
-from tests.launch import on_engine_ranks, on_ranks
+from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -59,6 +58,40 @@ def noisy(model, sp, batch):
         torch.manual_seed(0)
 
 
+def fewer(batch, rank):
+    """The last picture is missing on one rank."""
+    sizes = batch["image_grid_thw"].prod(1).tolist()
+    kept = {"image_grid_thw": batch["image_grid_thw"][:-1], "pixel_values": batch["pixel_values"][: sum(sizes[:-1])]}
+    return batch | (kept if rank else {})
+
+
+def filmed(batch, rank):
+    """What are pictures on one rank are films on another one."""
+    films = {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+    return text_of(batch) | films if rank else batch
+
+
+def of_text_model(model, sp, batch):
+    return patch_attention(small(vocab_size=300), sp)(**batch)
+
+
+def cut_inside(model, sp, batch):
+    """A document begins at a picture's third token, where pictures see themselves."""
+    of_blocks = small_copy(model_of("gemma3"))[0].train()
+    pack, _ = media_batch(of_blocks, rows=((0,),))
+    ids = pack["input_ids"]
+    first = int((ids[0] == of_blocks.config.image_token_id).nonzero()[2])
+    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None]
+    call(patch_attention(of_blocks, sp), **pack, position_ids=positions)
+
+
+def compiled(model, sp, batch):
+    try:
+        return torch.compile(model, backend="eager")(**batch)
+    finally:
+        torch._dynamo.reset()
+
+
 # what is wrong -> (a call(model, sp, batch), words that every rank is told)
 WRONG = {
     "pictures on one rank": (
@@ -83,6 +116,38 @@ WRONG = {
     "fewer tokens than features": (
         lambda model, sp, batch: call(model, **batch | {"input_ids": batch["input_ids"].clamp(max=3)}),
         ["tokens"],
+    ),
+    "rows that are cut inside a picture": (
+        lambda model, sp, batch: call(
+            model,
+            **{name: x[:, :20] for name, x in batch.items() if name in text_of(batch)},
+            pixel_values=batch["pixel_values"],
+            image_grid_thw=batch["image_grid_thw"],
+        ),
+        ["tokens"],
+    ),
+    "fewer pictures on one rank": (
+        lambda model, sp, batch: call(model, **fewer(batch, sp.rank)),
+        ["same whole batch", "pixel_values"],
+    ),
+    "films on one rank": (
+        lambda model, sp, batch: call(model, **filmed(batch, sp.rank)),
+        ["same whole batch", "pixel_values_videos"],
+    ),
+    "sizes of other pictures": (
+        lambda model, sp, batch: call(model, **batch | {"image_grid_thw": batch["image_grid_thw"] * 2}),
+        ["making features of pictures failed"],
+    ),
+    "no sizes": (
+        lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
+        ["image_grid_thw", "got none"],
+    ),
+    "a pack that is cut inside a picture": (cut_inside, ["block", "within a document"]),
+    "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
+    "a model in torch.compile": (compiled, ["layer.compile()"]),
+    "log-probabilities": (
+        lambda model, sp, batch: sp.log_probs(model, **batch),
+        ["log_probs needs", "whole logits"],
     ),
 }
 
@@ -174,38 +239,3 @@ def packs(name):
 def test_documents_of_a_pack_see_their_own_pictures(name):
     for errors in on_ranks(2, packs, name):
         assert max(errors.values()) < LIMIT, errors
-
-
-def examples(model):
-    """Examples of a row each, with the first picture or the second, and other text."""
-    found = []
-    for number in range(8):
-        batch, _ = media_batch(model, rows=((number % 2,),))
-        batch["input_ids"][0, :3] = batch["labels"][0, :3] = number + 3
-        found.append(batch)
-    return found
-
-
-def joined(batches):
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def trainer_run(folder, name, section, stage):
-    """Loss and norm of gradients of each step, and the loss of evaluation."""
-    model = small_copy(model_of(name))[0].train()
-    given = {"train_dataset": examples(model), "eval_dataset": examples(model)[:2], "data_collator": joined}
-    trainer = make_trainer(folder, 1, section, stage, model, given, max_steps=2, remove_unused_columns=False)
-    run = trained(trainer)
-    return [*run["loss"], *run["grad_norm"], trainer.evaluate()["eval_loss"]]
-
-
-@pytest.mark.parametrize("case", each_then_rest([("qwen3_vl", 2)], [("gemma3", 3), ("internvl", 2)]), ids=str)
-def test_the_trainer_takes_pictures(tmp_path, case):
-    name, stage = case
-    plain, *shared = (
-        run
-        for world, section in ((1, None), (2, {"size": 2, "ulysses": 1}))
-        for run in on_engine_ranks(world, trainer_run, tmp_path, name, section, stage)
-    )
-    for run in shared:
-        assert run == pytest.approx(plain, rel=1e-5)
