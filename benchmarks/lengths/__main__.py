@@ -42,7 +42,7 @@ from benchmarks.memory.ranks import Model as Small
 from benchmarks.turns import order
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.data.balance import shards_of
-from ds_seqpar.data.dealing import deal
+from ds_seqpar.data.dealing import deal, deal_by_length
 from ds_seqpar.planner.estimate import Work
 from ds_seqpar.planner.lengths import Costs
 from ds_seqpar.planner.machine import Machine, Wire
@@ -106,7 +106,10 @@ def contenders(lengths: Sequence[int], costs: Costs) -> dict[str, list[Pack]]:
             Pack(tuple(tuple(lengths[x] for x in pack) for pack in row)) for row in zip(*dealt, strict=True)
         ]
     found["b: packs, Ulysses 8"] = [Pack(pack, RANKS) for pack in packs]
+    ours = deal_by_length(lengths, of, 1, RANKS, CAP)
+    packs = [tuple(lengths[x] for x in pack) for pack in ours.shared[0]]
     found["ours"] = [Pack(pack, costs.ulysses(pack, costs.ulysses_sizes)) for pack in packs]
+    found["ours"] += [Pack(tuple(tuple(lengths[x] for x in pack) or (1,) for pack in row), 1) for row in ours.whole[0]]
     return found
 
 
@@ -147,16 +150,30 @@ def cells(kind: str, link: str, rows: Any, seconds: Any, others: Any, groups: fl
         work, sent = others[name]
         sizes = Counter(pack.ulysses for pack in packs)
         by_size = ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items()) if size)
-        of_groups = f"{groups:.3f}" if "a" not in name.partition(":")[0] and name[0] != "c" else ""
+        of_groups = f"{groups:.3f}" if name == "ours" else ""
         cut = sum(cuts(pack) for pack in packs)
-        yield [kind, link, name, f"{first / middle[name]:.2f}", f"{middle[name]:.2f}", work, of_groups, sent, cut, by_size]
+        yield [
+            kind,
+            link,
+            name,
+            f"{first / middle[name]:.2f}",
+            f"{middle[name]:.2f}",
+            work,
+            of_groups,
+            sent,
+            cut,
+            by_size,
+        ]
 
 
 def cuts(pack: Pack) -> int:
     """Documents of a pack that several CP ranks hold."""
-    if pack.ulysses == 0 or pack.ulysses == RANKS:
+    if pack.ulysses == 0 or isinstance(pack.lengths[0], tuple):
         return 0
-    shards, starts = shards_of("balanced", pack.lengths, RANKS // pack.ulysses), [0, *itertools.accumulate(pack.lengths)]
+    shards, starts = (
+        shards_of("balanced", pack.lengths, RANKS // pack.ulysses),
+        [0, *itertools.accumulate(pack.lengths)],
+    )
     held: dict[int, set[int]] = defaultdict(set)
     for rank in range(shards.size):
         for run in shards.runs("q", (rank,)):
@@ -169,7 +186,9 @@ def of_groups(kind: str, costs: Costs) -> float:
     """Most over mean of the work of 4 groups."""
     lengths = samples(kind, 4)
     of = [costs.seconds([n]) for n in lengths]
-    return most([sum(of[x] for pack in packs for x in pack) for packs in deal(lengths, of, 4, RANKS * CAP)])
+    dealt = deal_by_length(lengths, of, 4, RANKS, CAP)
+    of_all = [[*shared, *itertools.chain(*whole)] for shared, whole in zip(*dealt, strict=True)]
+    return most([sum(of[x] for pack in packs for x in pack) for packs in of_all])
 
 
 def most(works: Sequence[float]) -> float:
@@ -182,9 +201,25 @@ def really(args: argparse.Namespace) -> Iterator[list[object]]:
         lengths, cap = samples(kind, 1, args.scale), CAP * RANKS // 2 // args.scale
         if kind == "uniform":
             cap = CAP // args.scale
-        costs = Costs.of(SequenceParallelConfig(size=1).resolve(1, (8, 4)), Job(model=Model(
-            hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4, head_dim=32, vocab=256, parameters=1,
-            layer_parameters=1), dtype="float32"), 2, Machine.load("cpu"))
+        costs = Costs.of(
+            SequenceParallelConfig(size=1).resolve(1, (8, 4)),
+            Job(
+                model=Model(
+                    hidden=256,
+                    intermediate=1024,
+                    layers=2,
+                    heads=8,
+                    kv_heads=4,
+                    head_dim=32,
+                    vocab=256,
+                    parameters=1,
+                    layer_parameters=1,
+                ),
+                dtype="float32",
+            ),
+            2,
+            Machine.load("cpu"),
+        )
         dealt = deal(lengths, [costs.seconds([n]) for n in lengths], 2, cap) if max(lengths) <= cap else [[], []]
         flat = [[x for pack in packs for x in pack] for packs in dealt]
         found = launched(2, real, model, lengths, cap, flat, args.rounds, timeout=1800)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from benchmarks.memory.ranks import Model
 from benchmarks.turns import in_turns, together
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.core.compiler.program.instructions import Product
+from ds_seqpar.core.compiler.sharding.layout import Run
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
 from ds_seqpar.core.compiler.tiles.launches import KernelSupport
 from ds_seqpar.core.runtime import kernels
 from ds_seqpar.core.runtime.walk import Observer
@@ -27,7 +30,8 @@ BY_ULYSSES: dict[int, SequenceParallel] = {}
 
 
 class Pack(NamedTuple):
-    """A micro-batch. ulysses: of the ranks that share it; 0: each rank has `lengths` of its own, and shares nothing."""
+    """A micro-batch. lengths: of documents that ranks share, or for each rank of its own. ulysses: 0: without calls of
+    attention, as of plain data parallel."""
 
     lengths: tuple[Any, ...]
     ulysses: int = 0
@@ -91,13 +95,17 @@ class Step:
 
     def shared(self, pack: Pack) -> None:
         sp, (heads, kv_heads, dim) = BY_ULYSSES[pack.ulysses], self.heads
-        placement = sp.place(sum(pack.lengths), pack.lengths)
-        tokens = len(sp.position_ids(sum(pack.lengths), placement))
+        documents = pack.lengths
+        if isinstance(documents[0], tuple):
+            each = [sum(own) for own in documents]
+            documents = tuple(itertools.chain(*documents))
+            starts = [0, *itertools.accumulate(each)]
+            sp.sharding.shards_of[documents] = UnevenShards([(Run(*x),) for x in zip(starts, [1] * len(each), each)])
+        placement = sp.place(sum(documents), documents)
+        tokens = len(sp.position_ids(sum(documents), placement))
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
         self.clock.sleep(tokens * self.clock.work.token / 3)
-        out = sp.attention(
-            *(x.requires_grad_() for x in (q, k, v)), mask=placement.mask, shards=placement.shards
-        )
+        out = sp.attention(*(x.requires_grad_() for x in (q, k, v)), mask=placement.mask, shards=placement.shards)
         out.backward(torch.zeros_like(out))
         self.clock.sleep(tokens * self.clock.work.token * 2 / 3)
 
@@ -112,7 +120,8 @@ def build(steps: Sequence[Sequence[Pack]], work: Work, heads: tuple[int, int, in
             config = SequenceParallelConfig(size=dist.get_world_size(), ulysses=ulysses, kernel="nothing")
             BY_ULYSSES[ulysses] = SequenceParallel(config)
         BY_ULYSSES[ulysses].runtime.observers[:] = [
-            *(x for x in BY_ULYSSES[ulysses].runtime.observers if not isinstance(x, Clock)), clock
+            *(x for x in BY_ULYSSES[ulysses].runtime.observers if not isinstance(x, Clock)),
+            clock,
         ]
     STEPS[:] = [Step(packs, clock, heads) for packs in steps]
 

@@ -8,11 +8,13 @@ gradients and gather parameters together. One more micro-batch is tried where th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..base.errors import InputError
 
 Pack = list[int]  # the samples of a micro-batch, by their numbers in the step, ascending
 EVEN = 1.05  # the most expensive group's cost over the mean, for which no more micro-batches are tried
+WHOLE = 1.02  # the same of ranks, for which no more samples are shared
 TRIED = 3  # numbers of micro-batches, from the least one on
 
 
@@ -51,6 +53,50 @@ def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -
             break
     assert best is not None  # with a micro-batch for each sample, all fit
     return best[1]
+
+
+class Dealt(NamedTuple):
+    """The packs of each group: those that its ranks share, and those of which each rank has whole samples."""
+
+    shared: list[list[Pack]]
+    whole: list[list[list[Pack]]]  # of each group, for each micro-batch the samples of each rank
+
+
+def deal_by_length(tokens: Sequence[int], costs: Sequence[float], groups: int, size: int, cap: int) -> Dealt:
+    """Return packs in which samples are whole on a rank, but for the longest ones.
+
+    Ranks share what has more tokens than a rank may have. Where the others give ranks unequal costs, they share the
+    longest of these too.
+
+    Args:
+        tokens: of each sample, from 1 to `cap * size`.
+        costs: of each sample, above 0.
+        groups: how many there are.
+        size: ranks of a group.
+        cap: most tokens of a rank in a pack.
+
+    Raises:
+        InputError: a sample has more tokens than a pack.
+    """
+    order = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
+    least = sum(count > cap for count in tokens)
+    for number in range(least, min(least + TRIED * size, len(order))):
+        samples = sorted(order[number:])
+        of = [costs[sample] for sample in samples]
+        whole = deal([tokens[sample] for sample in samples], of, groups * size, cap)
+        if max(sum(of[x] for pack in packs for x in pack) for packs in whole) <= WHOLE * sum(of) / (groups * size):
+            break
+    else:
+        number, samples, whole = len(order), [], [[] for _ in range(groups * size)]
+    longest = sorted(order[:number])
+    shared = deal([tokens[x] for x in longest], [costs[x] for x in longest], groups, cap * size) if longest else []
+    return Dealt(
+        [[[longest[x] for x in pack] for pack in packs] for packs in shared] or [[] for _ in range(groups)],
+        [
+            [[[samples[x] for x in pack] for pack in row] for row in zip(*whole[at : at + size], strict=True)]
+            for at in range(0, groups * size, size)
+        ],
+    )
 
 
 def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: int, cap: int) -> list[list[Pack]] | None:

@@ -101,7 +101,7 @@ def packed(section, kind, as_stream=False, checkpoints=False):
         norms.append(norm({name: array(p.grad) for name, p in model.named_parameters()}))
         optimizer.step()
         optimizer.zero_grad()
-    sizes = sorted({*sp.sharding.ulysses_of.values()})
+    sizes = sorted({sp.size // shards.size for shards in sp.sharding.shards_of.values()})
     weights = {name: array(p) for name, p in model.named_parameters()}
     sp.close()
     return losses, norms, weights, counts, sizes
