@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import ds_seqpar
 from hf_integration import share_sequences
 from tests.dist.ranks import WRONG, make, refusal
+from tests.hf.every_type import tiny
 from tests.hf.llama import IGNORE, array, gap, norm, small
 from tests.hf.llama import weights as engine_weights
 from tests.launch import on_engine_ranks, on_ranks
@@ -59,9 +60,9 @@ def loader_of(kind, as_stream=False):
     return DataLoader(data, batch_size=SAMPLES, shuffle=True, generator=generator, collate_fn=collate)
 
 
-def plain(kind, as_stream=False):
+def plain(kind, as_stream=False, make_model=small):
     """(losses, norms, weights) of the loop without packs, on one process."""
-    model, losses, norms = small().double(), [], []
+    model, losses, norms = make_model().double(), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = loader_of(kind, as_stream)
     loader.collate_fn = list
@@ -81,9 +82,9 @@ def plain(kind, as_stream=False):
     return losses, norms, {name: array(p) for name, p in model.named_parameters()}
 
 
-def packed(section, kind, as_stream=False, checkpoints=False):
+def packed(section, kind, as_stream=False, checkpoints=False, make_model=small):
     """The same of the packs, and (micro-batches of each step, Ulysses sizes)."""
-    model, losses, norms, counts = small().double(), [], [], []
+    model, losses, norms, counts = make_model().double(), [], [], []
     if checkpoints:
         model.gradient_checkpointing_enable()
     sp = share_sequences(model, **section)
@@ -118,6 +119,7 @@ CASES = {
         ({"size": 2, "tokens_per_rank": 40}, "uniform", True),
         (ULYSSES, "chat", False, True),
     ],
+    8: [({"size": 8, "tokens_per_rank": 6}, "chat", False), ({"size": 4, "tokens_per_rank": 12}, "one long", False)],
 }
 
 
@@ -125,7 +127,7 @@ def all_packed(cases):
     return [packed(*case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.whole)])
 def test_packs_train_as_the_plain_loop_does(ranks):
     expected = {case[1:3]: plain(*case[1:3]) for case in CASES[ranks]}
     for found in on_ranks(ranks, all_packed, CASES[ranks], timeout=200):
@@ -136,6 +138,20 @@ def test_packs_train_as_the_plain_loop_does(ranks):
             assert gap(weights, of_plain[2]) < 1e-6, case
             assert len(counts) == STEPS, case
             assert case[0] is not ULYSSES or sizes == [1, 4], case
+
+
+def gathering():
+    return tiny("gptj")
+
+
+@pytest.mark.whole
+def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
+    losses, norms, weights = plain("chat", make_model=gathering)
+    for found in on_ranks(4, packed, ULYSSES, "chat", False, False, gathering, timeout=200):
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        assert found[1] == pytest.approx(norms, rel=1e-6)
+        assert gap(found[2], weights) < 1e-6
+        assert len(found[4]) > 1  # one of them at least is not the configured one
 
 
 def by_engine(stage, kind):
