@@ -45,7 +45,7 @@ from ds_seqpar.data.balance import shards_of
 from ds_seqpar.data.dealing import deal, deal_by_length
 from ds_seqpar.planner.estimate import Work
 from ds_seqpar.planner.lengths import Costs
-from ds_seqpar.planner.machine import Machine, Wire
+from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.request import Job, Model
 from tests.launch import on_ranks as launched
 
@@ -132,7 +132,7 @@ def emulated(args: argparse.Namespace) -> Iterator[list[object]]:
             others: dict[str, list[object]] = {}
             for turn in range(args.rounds):
                 for index in order(len(rows), turn):
-                    name, start = [*rows][index], time.monotonic() + 2
+                    name = [*rows][index]
                     found, out, _ = on_ranks.carried(
                         ranks, network, lambda i=index: on_ranks.call(ranks, on_ranks.one_turn, i, time.monotonic())
                     )

@@ -100,7 +100,9 @@ class Step:
             each = [sum(own) for own in documents]
             documents = tuple(itertools.chain(*documents))
             starts = [0, *itertools.accumulate(each)]
-            sp.sharding.shards_of[documents] = UnevenShards([(Run(*x),) for x in zip(starts, [1] * len(each), each)])
+            sp.sharding.shards_of[documents] = UnevenShards(
+                [(Run(*x),) for x in zip(starts, [1] * len(each), each, strict=False)]
+            )
         placement = sp.place(sum(documents), documents)
         tokens = len(sp.position_ids(sum(documents), placement))
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))

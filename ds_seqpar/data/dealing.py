@@ -130,8 +130,10 @@ def _dealt(
 def _spread(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], cap: int
 ) -> list[list[int]] | None:
-    """Return the samples in bins, each in that of the least cost which has room; None where none has. `taken`: what each
-    bin costs before."""
+    """Return the samples in bins, each in that of the least cost which has room; None where none has.
+
+    `taken` is what each bin costs before.
+    """
     bins = len(taken)
     spread: list[list[int]] = [[] for _ in range(bins)]
     load, room = [*taken], [cap] * bins
