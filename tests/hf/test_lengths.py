@@ -166,7 +166,7 @@ def gathering(documents):
 def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
     expected = gathering((9, 4, 7))
     for found in on_ranks(2, gathering, (9, 4, 7), timeout=120):
-        assert gap(found, expected) < 1e-9
+        assert gap(found, expected) < 1e-6  # its attention casts to fp32
 
 
 def by_engine(stage, kind):
