@@ -92,9 +92,8 @@ def deal_by_length(tokens: Sequence[int], costs: Sequence[float], groups: int, s
             deal([tokens[x] for x in longest], of[0], groups, cap * size) if longest else [[] for _ in range(groups)]
         )
         taken = [cost / size for cost in of_groups(shared, of[0], [0.0] * groups) for _ in range(size)]
-        whole = (
-            deal([tokens[x] for x in samples], of[1], groups * size, cap, taken) if samples else [[]] * groups * size
-        )
+        none: list[list[Pack]] = [[]] * (groups * size)
+        whole = deal([tokens[x] for x in samples], of[1], groups * size, cap, taken) if samples else none
         if max(of_groups(whole, of[1], taken)) <= WHOLE * sum(costs) / (groups * size):
             break
     return Dealt(
