@@ -6,7 +6,7 @@
 A step's samples have the quantiles of `KINDS`, which are assumed; the longest sample of each kind is in the step.
 Contenders: (a) one sample a group of fixed size, padded to the next multiple of the group, Ulysses on all ranks, which
 are as many as the longest sample needs; (b) our packs at the same Ulysses size; (c) data parallel where the longest
-sample fits a rank, dealt by cost; ours: packs, whose Ulysses size the planner's estimate chooses.
+sample fits a rank, dealt by cost; ours: whole samples on each rank, but for the longest.
 
 A step is one layer of `MODEL`, forward and backward, on 8 nodes of one rank in a cluster in a box (`cluster.net`). A
 rank sleeps as long as the machine `--machine` computes, times --slower: by attention's pairs and by tokens. Tensors are
@@ -14,7 +14,8 @@ sent for real, with heads of a --thinner-th, on links of a rank's real rate over
 several ms, is then --slower times less on that machine. What a step needs for parameters is left out: a barrier for
 each sample, of (a), would only cost it more.
 
---real: a LLaMA on 2 ranks of this machine, loops with `sp.packs` and plain ones, forward and backward.
+--real: a LLaMA on 2 ranks of this machine, loops with `sp.packs` and plain ones, forward and backward; lengths are a
+--scale-th.
 
 ratio: tokens a second to (a). work: most over mean of ranks; groups: of 4 groups that are dealt four times the samples.
 MB: out of the busiest node. cut: documents on several ranks.
