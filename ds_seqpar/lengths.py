@@ -7,6 +7,7 @@ sample is sent. Nothing else depends on how they are dealt: losses are divided b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,13 +23,16 @@ from .base.fingerprint import Fingerprint
 from .base.log import log_once
 from .base.on_devices import to_device
 from .core.compiler import schedules
+from .core.compiler.sharding.layout import Run, Runs
+from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
+from .data.balance import shards_of
 from .data.batch_layout import positions_held
 from .data.batches import lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import deal
+from .data.dealing import Dealt, deal, deal_by_length
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
@@ -38,7 +42,7 @@ from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
 
-REMEMBERED = 4096  # packs whose Ulysses size is known; of others it is the configured one
+REMEMBERED = 4096  # packs whose shards are known; others are as without packs
 CALL = "sp.packs"
 
 
@@ -113,11 +117,18 @@ class StepDealer:
         with together(sp.control_world, action, name, error=error, call=CALL, advice=_advice) as agreed:
             rows = [self._row(sample) for sample in samples]
             of_rows = [self.costs.seconds(row.documents) for row in rows]
-            dealt = deal([row.tokens for row in rows], of_rows, sp.data_size, self.cap)
+            dealt = self._deal([row.tokens for row in rows], of_rows)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
-            batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt[sp.data_rank]]
+            batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt.shared[sp.data_rank]]
+            batches += [
+                self._batch_of_whole([[rows[sample] for sample in pack] for pack in packs])
+                for packs in dealt.whole[sp.data_rank]
+            ]
             if not self.has_said:
-                works = [sum(of_rows[sample] for pack in packs for sample in pack) for packs in dealt]
+                of_groups = zip(dealt.shared, (itertools.chain(*packs) for packs in dealt.whole), strict=True)
+                works = [
+                    sum(of_rows[sample] for pack in itertools.chain(*both) for sample in pack) for both in of_groups
+                ]
                 self._say_once(works, lengths_of(batches[0]))
             items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
         return [{**batch, "num_items_in_batch": items} for batch in batches]
@@ -150,26 +161,42 @@ class StepDealer:
 
     def _batch(self, pack: list[Row]) -> dict[str, Tensor]:
         """Return a pack as a batch of one row. Where ranks would have no token, it has some that count nothing."""
+        if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
+            pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
-        parts, missing = [row.tensors for row in pack], self.sp.size - sum(documents)
-        if missing > 0:
-            filler = torch.zeros(1, missing, dtype=torch.int64, device="cpu")
-            kinds = parts[0] if parts else {"input_ids": filler, "labels": filler}
-            parts.append({name: x.new_zeros(1, missing, *x.shape[2:]) for name, x in kinds.items()})
-            parts[-1]["labels"] = filler + IGNORE
-            documents = *documents, missing
-        if len(self.sizes) > 1:
-            self._choose(documents)
-        batch = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-        return {**batch, "position_ids": torch.cat([torch.arange(n, device="cpu") for n in documents])[None]}
+        if self._chooses and documents not in self.sp.sharding.shards_of:
+            ulysses = self.costs.ulysses(documents, self.sizes)
+            self._place(documents, shards_of(self.sp.config.layout, documents, self.sp.size // ulysses))
+        return _joined(pack, documents)
 
-    def _choose(self, documents: tuple[int, ...]) -> None:
-        """Choose the Ulysses size of a pack, unless the mesh of the configured one was given to somebody."""
-        known = self.sp.sharding.ulysses_of
-        if documents not in known and "device_mesh" not in vars(self.sp):
-            known[documents] = self.costs.ulysses(documents, self.sizes)
-            if len(known) > REMEMBERED:
-                del known[next(iter(known))]
+    def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Tensor]:
+        """Return a batch of one row in which each rank has the documents of one pack."""
+        all_rows, end, runs = [row for pack in packs for row in pack], 0, list[Runs]()
+        packs = [pack or [_filler(all_rows, 1)] for pack in packs]
+        for tokens in (sum(row.tokens for row in pack) for pack in packs):
+            runs.append((Run(end, 1, tokens),))
+            end += tokens
+        pack = [row for pack in packs for row in pack]
+        documents = tuple(length for row in pack for length in row.documents)
+        self._place(documents, UnevenShards(runs))
+        return _joined(pack, documents)
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether packs have shards of their own: not where the mesh of the configured size was given to somebody."""
+        return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
+
+    def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
+        sp = self.sp
+        if self._chooses and 0 < max(tokens, default=0) <= self.cap:
+            return deal_by_length(tokens, costs, sp.data_size, sp.size, sp.config.tokens_per_rank)
+        return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
+
+    def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:
+        known = self.sp.sharding.shards_of
+        known[documents] = shards
+        if len(known) > REMEMBERED:
+            del known[next(iter(known))]
 
     def _say_once(self, by_group: Sequence[float], documents: tuple[int, ...]) -> None:
         """Log how equal the first step's work is for groups, and its first pack's for ranks.
@@ -270,6 +297,19 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
 def _most(works: Sequence[float]) -> float:
     """Return the most over the mean."""
     return max(works) * len(works) / (sum(works) or 1.0)
+
+
+def _filler(pack: Sequence[Row], tokens: int) -> Row:
+    """Return a row of tokens that count nothing, with the tensors of a pack."""
+    filler = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
+    kinds = pack[0].tensors if pack else {"input_ids": filler, "labels": filler}
+    zeros = {name: x.new_zeros(1, tokens, *x.shape[2:]) for name, x in kinds.items()}
+    return Row({**zeros, "labels": filler + IGNORE}, (tokens,))
+
+
+def _joined(pack: Sequence[Row], documents: tuple[int, ...]) -> dict[str, Tensor]:
+    batch = {name: torch.cat([row.tensors[name] for row in pack], 1) for name in pack[0].tensors}
+    return {**batch, "position_ids": torch.cat([torch.arange(n, device="cpu") for n in documents])[None]}
 
 
 def _digest(rows: Sequence[Row]) -> str:

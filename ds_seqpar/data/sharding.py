@@ -18,7 +18,7 @@ from ..base.errors import InputError, SeqParError, whole_number
 from ..base.on_devices import DeviceCache
 from ..core.compiler.sharding.layout import Topology, multiple
 from ..core.compiler.sharding.masks import Mask
-from ..core.compiler.sharding.shards import EvenShards
+from ..core.compiler.sharding.shards import EvenShards, UnevenShards
 from ..core.runtime import operator
 from ..core.runtime.groups import Groups
 from ..core.runtime.transport import ALL_GATHER, TorchComm
@@ -56,7 +56,7 @@ class Sharding:
         vocabularies: Patched model -> a function that reads how many tokens and labels it knows.
         inputs: Patched model -> how ranks share what it takes.
         ulysses_sizes: The Ulysses sizes that a batch may have.
-        ulysses_of: Lengths of a pack's documents -> its own Ulysses size.
+        shards_of: Lengths of a pack's documents -> its own shards, which may be of another Ulysses size.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Sharding:
         self.mask_users = weakref.WeakSet[Any]()
         self.vocabularies = weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]()
         self.inputs = weakref.WeakKeyDictionary[Any, Mapping[str, InputSpec]]()
-        self.ulysses_sizes, self.ulysses_of = [config.ulysses], dict[tuple[int, ...], int]()
+        self.ulysses_sizes, self.shards_of = [config.ulysses], dict[tuple[int, ...], UnevenShards]()
 
     def __deepcopy__(self, memo: dict) -> Sharding:
         return self  # process groups cannot be copied
@@ -133,8 +133,8 @@ class Sharding:
         if count is None or count < 1:
             raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r:.80}")
         lengths = (count,) if documents is None else tuple(map(int, documents))
-        ulysses = self.ulysses_of.get(lengths, self.config.ulysses)
-        if documents is None and not parents and count % self.multiple == 0 and ulysses == self.config.ulysses:
+        shards = None if parents else self.shards_of.get(lengths)
+        if documents is None and not parents and count % self.multiple == 0 and shards is None:
             return None
         starts = Mask.documents_of(lengths if documents is None else documents)
         mask = Mask(causal=causal, documents=starts, parents=parents)
@@ -142,7 +142,8 @@ class Sharding:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
         from .balance import shards_of  # of lengths that ranks cannot share equally
 
-        shards = shards_of(self.config.layout, lengths, self.size // ulysses, mask.parents)
+        if shards is None:
+            shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
         return BatchLayout(mask, shards, restarts=starts)
 
     def ulysses(self, placement: BatchLayout | None) -> int:

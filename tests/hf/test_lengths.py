@@ -7,8 +7,11 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
 
 import ds_seqpar
+from ds_seqpar import lengths
+from ds_seqpar.data.balance import shards_of
 from hf_integration import share_sequences
 from tests.dist.ranks import WRONG, make, refusal
+from tests.hf.every_type import tiny
 from tests.hf.llama import IGNORE, array, gap, norm, small
 from tests.hf.llama import weights as engine_weights
 from tests.launch import on_engine_ranks, on_ranks
@@ -101,7 +104,7 @@ def packed(section, kind, as_stream=False, checkpoints=False):
         norms.append(norm({name: array(p.grad) for name, p in model.named_parameters()}))
         optimizer.step()
         optimizer.zero_grad()
-    sizes = sorted({*sp.sharding.ulysses_of.values()})
+    sizes = sorted({sp.size // shards.size for shards in sp.sharding.shards_of.values()})
     weights = {name: array(p) for name, p in model.named_parameters()}
     sp.close()
     return losses, norms, weights, counts, sizes
@@ -118,6 +121,7 @@ CASES = {
         ({"size": 2, "tokens_per_rank": 40}, "uniform", True),
         (ULYSSES, "chat", False, True),
     ],
+    8: [({"size": 8, "tokens_per_rank": 6}, "chat", False), ({"size": 4, "tokens_per_rank": 12}, "one long", False)],
 }
 
 
@@ -125,7 +129,7 @@ def all_packed(cases):
     return [packed(*case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.whole)])
 def test_packs_train_as_the_plain_loop_does(ranks):
     expected = {case[1:3]: plain(*case[1:3]) for case in CASES[ranks]}
     for found in on_ranks(ranks, all_packed, CASES[ranks], timeout=200):
@@ -136,6 +140,33 @@ def test_packs_train_as_the_plain_loop_does(ranks):
             assert gap(weights, of_plain[2]) < 1e-6, case
             assert len(counts) == STEPS, case
             assert case[0] is not ULYSSES or sizes == [1, 4], case
+
+
+def gathering(documents):
+    """Gradients of a model whose layers gather keys, on a pack with another Ulysses size than the configured one."""
+    model, ids = tiny("gptj").double(), torch.arange(3, 3 + sum(documents))[None]
+    positions, labels = torch.cat([torch.arange(n) for n in documents])[None], ids.clone()
+    labels[positions == 0] = IGNORE
+    if dist.is_initialized():
+        sp = share_sequences(model, size=2, ulysses=2)
+        sp.sharding.ulysses_sizes, sp.runtimes[2] = [1, 2], lengths._runtime(sp, 1)
+        sp.sharding.shards_of[documents] = shards_of("balanced", documents, 2)
+        model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        return {name: array(p.grad) for name, p in model.named_parameters()}
+    for row, of_row in zip(ids.split(documents, 1), labels.split(documents, 1), strict=True):
+        logits = model(input_ids=row).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, of_row[0, 1:], reduction="sum")
+        (loss / (sum(documents) - len(documents))).backward()
+    return {name: array(p.grad) for name, p in model.named_parameters()}
+
+
+def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
+    expected = gathering((9, 4, 7))
+    for found in on_ranks(2, gathering, (9, 4, 7), timeout=120):
+        assert gap(found, expected) < 1e-6  # its attention casts to fp32
 
 
 def by_engine(stage, kind):

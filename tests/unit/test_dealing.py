@@ -10,7 +10,7 @@ from ds_seqpar.base.errors import InputError
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.data.balance import balanced
-from ds_seqpar.data.dealing import deal
+from ds_seqpar.data.dealing import deal, deal_by_length
 from ds_seqpar.planner.lengths import Costs
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.request import Job, Model
@@ -86,6 +86,22 @@ def test_every_sample_is_in_one_pack_within_the_cap(tokens, groups, cap):
     assert len({len(packs) for packs in dealt}) == 1
     assert sorted(sample for packs in dealt for pack in packs for sample in pack) == list(range(len(tokens)))
     assert all(sum(tokens[sample] for sample in pack) <= cap for packs in dealt for pack in packs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_have_whole_samples_but_for_the_longest_and_groups_equal_costs(kind):
+    tokens, groups, cap = step_of(kind, 1), 2, CAP // SIZE
+    of = [COSTS.seconds([n]) for n in tokens]
+    dealt = deal_by_length(tokens, of, groups, SIZE, cap)
+    costs_of_ranks, found = [], []
+    for shared, whole in zip(*dealt, strict=True):
+        assert all(sum(tokens[x] for x in pack) <= CAP for pack in shared)
+        assert all(sum(tokens[x] for x in pack) <= cap for packs in whole for pack in packs)
+        found += [x for pack in (*shared, *(x for packs in whole for x in packs)) for x in pack]
+        part = sum(of[x] for pack in shared for x in pack) / SIZE
+        costs_of_ranks += [part + sum(of[x] for pack in mine for x in pack) for mine in zip(*whole, strict=True)]
+    assert sorted(found) == list(range(len(tokens)))
+    assert max(costs_of_ranks) <= 1.05 * sum(costs_of_ranks) / len(costs_of_ranks)
 
 
 def test_a_sample_that_is_too_long_is_refused_with_the_length_that_fits():

@@ -1,0 +1,234 @@
+"""Times optimizer steps on samples of many lengths: packs by length beside a fixed group, fixed Ulysses, data parallel.
+
+    python -m benchmarks.lengths
+    python -m benchmarks.lengths --real
+
+A step's samples have the quantiles of `KINDS`, which are assumed; the longest sample of each kind is in the step.
+Contenders: (a) one sample a group of fixed size, padded to the next multiple of the group, Ulysses on all ranks, which
+are as many as the longest sample needs; (b) our packs at the same Ulysses size; (c) data parallel where the longest
+sample fits a rank, dealt by cost; ours: whole samples on each rank, but for the longest.
+
+A step is one layer of `MODEL`, forward and backward, on 8 nodes of one rank in a cluster in a box (`cluster.net`). A
+rank sleeps as long as the machine `--machine` computes, times --slower: by attention's pairs and by tokens. Tensors are
+sent for real, with heads of a --thinner-th, on links of a rank's real rate over both. A call's own time of processors,
+several ms, is then --slower times less on that machine. What a step needs for parameters is left out: a barrier for
+each sample, of (a), would only cost it more.
+
+--real: a LLaMA on 2 ranks of this machine, loops with `sp.packs` and plain ones, forward and backward; lengths are a
+--scale-th.
+
+ratio: tokens a second to (a). work: most over mean of ranks; groups: of 4 groups that are dealt four times the samples.
+MB: out of the busiest node. cut: documents on several ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import random
+import statistics
+import time
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.cluster import net
+from benchmarks.cluster import ranks as on_ranks
+from benchmarks.lengths.ranks import Pack, build, real
+from benchmarks.memory.ranks import Model as Small
+from benchmarks.turns import order
+from ds_seqpar.core.settings import SequenceParallelConfig
+from ds_seqpar.data.balance import shards_of
+from ds_seqpar.data.dealing import deal, deal_by_length
+from ds_seqpar.planner.estimate import Work
+from ds_seqpar.planner.lengths import Costs
+from ds_seqpar.planner.machine import Machine
+from ds_seqpar.planner.request import Job, Model
+from tests.launch import on_ranks as launched
+
+# share of samples -> tokens up to which they have; and the samples of a step
+KINDS: dict[str, tuple[dict[float, int], int]] = {
+    "chat": ({0: 32, 0.5: 350, 0.87: 1024, 0.993: 4096, 0.999: 8192, 1: 32768}, 512),
+    "code": ({0: 64, 0.5: 2000, 0.8: 6000, 0.95: 16384, 1: 32768}, 48),
+    "uniform": ({0: 1, 1: 4096}, 96),
+}
+RANKS, CAP = 8, 4096  # tokens of a rank
+MODEL = Model(
+    hidden=2048, intermediate=8192, layers=1, heads=32, kv_heads=8, head_dim=64, vocab=1, parameters=1,
+    layer_parameters=1,
+)  # fmt: skip
+LINKS = {"400 Gb/s": 45e9, "100 Gb/s": 11e9}  # bytes/s of a rank
+COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB", "cut", "Ulysses"]
+
+
+def main() -> None:
+    on_ranks.end_by_exit()
+    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=200, thinner=8,
+                           rounds=1, real=False, scale=16, patience=300.0)  # fmt: skip
+    args = parser.parse_args()
+    tables.head(*COLUMNS)
+    for cells in really(args) if args.real else emulated(args):
+        tables.row(*cells)
+
+
+def samples(kind: str, times: int = 1, scale: int = 1) -> list[int]:
+    """Tokens of a step's samples, shuffled; between quantiles they grow by equal factors, of a uniform kind equally."""
+    quantiles, count = KINDS[kind]
+    count *= times
+    places, found = sorted(quantiles), []
+    for number in range(count):
+        at = number / (count - 1)
+        right = next(place for place in places if place >= at)
+        left = max([place for place in places if place < at], default=0)
+        part, (low, high) = (at - left) / (right - left or 1), (quantiles[left], quantiles[right])
+        n = low + (high - low) * part if kind == "uniform" else low * math.exp(part * math.log(high / low))
+        found.append(max(1, round(n / scale)))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def contenders(lengths: Sequence[int], costs: Costs) -> dict[str, list[Pack]]:
+    """The micro-batches of each contender."""
+    of = [costs.seconds([n]) for n in lengths]
+    packs = [tuple(lengths[x] for x in pack) for pack in deal(lengths, of, 1, RANKS * CAP)[0]]
+    found = {}
+    if max(lengths) > CAP:
+        found["a: one sample a group"] = [Pack((-(-n // RANKS) * RANKS,), RANKS) for n in lengths]
+    else:
+        found["a, of one rank"] = [
+            Pack(tuple((n,) for n in lengths[at : at + RANKS])) for at in range(0, len(lengths), RANKS)
+        ]
+        dealt = deal(lengths, of, RANKS, CAP)
+        found["c: data parallel"] = [
+            Pack(tuple(tuple(lengths[x] for x in pack) for pack in row)) for row in zip(*dealt, strict=True)
+        ]
+    found["b: packs, Ulysses 8"] = [Pack(pack, RANKS) for pack in packs]
+    ours = deal_by_length(lengths, of, 1, RANKS, CAP)
+    packs = [tuple(lengths[x] for x in pack) for pack in ours.shared[0]]
+    found["ours"] = [Pack(pack, costs.ulysses(pack, costs.ulysses_sizes)) for pack in packs]
+    found["ours"] += [Pack(tuple(tuple(lengths[x] for x in pack) or (1,) for pack in row), 1) for row in ours.whole[0]]
+    return found
+
+
+def emulated(args: argparse.Namespace) -> Iterator[list[object]]:
+    args.nodes, args.ranks_per_node, args.world = RANKS, 1, RANKS
+    machine = dataclasses.replace(Machine.load(args.machine), per_node=1)
+    rates = {link: f"{LINKS[link] * 8 / args.slower / args.thinner / 1e3:.0f}kbit" for link in args.links}
+    config = SequenceParallelConfig(size=RANKS).resolve(RANKS, (MODEL.heads, MODEL.kv_heads))
+    heads = MODEL.heads, MODEL.kv_heads, MODEL.head_dim // args.thinner
+    with net.Network(RANKS, rates[args.links[0]]) as network, on_ranks.started(args, network) as ranks:
+        for kind, link in itertools.product(args.kinds, args.links):
+            network.limit(rates[link])
+            wire = dataclasses.replace(machine.between, rate=LINKS[link])
+            costs = Costs.of(config, Job(model=MODEL), RANKS, dataclasses.replace(machine, between=wire))
+            lengths, work = samples(kind), Work(*(args.slower * x for x in costs.work))
+            rows = contenders(lengths, costs)
+            sizes = {pack.ulysses for packs in rows.values() for pack in packs} - {0}
+            on_ranks.call(ranks, build, [*rows.values()], work, heads, sorted(sizes))
+            seconds: dict[str, list[float]] = {name: [] for name in rows}
+            others: dict[str, list[object]] = {}
+            for turn in range(args.rounds):
+                for index in order(len(rows), turn):
+                    name = [*rows][index]
+                    found, out, _ = on_ranks.carried(
+                        ranks, network, lambda i=index: on_ranks.call(ranks, on_ranks.one_turn, i, time.monotonic())
+                    )
+                    took, slept = zip(*found, strict=True)
+                    seconds[name].append(max(took))
+                    others[name] = [f"{most(slept):.3f}", f"{max(out) / 1e6:.1f}"]
+                    tables.say(f"{kind}, {link}, {name}: {max(took):.2f} s, of which {max(slept):.2f} computing")
+            yield from cells(kind, link, rows, seconds, others, of_groups(kind, costs))
+
+
+def cells(kind: str, link: str, rows: Any, seconds: Any, others: Any, groups: float) -> Iterator[list[object]]:
+    middle = {name: statistics.median(found) for name, found in seconds.items()}
+    first = next(iter(middle.values()))
+    for name, packs in rows.items():
+        work, sent = others[name]
+        sizes = Counter(pack.ulysses for pack in packs)
+        by_size = ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items()) if size)
+        of_groups = f"{groups:.3f}" if name == "ours" else ""
+        cut = sum(cuts(pack) for pack in packs)
+        yield [
+            kind,
+            link,
+            name,
+            f"{first / middle[name]:.2f}",
+            f"{middle[name]:.2f}",
+            work,
+            of_groups,
+            sent,
+            cut,
+            by_size,
+        ]
+
+
+def cuts(pack: Pack) -> int:
+    """Documents of a pack that several CP ranks hold."""
+    if pack.ulysses == 0 or isinstance(pack.lengths[0], tuple):
+        return 0
+    shards, starts = (
+        shards_of("balanced", pack.lengths, RANKS // pack.ulysses),
+        [0, *itertools.accumulate(pack.lengths)],
+    )
+    held: dict[int, set[int]] = defaultdict(set)
+    for rank in range(shards.size):
+        for run in shards.runs("q", (rank,)):
+            for number in range(bisect_right(starts, run.start) - 1, bisect_left(starts, run.last + 1)):
+                held[number].add(rank)
+    return sum(len(ranks) > 1 for ranks in held.values())
+
+
+def of_groups(kind: str, costs: Costs) -> float:
+    """Most over mean of the work of 4 groups."""
+    lengths = samples(kind, 4)
+    of = [costs.seconds([n]) for n in lengths]
+    dealt = deal_by_length(lengths, of, 4, RANKS, CAP)
+    of_all = [[*shared, *itertools.chain(*whole)] for shared, whole in zip(*dealt, strict=True)]
+    return most([sum(of[x] for pack in packs for x in pack) for packs in of_all])
+
+
+def most(works: Sequence[float]) -> float:
+    return max(works) * len(works) / sum(works)
+
+
+def really(args: argparse.Namespace) -> Iterator[list[object]]:
+    model = Small(vocab=256, hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4)
+    for kind in args.kinds:
+        lengths, cap = samples(kind, 1, args.scale), CAP * RANKS // 2 // args.scale
+        if kind == "uniform":
+            cap = CAP // args.scale
+        costs = Costs.of(
+            SequenceParallelConfig(size=1).resolve(1, (8, 4)),
+            Job(
+                model=Model(
+                    hidden=256,
+                    intermediate=1024,
+                    layers=2,
+                    heads=8,
+                    kv_heads=4,
+                    head_dim=32,
+                    vocab=256,
+                    parameters=1,
+                    layer_parameters=1,
+                ),
+                dtype="float32",
+            ),
+            2,
+            Machine.load("cpu"),
+        )
+        dealt = deal(lengths, [costs.seconds([n]) for n in lengths], 2, cap) if max(lengths) <= cap else [[], []]
+        flat = [[x for pack in packs for x in pack] for packs in dealt]
+        found = launched(2, real, model, lengths, cap, flat, args.rounds, timeout=1800)[0]
+        middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+        first = next(iter(middle.values()))
+        for name, seconds in middle.items():
+            yield [kind, "2 ranks", name, f"{first / seconds:.2f}", f"{seconds:.2f}", "", "", "", "", ""]
+
+
+if __name__ == "__main__":
+    main()
