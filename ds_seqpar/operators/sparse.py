@@ -1,6 +1,6 @@
 """Attention to the keys that an index picks: of latents that all ranks have, for queries that stay on their rank.
 
-An index scores a key by the sum over its heads of w relu(q k). The greatest scores are found in blocks of rows and keys,
+An index scores a key by the sum over its heads of w relu(q k). The greatest are found in blocks of rows and of keys,
 so that those of single heads are never kept. Attention reads what was picked of the latents, in blocks of rows, with
 queries that are absorbed into the latent's space. Backward computes each block again.
 """

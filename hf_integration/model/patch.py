@@ -27,7 +27,7 @@ from ds_seqpar.guards.agreement import together
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
-from .. import accelerators, gathered_past, mixers
+from .. import accelerators, gathered_past, mixers, sparse
 from ..compat import ATTENTION
 from ..context import KEYWORD, ForwardContext, current
 from ..families import (
@@ -148,8 +148,9 @@ def patch_by(
     for module in mixing.values():
         mixers.share(module, sp)
     gathered = modules_of(inner, facts, "gathered")
+    selecting = [*filter(sparse.selects, gathered.values())] if facts.selects else []
     for module, (_, length) in zip(gathered.values(), masks(inner, facts, "gathered"), strict=True):
-        gathered_past.share(module, sp, length)
+        gathered_past.share(module, sp, length, selecting)
     ropes = rope.embeddings(base_of(inner))
     stack = None if facts.stack is None else inner.get_submodule(facts.stack)
     patch = Patch(
