@@ -82,9 +82,7 @@ class _Scores:
 
     def topk(self, count: int, dim: int) -> Any:
         q, weights = self.factors
-        return types.SimpleNamespace(
-            indices=top_keys(q, weights.squeeze(2), self.keys, self.pieces, count, self.scale)
-        )
+        return types.SimpleNamespace(indices=top_keys(q, weights.squeeze(2), self.keys, self.pieces, count, self.scale))
 
 
 def selects(module: Any) -> bool:
@@ -136,8 +134,9 @@ def _attention(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, with a latent (B, T, R) and its matrix in place of keys and values."""
-    out = sparse_attention(
-        query.transpose(1, 2), key.to(query.dtype), value.to(query.dtype), indices, attention_mask.pieces, scaling, s_aux
-    )
-    return out, None
+    """transformers' attention interface, with a latent (B, T, R) and its matrix in place of keys and values.
+
+    The matrix is what autocast makes of weights, where RoPE mixes fp32 into queries and latents.
+    """
+    q, latent = query.transpose(1, 2).to(value.dtype), key.to(value.dtype)
+    return sparse_attention(q, latent, value, indices, attention_mask.pieces, scaling, s_aux), None

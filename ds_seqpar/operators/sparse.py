@@ -112,7 +112,8 @@ class _Sparse(torch.autograd.Function):
         ctx.pieces, ctx.scale = pieces, scale
         out = q.new_empty(*q.shape[:3], matrix.shape[2] - q.shape[3])
         for own, at, hidden in _blocks(picks, pieces, latent):
-            out[:, own] = _attention(q[:, own], latent.flatten(0, 1)[at], matrix, sinks, hidden, scale)
+            with torch.autocast(q.device.type, enabled=False):  # as backward, which computes it again
+                out[:, own] = _attention(q[:, own], latent.flatten(0, 1)[at], matrix, sinks, hidden, scale)
         return out
 
     @staticmethod
@@ -127,7 +128,7 @@ class _Sparse(torch.autograd.Function):
         for own, at, hidden in _blocks(picks, ctx.pieces, latent):
             block = [q[:, own], latent.flatten(0, 1)[at], matrix, sinks]
             block = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(block, needed, strict=True)]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 out = _attention(*block, hidden, ctx.scale)
             found = iter(torch.autograd.grad(out, [x for x, n in zip(block, needed, strict=True) if n], grad[:, own]))
             if needed[0]:
