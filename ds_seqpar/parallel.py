@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from .operators.latent import LATENT, expanded, sends_latent
 
 if TYPE_CHECKING:
     from .data.loader import Loader
+    from .lengths import PackLoader, StepDealer
     from .memory.offload import Store
     from .planning import Job
 
@@ -114,6 +115,8 @@ class SequenceParallel:
         self.comm = TorchComm(created, explaining_failure)
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
+        self.runtimes = {self.runtime.size: self.runtime}  # by CP ranks: with other Ulysses sizes, those of packs
+        self.ulysses_is_free = config is None or config.ulysses == "auto"
         self.checker = ConsistencyChecker(created, self.config.agreement)
         self.calls = Calls(self.checker)
         self.runtime.guards += [self.calls, InputAgreement(self.checker)]
@@ -166,7 +169,8 @@ class SequenceParallel:
         finally:
             self.runtime.observers.clear()
             vars(self).pop("device_mesh", None)
-            self.comm.groups.close()
+            for used in reversed(self.runtimes.values()):
+                cast(TorchComm, used.comm).groups.close()
 
     def bind_to_thread(self) -> None:
         """Let the current thread communicate, in place of the thread that made the last SequenceParallel.
@@ -284,7 +288,7 @@ class SequenceParallel:
         """
         tensors = _autocast(*tensors)
         options = options._replace(backward=_is_differentiated(*tensors, options.sinks))
-        call = admitted_call(self.runtime, tensors, options)
+        call = admitted_call(self.runtime_of(options.shards), tensors, options)
         out, lse = _attend(call)
         return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
@@ -299,9 +303,15 @@ class SequenceParallel:
         Returns:
             The output; with `options.lse`, (output, log-sum-exp).
         """
-        call = admitted_call(self.runtime, _autocast(q, k, v), options, agreed=True, parts=parts)
+        runtime = self.runtime_of(options.shards)
+        call = admitted_call(runtime, _autocast(q, k, v), options, agreed=True, parts=parts)
         out, lse = _attend(call)
         return out if lse is None else (out, lse)
+
+    def runtime_of(self, shards: object) -> runtime.Runtime:
+        """Return the runtime of a call: that of the CP ranks which its shards are of."""
+        size = shards.size if isinstance(shards, UnevenShards) else self.runtime.size
+        return self.runtimes.get(size, self.runtime)
 
     def cache_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, shards: UnevenShards, scale: float | None = None,
@@ -412,6 +422,11 @@ class SequenceParallel:
         Raises:
             InputError, DisagreementError: A batch is wrong, or differs between ranks; on all ranks.
         """
+        if training and self.config.tokens_per_rank != "auto":
+            raise ConfigError(
+                "with tokens_per_rank a step's batches are those of sp.packs; got shard_batches, give the model "
+                "the batches of sp.packs as they are, or leave tokens_per_rank out"
+            )
         steps = self.accumulation_steps if training else None
         from .data.batches import shard_microbatches  # attention alone does without
 
@@ -459,6 +474,44 @@ class SequenceParallel:
         from .data.loader import Loader
 
         return Loader(self.sharding, loader, read_once)
+
+    @functools.cached_property
+    def step_dealer(self) -> StepDealer:
+        """What makes packs of the samples of a step. The first look is collective over the world."""
+        from .lengths import StepDealer
+
+        return StepDealer(self)
+
+    def packs(self, loader: DataLoader, read_once: bool = False) -> PackLoader:
+        """Give each optimizer step as packs: short samples are whole on one rank, long ones shared by all of a group.
+
+        The setting `tokens_per_rank` says how large they are. The samples of a step, and so losses, gradients and
+        weights, are those of a plain run with this loader. Collective over the world, as is each step.
+
+        Args:
+            loader: The plain run's on one rank: its data set, sampler, seed and collator, with batches of all samples
+                of an optimizer step. The collator is given each sample alone.
+            read_once: As for `loader`.
+
+        Returns:
+            A loader with `set_epoch`, `state_dict` and `load_state_dict`, which yields a list of whole batches for each
+            step, as many on every rank. Call the model with each, call `backward` of each loss, and step after the
+            last; gradients are to be averaged over ranks, as DDP does. The step's loss is
+            `sp.mean_loss(sum(losses))`.
+
+        Raises:
+            ConfigError, InputError, DisagreementError: `tokens_per_rank` is not set, a sample is longer than
+                `tokens_per_rank * size` tokens, or ranks have other samples; on every rank.
+
+        Examples:
+            >>> for packs in sp.packs(DataLoader(dataset, batch_size=64, shuffle=True)):
+            ...     for batch in packs:
+            ...         model(**batch).loss.backward()
+            ...     optimizer.step()
+        """
+        from .lengths import PackLoader
+
+        return PackLoader(self, loader, read_once)
 
     def log_probs(
         self, model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, labels: Tensor | None = None,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .base import hosts as machines
+from .base.errors import ConfigError
 from .base.log import log_once
 from .core.compiler.compile import Recipe
 from .core.compiler.program.shape import Shape
@@ -23,6 +24,7 @@ from .guards.agreement import all_gather_objects, together
 
 if TYPE_CHECKING:
     from .deepspeed.config import DeepSpeedJson
+    from .planner.lengths import Costs
     from .planner.machine import Machine
     from .planner.request import Job as Job
     from .planner.request import Model as Model
@@ -89,6 +91,34 @@ def planned_by_all(
     if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
     return resolved
+
+
+def costs_of_all(
+    world: dist.ProcessGroup, config: SequenceParallelConfig, dtype: str, job_with_model: Callable[[Job], Job]
+) -> Costs:
+    """Return what samples of a model cost, the same on all ranks. Collective.
+
+    Args:
+        config: Resolved.
+        dtype: The model's.
+        job_with_model: Adds the model's sizes to a job.
+
+    Raises:
+        ConfigError: The machine has no rates for the model's dtype, or the model's sizes cannot be counted.
+    """
+    from .planner.lengths import Costs
+    from .planner.request import Job
+
+    hosts = hosts_of_all(world)
+    with together(world, "estimating the cost of samples", "cost of samples", call="sp.packs") as agreed:
+        job = job_with_model(Job(dtype="float32" if dtype == "float64" else dtype))
+        if job.model is None:
+            raise ConfigError(
+                "samples are dealt by the sizes of a causal language model; got another one, leave tokens_per_rank out"
+            )
+        costs = Costs.of(config, job, len(hosts), detected_machine(hosts, named_machine(config)))
+        agreed.value = {"model": str(costs.step.model), "work": str(costs.work)}
+    return costs
 
 
 def hosts_of_all(world: dist.ProcessGroup) -> list[machines.Host]:

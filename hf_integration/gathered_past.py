@@ -355,7 +355,8 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecti
             "document a row of its own, behind copies of its parents"
         )
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
-    cut, peers = segments(sp.runtime, call.tokens, *of), sp.runtime.one_ring
+    runtime = sp.runtime_of(of[0])
+    cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
     of_ranks, gather_all = pieces_of(cut, ROWS), functools.partial(gather, peers, segments=cut)
     if call.module in selecting and sparse.can_run(selecting):
         return at_once(call, of_ranks[peers.rank], gather_all)

@@ -141,7 +141,7 @@ def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, ste
         if job.documents:
             batch["position_ids"] = torch.cat([torch.arange(length) for length in job.documents]).expand_as(ids)
         for _ in range(1 + steps):
-            (local,) = sp.shard_batches([batch], device=engine.device)
+            (local,) = sp.shard_batches([batch], training=False, device=engine.device)
             if on_gpu := engine.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()

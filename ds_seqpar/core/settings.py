@@ -141,6 +141,10 @@ class SequenceParallelConfig:
     seq_len: Count = "auto"
     """Tokens of the whole sequence for which `"auto"` settings are planned. `"auto"`: with a `machine`, the longest
     that a Trainer's data set says it has."""
+    tokens_per_rank: Count = "auto"
+    """Most tokens that a rank holds of a micro-batch: samples of an optimizer step are packed, `tokens_per_rank * size`
+    tokens a micro-batch, so that short ones are whole on a rank and long ones shared. `"auto"`: batches stay as they
+    are."""
     machine: Annotated[str, Field(min_length=1)] = "auto"
     """The machine for which they are planned: a preset's name, or a JSON file of its rates, links and memory.
     `"auto"`: with a `seq_len`, what ranks see of their devices and hosts."""

@@ -37,10 +37,11 @@ class Loader:
         sp: the SequenceParallel.
         loader: a DataLoader of torch, or DeepSpeed's own.
         read_once: whether only the first rank of a group reads, and sends the batches to the others.
+        groups: to how many the batches are dealt; default: to all.
     """
 
-    def __init__(self, sp: Sharding, loader: Any, read_once: bool = False) -> None:
-        self.sp, self.read_once = sp, read_once
+    def __init__(self, sp: Sharding, loader: Any, read_once: bool = False, groups: int | None = None) -> None:
+        self.sp, self.read_once, self.groups = sp, read_once, groups or sp.data_size
         self.epoch: int | None = None  # of the last `set_epoch`, for samplers and data sets that shuffle by it
         self.batches = 0  # how many batches of this epoch were returned
         self.passes = 0  # how many epochs were read to their ends
@@ -53,7 +54,7 @@ class Loader:
             examples = _length(getattr(loader, "dataset", None))
             batch_size = getattr(loader, "batch_size", None)
             agreed.value = {"examples": examples, "batch_size": batch_size, "read_once": read_once}
-            self.loader = self._dealt(loader)
+            self.loader = self.dealt(loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("given", "loader"):
@@ -63,7 +64,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def _dealt(self, loader: Any) -> Any:
+    def dealt(self, loader: Any) -> Any:
         """Return a copy of the loader that reads this group's batches alone."""
         if not isinstance(loader, DataLoader):
             if hasattr(loader, "data_sampler"):  # DeepSpeed's own, from initialize
@@ -71,14 +72,14 @@ class Loader:
             raise ConfigError(f"sp.loader needs a DataLoader of torch; got {type(loader).__name__}, make one of it")
         # of the same class and with the same settings, which a DataLoader does not let change
         group_loader = copy.copy(loader)
-        must_deal = not is_dealt(self.sp, loader) and self.sp.data_size > 1
+        must_deal = not is_dealt(self.sp, loader) and self.groups > 1
         if isinstance(loader.dataset, IterableDataset):
             vars(group_loader)["dataset"] = self._dealt_stream(loader) if must_deal else loader.dataset
         elif loader.batch_sampler is not None:
-            self._order = _Indices(loader.batch_sampler, self.sp.data_size if not is_dealt(self.sp, loader) else 0)
+            self._order = _Indices(loader.batch_sampler, self.groups if not is_dealt(self.sp, loader) else 0)
             dealt: Any = self._order
             if must_deal:
-                dealt = _accelerate().BatchSamplerShard(dealt, self.sp.data_size, self.sp.data_rank)
+                dealt = _accelerate().BatchSamplerShard(dealt, self.groups, self.sp.data_rank)
             self._indices = _Indices(dealt)
             vars(group_loader)["batch_sampler"] = self._indices
         elif must_deal:
@@ -93,7 +94,7 @@ class Loader:
             loader.dataset,
             batch_size=loader.batch_size or 1,
             drop_last=loader.drop_last,
-            num_processes=self.sp.data_size,
+            num_processes=self.groups,
             process_index=self.sp.data_rank,
         )
         shard.epoch = 0  # accelerate reads it even where set_epoch was never called
@@ -196,7 +197,7 @@ class Loader:
         if self._state is not None:
             return self._state
         state = {"epoch": self.epoch, "passes": self.passes, "batches": self.batches, "random": self._random}
-        state |= {"groups": self.sp.data_size, "batch_size": self._batch_size(), "length": _length(self)}
+        state |= {"groups": self.groups, "batch_size": self._batch_size(), "length": _length(self)}
         if self.batches and self._reads and hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict()
         return state
@@ -218,15 +219,15 @@ class Loader:
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         self.passes = state["passes"]
-        own = {"groups": self.sp.data_size, "batch_size": self._batch_size(), "length": _length(self)}
+        own = {"groups": self.groups, "batch_size": self._batch_size(), "length": _length(self)}
         self._state = state | own if state["batches"] else None
 
     def _batches_after(self, state: Mapping[str, Any]) -> int:
         """Return how many batches of this loader are those before a state."""
         own_size = self._batch_size()
         batches, groups, size = state["batches"], state["groups"], state.get("batch_size", own_size)
-        together = (own_size or 0) * self.sp.data_size
-        if not batches or (groups, size) == (self.sp.data_size, own_size):
+        together = (own_size or 0) * self.groups
+        if not batches or (groups, size) == (self.groups, own_size):
             return batches
         if batches == state.get("length"):
             return len(self)
@@ -234,7 +235,7 @@ class Loader:
         if "loader" in state or not sequences or not together or sequences % together:
             raise ConfigError(
                 f"a loader goes on where all groups have had equally many batches; got a state after {batches} of "
-                f"{size} sequences in {groups} groups, for batches of {own_size} in {self.sp.data_size}, "
+                f"{size} sequences in {groups} groups, for batches of {own_size} in {self.groups}, "
                 "resume with the same sizes"
             )
         return sequences // together

@@ -74,15 +74,16 @@ def _equal_shards_error(sp: Sharding, tokens: Tensor) -> InputError | None:
 def _placement_error(sp: Sharding, tokens: Tensor, placement: object) -> InputError | None:
     if not isinstance(placement, BatchLayout):
         return InputError(f"placement must be a BatchLayout, or None; got {type(placement).__name__}, {HOW}")
-    cp_size = sp.size // sp.config.ulysses
-    if placement.shards.size != cp_size:
-        return InputError(f"a placement must be of the {cp_size} CP ranks; got {placement.shards.size}, {HOW}")
-    if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(cp_size)) < sp.config.ulysses:
+    cp_size, ulysses = placement.shards.size, sp.ulysses(placement)
+    if ulysses not in sp.ulysses_sizes or cp_size * ulysses != sp.size:
+        expected = sp.size // sp.config.ulysses
+        return InputError(f"a placement must be of the {expected} CP ranks; got {cp_size}, {HOW}")
+    if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(cp_size)) < ulysses:
         return InputError(
             f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
             "some ranks would have none, give it longer sequences, or fewer ranks a sequence"
         )
-    local_tokens = len(placement.positions(sp.config.ulysses, sp.rank))
+    local_tokens = len(placement.positions(ulysses, sp.rank))
     if tokens.shape[1] == local_tokens and (placement.rows is None or tokens.shape[0] == 1):
         return None
     got = tuple(tokens.shape[:2])

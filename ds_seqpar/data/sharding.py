@@ -55,6 +55,8 @@ class Sharding:
         mask_users: Patched models whose loss counts tokens by an attention_mask.
         vocabularies: Patched model -> a function that reads how many tokens and labels it knows.
         inputs: Patched model -> how ranks share what it takes.
+        ulysses_sizes: The Ulysses sizes that a batch may have.
+        ulysses_of: Lengths of a pack's documents -> its own Ulysses size.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Sharding:
         self.mask_users = weakref.WeakSet[Any]()
         self.vocabularies = weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]()
         self.inputs = weakref.WeakKeyDictionary[Any, Mapping[str, InputSpec]]()
+        self.ulysses_sizes, self.ulysses_of = [config.ulysses], dict[tuple[int, ...], int]()
 
     def __deepcopy__(self, memo: dict) -> Sharding:
         return self  # process groups cannot be copied
@@ -129,17 +132,22 @@ class Sharding:
         count = whole_number(seq)
         if count is None or count < 1:
             raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r:.80}")
-        if documents is None and not parents and count % self.multiple == 0:
-            return None
-        starts = Mask.documents_of((count,) if documents is None else documents)
         lengths = (count,) if documents is None else tuple(map(int, documents))
+        ulysses = self.ulysses_of.get(lengths, self.config.ulysses)
+        if documents is None and not parents and count % self.multiple == 0 and ulysses == self.config.ulysses:
+            return None
+        starts = Mask.documents_of(lengths if documents is None else documents)
         mask = Mask(causal=causal, documents=starts, parents=parents)
         if sum(lengths) != count:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
         from .balance import shards_of  # of lengths that ranks cannot share equally
 
-        shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
+        shards = shards_of(self.config.layout, lengths, self.size // ulysses, mask.parents)
         return BatchLayout(mask, shards, restarts=starts)
+
+    def ulysses(self, placement: BatchLayout | None) -> int:
+        """Return the Ulysses size of a batch."""
+        return self.config.ulysses if placement is None else self.size // placement.shards.size
 
     def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
         """Return the positions of this rank's tokens in a sequence.
@@ -157,7 +165,7 @@ class Sharding:
 
     def _position_ids(self, seq: int, placement: BatchLayout | None) -> Tensor:
         if placement is not None:
-            return placement.position_ids(self.config.ulysses, self.rank)
+            return placement.position_ids(self.ulysses(placement), self.rank)
         positions = self.held(_as_int(seq), self.place(seq), self.rank)
         return positions.clone()  # the caller must not change the cached tensor
 
@@ -253,9 +261,9 @@ class Sharding:
 
     def held(self, seq: int, placement: BatchLayout | None, rank: int) -> Tensor:
         """Return the positions of an SP rank's tokens in a sequence of `seq` or in a placement, int64, on the CPU."""
-        inner = self.size // self.config.ulysses
-        shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
-        return positions_held(shards, self.config.ulysses, rank)
+        ulysses = self.ulysses(placement)
+        shards = placement.shards if placement else EvenShards(self.config.layout, seq, self.size // ulysses)
+        return positions_held(shards, ulysses, rank)
 
     def _held_here(self, seq: int, placement: BatchLayout | None, device: torch.device | str) -> Tensor:
         """Return the positions of this rank's tokens, on a device."""

@@ -52,15 +52,34 @@ class Estimate(NamedTuple):
 
 def estimate(step: TrainingStep, machine: Machine) -> Estimate:
     """Return the estimate of a step: attention of all layers, matrix products, and states that layers pass on."""
-    m, config, again = step.model, step.config, int(step.checkpointing)
+    m, config = step.model, step.config
     forward, backward = (attention(step, machine, direction) for direction in DIRECTIONS)
-    seconds = m.attending * (forward.seconds * (1 + again * config.recompute_attention) + backward.seconds)
-    rows = math.ceil(step.seq / config.size) * step.batch
-    seconds += 2 * rows * ((3 + again) * m.weights + 3 * m.embedding) / machine.rates(step.dtype)[1]
+    seconds = m.attending * (forward.seconds * _forwards(step) + backward.seconds)
+    seconds += math.ceil(step.seq / config.size) * step.batch * work(step, machine).token
     if m.states is not None and config.size > 1:
         states, wire = state_bytes(step), _wire(machine, config.size > machine.per_node)
         seconds += m.states.count * 2 * (states.received + states.exchanged) / wire.rate
     return Estimate(seconds, forward, backward)
+
+
+class Work(NamedTuple):
+    """What a rank computes, without what it sends, in seconds."""
+
+    pair: float  # for a query and a key that it sees, in all layers
+    token: float
+
+
+def work(step: TrainingStep, machine: Machine) -> Work:
+    """Return the work of a step's model, by which samples are dealt; the lengths of the step are not read."""
+    m, (attention_rate, matrix_rate) = step.model, machine.rates(step.dtype)
+    flops = FLOPS_PER_PAIR["forward"] * _forwards(step) + FLOPS_PER_PAIR["backward"]
+    pair = m.attending * flops * m.heads * m.head_dim / attention_rate
+    return Work(pair, 2 * ((3 + step.checkpointing) * m.weights + 3 * m.embedding) / matrix_rate)
+
+
+def _forwards(step: TrainingStep) -> int:
+    """Return how many times attention's forward is computed."""
+    return 1 + (step.checkpointing and step.config.recompute_attention)
 
 
 def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention:

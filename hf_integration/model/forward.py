@@ -353,7 +353,7 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     positions, facts, sp, call = inputs.get("position_ids"), patch.facts, patch.sp, context.media
     if positions is not None and (call is None or not call.counts):
         if context.layout is not None and not facts.counts_padding:
-            counted = context.layout.position_ids(sp.config.ulysses, sp.rank, after_padding=True)
+            counted = context.layout.position_ids(sp.sharding.ulysses(context.layout), sp.rank, after_padding=True)
             positions = counted.to(positions.device).expand_as(positions)
         positions = positions + facts.first_position if facts.first_position else positions
     mask = NO_MASK if call is None or call.mask is None else call.mask

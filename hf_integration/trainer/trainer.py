@@ -39,23 +39,23 @@ from ds_seqpar.engine import prepare_model
 from ds_seqpar.guards import mismatch_hints
 from ds_seqpar.guards.agreement import assert_ranks_agree, together
 from ds_seqpar.guards.process_exit import wait_at_exit
+from ds_seqpar.lengths import Rows
 
 from .. import accelerate_config, compat
 from ..accelerators import GroupAccelerator, GroupState
 from ..families import patch_of, unwrapped
 from ..loaders import stream_of
-from ..model import whole_calls
 from ..model.agreement import common_misuse
 from ..model.checkpointing import layers_of
 from ..model.patch import patch_attention, unpatch_attention
-from . import checks, preemption, resume, rng_state, rollouts
+from . import checks, packs, preemption, resume, rng_state, rollouts
 from .callback import SequenceParallelCallback
 from .evaluation import Evaluation
 from .job import job_of_trainer
 from .vllm import ServerOfGroups
 
 
-class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
+class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
     """Mixin that makes a `Trainer`, or a subclass of it, share every sequence among a group of ranks.
 
     List it before `Trainer` in the bases of a class. The shape comes from the `"sequence_parallel"` section of the
@@ -217,13 +217,17 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
             SeqParError: On every rank, if one rank's data or collator fails, or its batches are not those of its group.
         """
         self._throughput.start()
-        microbatches = self._agree_on_batches(
-            "training data", lambda: itertools.islice(epoch_iterator, num_batches), labeled=True
-        )
+        batches: Iterator[Any] = itertools.islice(epoch_iterator, num_batches)
+        if self._is_packed:
+            of_step, count = self._packs_of(batches)
+            batches = iter(of_step)
+        microbatches = self._agree_on_batches("training data", lambda: batches, labeled=True)
         for batch in microbatches:
             if isinstance(batch, Mapping):  # rows of prompts are counted with their completions
                 self._throughput.count(batch)
         microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
+        if self._is_packed:
+            microbatches = packs.in_last(microbatches, count)
         return microbatches, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
     def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labeled: bool = False) -> list[Any]:
@@ -266,13 +270,10 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         stream = stream_of(getattr(dataloader, "dataset", None))
         return len(stream) if stream is not None and has_length(stream) else super().num_examples(dataloader)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        return super().floating_point_ops(inputs) / self.sp.size  # the Trainer sums it over all ranks
-
     # ---- training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        error = checks.columns_error(self)
+        error = checks.columns_error(self) or (packs.error_of(self) if self._is_packed else None)
         assert_ranks_agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         assert_ranks_agree(self.sp.control_world, "training arguments", checks.settings(self))
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -295,13 +296,10 @@ class SequenceParallelMixin(Evaluation, rollouts.Rollouts):
         base = getattr(loader, "base_dataloader", loader)  # accelerate's wraps it
         if not isinstance(base, DataLoader):
             return
-        if not isinstance(base.collate_fn, checks.CheckedCollator):
+        if not isinstance(base.collate_fn, checks.CheckedCollator | Rows):
             base.collate_fn = checks.CheckedCollator(base.collate_fn)
         if self._preemption is not None:
             self._preemption.guard(base)
-
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the loss since the last log, which the Trainer would add to `train_loss` separately on each rank

@@ -28,7 +28,7 @@ def _message(call, *arguments, **settings):
 KEYS = (
     "size", "ulysses", "schedule", "layout", "rotate_forward", "rotate_backward", "overlap", "rank_order",
     "comm_dtype", "kernel", "head_chunks", "recompute_attention", "save_qkv_after_all_to_all", "offload_checkpoints",
-    "mlp_tiles", "loss_tiles", "seq_len",
+    "mlp_tiles", "loss_tiles", "seq_len", "tokens_per_rank",
     "machine", "memory", "agreement", "recurrent_layers", "latent_attention", "shared_prompts", "divide_media", "prove",
     "doctor", "max_ctas", "watchdog", "watchdog_s", "check_finite",
     "rows", "cols", "ring_size", "mesh", "team", "strips",

@@ -55,6 +55,7 @@ LATER = {
     "data.batches": "shard_batches, with documents, labels and token ids",
     "data.loader": "sp.loader and sp.sampler",
     "deepspeed.config": "the JSON of a job, of which auto settings are chosen",
+    "lengths": "packs of samples of many lengths",
     "data.balance": "lengths that ranks cannot share equally",
     "schedules.overlap": "overlap true, with the simulator",
     "base.hosts": "the command that compiles DeepSpeed's op, which loads no torch of its own",

@@ -144,9 +144,20 @@ def free(groups: list[Group]) -> None:
 
 
 def create(
-    topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto", meeting: Meeting = contextlib.nullcontext
-) -> Groups:
-    """Return this rank's groups. Collective over all ranks. world: from `control_world`."""
+    topology: Topology, rank: int, world: Group, max_ctas: int | str = "auto",
+    meeting: Meeting = contextlib.nullcontext, of: Groups | None = None,
+) -> Groups:  # fmt: skip
+    """Return this rank's groups. Collective over all ranks.
+
+    Args:
+        topology: All ranks as named axes.
+        rank: This rank.
+        world: From `control_world`.
+        max_ctas: See `compat.nccl_options`.
+        meeting: Around the making of a group of gloo's.
+        of: The groups of the same sequences by another topology, which numbers SP ranks alike. Theirs of all that share
+            a sequence are used, and freed with them.
+    """
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
     sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
@@ -158,13 +169,16 @@ def create(
         if group := maker.own(axis, ranks := topology.group(rank, axis)):
             order = tuple(topology.index(r, *topology.cp_axes) for r in sorted(ranks))
             collectives[tuple(topology.index(r, *topology.cp_axes) for r in ranks)] = CollectiveGroup(group, order)
-    sp = maker.own_or_all("sp", sp_ranks)
-    control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks, meeting)
+    if of is None:
+        sp = maker.own_or_all("sp", sp_ranks)
+        control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks, meeting)
+    else:
+        sp, control = of.sp, of.control
     group_ranks = {r: group_rank for group_rank, r in enumerate(sorted(cp_ranks))}
     _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
     return Groups(
         world=world,
-        made=tuple(group for group in (*maker.made, world) if group is not all_ranks()),
+        made=tuple(group for group in (*maker.made, *(() if of else (world,))) if group is not all_ranks()),
         sp=sp,
         sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(sp_ranks)),
         inner=inner,

@@ -39,7 +39,7 @@ class Runtime:
     """The settings of one rank, its ranks in the groups, and its communication.
 
     Args:
-        of: The runtime whose calls and observers this one shares, for forward only; None: this one has its own.
+        of: The runtime whose guards and observers this one shares; None: this one has its own.
 
     Attributes:
         rank: The CP rank.

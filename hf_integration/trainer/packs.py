@@ -1,0 +1,122 @@
+"""The Trainer's optimizer steps as packs, where the JSON sets `tokens_per_rank` (docs/lengths.md).
+
+The Trainer counts the batches of the plain run, which its loop goes through. Their samples are packed together. So the
+last batch of a step has all of its packs, and those before it have none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ds_seqpar.base.errors import SECTION, ConfigError, as_seqpar_error
+from ds_seqpar.lengths import Rows
+
+from ..model import whole_calls
+from . import checks
+from .rollouts import Behind
+
+
+class PacksOfStep(list):
+    """The packs that one batch of the Trainer's loop stands for."""
+
+
+class WholeSteps(BatchSamplerShard):
+    """accelerate's sampler of a group's batches, which gives each group those of all groups."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn = itertools.tee(self.batch_sampler, self.num_processes)
+        for batches in zip(*map(self._of_group, range(self.num_processes), drawn), strict=True):
+            yield [sample for batch in batches for sample in batch]
+
+    def _of_group(self, group: int, drawn: Iterator[Any]) -> Iterator[Any]:
+        shard: Any = BatchSamplerShard(self.batch_sampler, self.num_processes, group, even_batches=self.even_batches)
+        shard.batch_sampler = map(list, drawn)  # drawn once for all groups; it extends the last batch in place
+        return iter(shard)
+
+
+def whole_steps(loader: DataLoader) -> DataLoader:
+    """Let a prepared loader give each rank the samples of all groups, each as a row of its own."""
+    base: Any = getattr(loader, "base_dataloader", loader)
+    base.collate_fn, dataset = Rows(checks.CheckedCollator(base.collate_fn)), base.dataset
+    if isinstance(dataset, IterableDatasetShard):
+        dataset.batch_size *= dataset.num_processes
+        dataset.num_processes, dataset.process_index = 1, 0
+        vars(base)["batch_size"] = base.batch_sampler.batch_size = dataset.batch_size
+    elif isinstance(base.batch_sampler, BatchSamplerShard):
+        base.batch_sampler.__class__ = WholeSteps
+    return loader
+
+
+class Packed(Behind):
+    """Part of `SequenceParallelMixin` that trains on packs."""
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.sp.config.tokens_per_rank != "auto"
+
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        return whole_steps(loader) if self._is_packed else loader
+
+    def _packs_of(self, batches: Iterator[Any]) -> tuple[list[Any], int]:
+        """Return this group's packs of the samples of all groups' batches, and how many batches a group has."""
+        read, error = list[Any](), None
+        try:
+            for batch in batches:
+                if not isinstance(batch, list):
+                    raise ConfigError(
+                        f"{SECTION}.tokens_per_rank needs the Trainer's own loader of training data; got batches of "
+                        "another, leave get_train_dataloader as it is, or tokens_per_rank out"
+                    )
+                read.append(batch)
+        except Exception as reason:
+            error = as_seqpar_error("loading data failed", reason)
+        packs = self.sp.step_dealer.packs([sample for batch in read for sample in batch], error)
+        return packs if read else [], len(read)
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(inputs, PacksOfStep):
+            return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
+        steps, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.args.device)
+        for number, batch in enumerate(inputs, 1):
+            self.accelerator.sync_gradients = steps and number == len(inputs)
+            batch = whole_calls.moved_batch(batch, self.args.device)
+            loss = loss + super().training_step(model, batch, *args, **kwargs)
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        batches = inputs if isinstance(inputs, PacksOfStep) else [inputs]
+        # the Trainer sums it over all ranks
+        return sum(super(Packed, self).floating_point_ops(batch) for batch in batches) / self.sp.size
+
+
+def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
+    """Return what stands for the batches of a step."""
+    return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
+
+
+def error_of(trainer: Any) -> ConfigError | None:
+    """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
+    args = trainer.args
+    wrong: Mapping[str, bool] = {
+        "a trainer of trl": any(base.__module__.startswith("trl.") for base in type(trainer).__mro__),
+        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.has_custom_loss(
+            trainer
+        ),
+        'train_sampling_strategy="batch_rebalance", which packs do by themselves': str(args.train_sampling_strategy)
+        == "batch_rebalance",
+        "include_num_input_tokens_seen, which counts padding": args.include_num_input_tokens_seen != "no",
+    }
+    if found := [name for name, holds in wrong.items() if holds]:
+        return ConfigError(
+            f"{SECTION}.tokens_per_rank is for the Trainer's own loss and batches; got {found[0]}, leave that or "
+            "tokens_per_rank out"
+        )
+    return None
