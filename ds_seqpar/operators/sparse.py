@@ -111,7 +111,7 @@ class _Sparse(torch.autograd.Function):
         ctx.save_for_backward(q, latent, matrix, sinks, picks)
         ctx.pieces, ctx.scale = pieces, scale
         out = q.new_empty(*q.shape[:3], matrix.shape[2] - q.shape[3])
-        for own, at, hidden in _blocks(picks, pieces, latent):
+        for own, at, hidden in _blocks(q, latent, picks, pieces):
             with torch.autocast(q.device.type, enabled=False):  # as backward, which computes it again
                 out[:, own] = _attention(q[:, own], latent.flatten(0, 1)[at], matrix, sinks, hidden, scale)
         return out
@@ -125,7 +125,7 @@ class _Sparse(torch.autograd.Function):
             torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if is_needed else None
             for x, is_needed in zip((q, latent.flatten(0, 1), matrix, sinks), needed, strict=True)
         ]
-        for own, at, hidden in _blocks(picks, ctx.pieces, latent):
+        for own, at, hidden in _blocks(q, latent, picks, ctx.pieces):
             block = [q[:, own], latent.flatten(0, 1)[at], matrix, sinks]
             block = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(block, needed, strict=True)]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
@@ -144,10 +144,12 @@ class _Sparse(torch.autograd.Function):
         return *(None if x is None else x.to(like.dtype) for x, like in inputs), None, None, None
 
 
-def _blocks(picks: Tensor, pieces: Sequence[Piece], latent: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _blocks(
+    q: Tensor, latent: Tensor, picks: Tensor, pieces: Sequence[Piece]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (rows of a block, what they pick among all rows of latents, which of this is hidden (B, r, n))."""
-    batch, tokens, width = latent.shape
-    rows = max(1, ELEMENTS // (batch * max(1, picks.shape[2]) * width))
+    (batch, tokens, width), heads, count = latent.shape, q.shape[2], picks.shape[2]
+    rows = max(1, ELEMENTS // (batch * max(count * width, heads * width, heads * count)))
     begins = torch.arange(0, batch * tokens, tokens, device=picks.device)[:, None, None]
     for piece in pieces:
         for place in range(piece.place, piece.place + piece.length, rows):
