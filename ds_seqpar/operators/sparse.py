@@ -113,7 +113,7 @@ class _Sparse(torch.autograd.Function):
         out = q.new_empty(*q.shape[:3], matrix.shape[2] - q.shape[3])
         for own, at, hidden in _blocks(q, latent, picks, pieces):
             with torch.autocast(q.device.type, enabled=False):  # as backward, which computes it again
-                out[:, own] = _attention(q[:, own], latent.flatten(0, 1)[at], matrix, sinks, hidden, scale)
+                out[:, own] = _attention(hidden, scale, q[:, own], latent.flatten(0, 1)[at], matrix, sinks)
         return out
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Sparse(torch.autograd.Function):
             block = [q[:, own], latent.flatten(0, 1)[at], matrix, sinks]
             block = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(block, needed, strict=True)]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-                out = _attention(*block, hidden, ctx.scale)
+                out = _attention(hidden, ctx.scale, *block)
             found = iter(torch.autograd.grad(out, [x for x, n in zip(block, needed, strict=True) if n], grad[:, own]))
             if needed[0]:
                 sums[0][:, own] = next(found)
@@ -159,7 +159,7 @@ def _blocks(
             yield own, begins + piece.document + picks[:, own].masked_fill(hidden, 0).long(), hidden
 
 
-def _attention(q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None, hidden: Tensor, scale: float) -> Tensor:
+def _attention(hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the attention of queries (B, r, H, D) to rows of latents (B, r, n, R), of which some are hidden."""
     of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
     scores = (torch.einsum("brhd,hcd->brhc", q, of_keys) @ rows.mT).to(sum_dtype(q.dtype)) * scale

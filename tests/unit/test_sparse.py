@@ -82,3 +82,18 @@ def test_equal_scores_are_chosen_as_topk_chooses_among_the_same_columns():
     q, weights, keys = torch.zeros(1, 40, 2, 4), torch.ones(1, 40, 2), torch.randn(1, 40, 4)
     expected = torch.zeros(1, 40, 40).masked_fill(torch.ones(40, 40).tril() == 0, -torch.inf).topk(8).indices
     assert torch.equal(sparse.top_keys(q, weights, keys, [Piece(0, 40, 0, 0)], 8), expected)
+
+
+def test_gradients_of_bf16_are_summed_in_fp32():
+    pieces, tokens = [Piece(0, 40, 0, 0)], 40
+    inputs = tensors(0, (1, tokens, HEADS, DIM), (1, tokens, WIDTH), (HEADS, WIDTH, DIM + V_DIM), (HEADS,))
+    picks = torch.arange(tokens).expand(1, tokens, -1)  # all
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        out = sparse.sparse_attention(*leaves[:3], picks, pieces, 0.4, leaves[3])
+        out.sum().backward()
+        found.append([out, *(x.grad for x in leaves)])
+        assert {x.dtype for x in found[-1]} == {dtype}
+    for x, y in zip(*found, strict=True):
+        assert float((x - y).norm() / y.norm()) < 2e-2
