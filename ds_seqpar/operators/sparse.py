@@ -8,7 +8,6 @@ queries that are absorbed into the latent's space. Backward computes each block 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,28 +119,19 @@ class _Sparse(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple:
         q, latent, matrix, sinks, picks = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:4]
-        sums: list[Any] = [
-            torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if is_needed else None
-            for x, is_needed in zip((q, latent.flatten(0, 1), matrix, sinks), needed, strict=True)
-        ]
+        inputs = [q, latent.flatten(0, 1), matrix, *([] if sinks is None else [sinks])]
+        sums = [torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in inputs]
         for own, at, hidden in _blocks(q, latent, picks, ctx.pieces):
-            block = [q[:, own], latent.flatten(0, 1)[at], matrix, sinks]
-            block = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(block, needed, strict=True)]
+            block = [x.detach().requires_grad_() for x in (q[:, own], inputs[1][at], *inputs[2:])]
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 out = _attention(hidden, ctx.scale, *block)
-            found = iter(torch.autograd.grad(out, [x for x, n in zip(block, needed, strict=True) if n], grad[:, own]))
-            if needed[0]:
-                sums[0][:, own] = next(found)
-            if needed[1]:
-                sums[1].index_add_(0, at.flatten(), next(found).flatten(0, 2).to(sums[1].dtype))
-            for number in (2, 3):
-                if needed[number]:
-                    sums[number] += next(found)
-        if needed[1]:
-            sums[1] = sums[1].view(latent.shape)
-        inputs = zip(sums, (q, latent, matrix, sinks), strict=True)
-        return *(None if x is None else x.to(like.dtype) for x, like in inputs), None, None, None
+            dq, drows, *others = torch.autograd.grad(out, block, grad[:, own])
+            sums[0][:, own] = dq
+            sums[1].index_add_(0, at.flatten(), drows.flatten(0, 2).to(sums[1].dtype))
+            for total, x in zip(sums[2:], others, strict=True):
+                total += x
+        dq, dlatent, dmatrix, *dsinks = (total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
+        return dq, dlatent.view(latent.shape), dmatrix, *(dsinks or [None]), None, None, None
 
 
 def _blocks(
@@ -159,7 +149,9 @@ def _blocks(
             yield own, begins + piece.document + picks[:, own].masked_fill(hidden, 0).long(), hidden
 
 
-def _attention(hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None) -> Tensor:
+def _attention(
+    hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Return the attention of queries (B, r, H, D) to rows of latents (B, r, n, R), of which some are hidden."""
     of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
     scores = (torch.einsum("brhd,hcd->brhc", q, of_keys) @ rows.mT).to(sum_dtype(q.dtype)) * scale
