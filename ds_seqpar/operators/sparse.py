@@ -131,7 +131,7 @@ class _Sparse(torch.autograd.Function):
             for total, x in zip(sums[2:], others, strict=True):
                 total += x
         dq, dlatent, dmatrix, *dsinks = (total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
-        return dq, dlatent.view(latent.shape), dmatrix, *(dsinks or [None]), None, None, None
+        return dq, dlatent.view(latent.shape), dmatrix, dsinks[0] if dsinks else None, None, None, None
 
 
 def _blocks(
