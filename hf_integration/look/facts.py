@@ -59,8 +59,14 @@ def text_config(config: PreTrainedConfig) -> Any:
 def config_heads(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the (query heads, key/value heads) that a config names, 0 where it names none."""
     text = text_config(config)
-    q_heads = getattr(text, "num_attention_heads", 0)
-    return q_heads, getattr(text, "num_key_value_heads", None) or q_heads
+    values = vars(text)  # a config with other sizes for some layers raises where one of them is read
+
+    def number(name: str) -> Any:
+        name = text.attribute_map.get(name, name)
+        return values[name] if name in values else getattr(text, name, None)
+
+    q_heads = number("num_attention_heads") or 0
+    return q_heads, number("num_key_value_heads") or q_heads
 
 
 def kind_of_layer(config: PreTrainedConfig, name: str) -> str:

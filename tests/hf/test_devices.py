@@ -16,12 +16,11 @@ SEQ = 8
 
 def on_fake_cuda():
     """What forwards ask of tensors on a device, which have shapes and no values here: to look at one raises."""
-    sp, model = make(), nn.Linear(1, 1)
+    sp = make()
     ids = torch.arange(SEQ)[None]
     whole = {"input_ids": ids, "labels": ids.clone()}
     packed = sp.shard_batch({**whole, "position_ids": torch.arange(4).repeat(1, 2)}, training=False)
-    agreement = Agreement(sp, model)
-    agreement.compared = True  # else it compares the models' values
+    agreement = Agreement(sp, nn.Linear(1, 1))  # which is gone at once, else it compares the model's values
     with FakeTensorMode(allow_non_fake_inputs=True):
         tokens, positions, mask = (torch.empty(1, SEQ, dtype=torch.int64, device="cuda") for _ in range(3))
         with pytest.raises(DataDependentOutputException):

@@ -116,6 +116,10 @@ def sees(module, args, output):
     SEEN[0] = 1.0
 
 
+def has_seen_none(module, args, output):
+    SEEN[0] = 0.0
+
+
 def mixes(module, args):
     """A layer that mixes tokens once there were pictures, which text alone does not show."""
     return (args[0] + SEEN[0] * args[0].mean(1, keepdim=True), *args[1:])
@@ -127,6 +131,7 @@ def refused_types():
         model = small_copy(model_of(name))[0].train()
         if name == "llava":
             model.model.language_model.layers[0].register_forward_pre_hook(mixes)
+            model.get_input_embeddings().register_forward_hook(has_seen_none)  # each forward begins with it
             model.model.vision_tower.register_forward_hook(sees)
         patch_attention(model, sp)
         ids = torch.arange(32).view(2, 16) + 3
