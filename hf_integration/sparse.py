@@ -23,7 +23,7 @@ from ds_seqpar.operators.gathered import Piece
 from ds_seqpar.operators.sparse import sparse_attention, top_keys
 
 from .compat import ATTENTION
-from .model.latent import EXPAND, PROJECTION, is_linear, matrix_of
+from .latent import EXPAND, PROJECTION, is_linear, matrix_of
 
 NAME = "ds_seqpar_sparse"  # of our attention function in transformers
 

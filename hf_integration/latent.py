@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ds_seqpar.base.errors import SECTION, ConfigError
 from ds_seqpar.operators.latent import is_sent
 
-from ..compat import is_plain_lora
-from ..context import current
-from ..graph_breaks import between_graphs
-from ..module_patch import override, patched
+from .compat import is_plain_lora
+from .context import current
+from .graph_breaks import between_graphs
+from .module_patch import override, patched
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
