@@ -10,6 +10,7 @@ memory is that of rows times tokens.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 from collections import UserDict
@@ -26,6 +27,7 @@ from ds_seqpar.base.errors import ConfigError, InputError
 from ds_seqpar.operators.gathered import Piece, gather, pieces_of, segments
 from ds_seqpar.operators.states import Tied
 
+from . import sparse
 from .compat import ATTENTION, attention_name
 from .context import KEYWORD, ForwardContext, current
 from .families import name_before
@@ -319,20 +321,33 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
     rest = [x for out in outputs[mine:] for x in (out[:1] if isinstance(out, tuple | list) else [out])]
     tied = [x for x in (*rest, *gathered.values()) if x.requires_grad]  # backward communicates, on each rank
 
-    def own(x: Any) -> Any:
-        return x[:, :0] if isinstance(x, Tensor) and not mine else x
-
+    output = output if mine else _empty(output)
     if not isinstance(output, tuple | list):
-        return Tied.apply(own(output), *tied) if tied else own(output)
-    first, *others = map(own, output)
+        return Tied.apply(output, *tied) if tied else output
+    first, *others = output
     return type(output)([Tied.apply(first, *tied) if tied else first, *others])
+
+
+def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather) -> Any:
+    """Run a module that `sparse` can on all of this rank's tokens. The arguments are those of `in_pieces`."""
+    selection = sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens)
+    inputs = call.inputs if pieces else call.with_one_more().inputs
+    output = sparse.run(call.module, {**inputs, "attention_mask": selection, call.cache: selection})
+    return output if pieces else _empty(output)
+
+
+def _empty(output: Any) -> Any:
+    """Return what a module returned without its tokens."""
+    if isinstance(output, tuple | list):
+        return type(output)(map(_empty, output))
+    return output[:, :0] if isinstance(output, Tensor) else output
 
 
 # ---- in a patched model
 
 
 @between_graphs
-def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
+def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecting: Sequence[nn.Module]) -> Any:
     layout = context.layout
     if layout is not None and layout.mask.parents:
         raise InputError(
@@ -342,8 +357,10 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
     runtime = sp.runtime_of(of[0])
     cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
-    of_ranks = pieces_of(cut, ROWS)
-    return in_pieces(call, of_ranks[peers.rank], lambda xs: gather(peers, xs, cut), max(map(len, of_ranks)))
+    of_ranks, gather_all = pieces_of(cut, ROWS), functools.partial(gather, peers, segments=cut)
+    if call.module in selecting and sparse.can_run(selecting):
+        return at_once(call, of_ranks[peers.rank], gather_all)
+    return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
 
 
 def check(modules: Iterable[nn.Module]) -> None:
@@ -367,13 +384,14 @@ def check(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
+def share(module: Any, sp: SequenceParallel, window: int | None, selecting: Sequence[nn.Module] = ()) -> None:
     """Let an attention module run on a rank's pieces, in forwards that are not local.
 
     Args:
         module: The module.
         sp: Whose ranks share sequences.
         window: The length of the window of its mask; None without.
+        selecting: Those of the model that run at once where all of them can.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -382,7 +400,8 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
             raise InputError("a patched layer was reached past its model's forward; call the model that was patched")
         if context.mode == "local":
             return type(self).forward(self, *args, **kwargs)
-        return _shared(sp, context, Pieces(self, window, args, {k: x for k, x in kwargs.items() if k != KEYWORD}))
+        call = Pieces(self, window, args, {name: x for name, x in kwargs.items() if name != KEYWORD})
+        return _shared(sp, context, call, selecting)
 
     keep_config(module)
     override(module, "forward", types.MethodType(forward, module))

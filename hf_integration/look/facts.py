@@ -21,6 +21,7 @@ class Facts:
     mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, in the same way
     # the modules that attend by an index, or in a way of their own, and gather keys, in the same way
     gathered: tuple[str, ...] = ()
+    selects: bool = False  # whether those of them with latents and an index can run at once on a rank's tokens
     base: str | None = None  # the module that heads call, below the model; None: its base model
     # the module in `base` that gets inputs_embeds with features of media in them, below the model; None: there is none
     stack: str | None = None

@@ -30,7 +30,7 @@ from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.data.random_states import random_state, unchanged
 from ds_seqpar.operators.gathered import Piece
 
-from .. import gathered_past, mixers
+from .. import gathered_past, mixers, sparse
 from ..families import balance_weight, is_causal_lm, switch_attention
 from ..module_patch import override, restore
 from ..noise import configs_of, noise_of
@@ -122,6 +122,7 @@ def _look(
     )
     if gathered:
         _check_pieces(watch, ids, facts, plain)
+        facts = dataclasses.replace(facts, selects=_selects(watch, ids, plain))
     return facts
 
 
@@ -194,6 +195,7 @@ class Watch:
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
         self.gathered, self.pieced = gathered, dict[str, int | None]()  # those that go on with a cache: their windows
+        self.selecting: list[nn.Module] = []  # of them, those that run at once
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -248,7 +250,8 @@ class Watch:
             return gathered_past.alone(module, *args, **kwargs)
         if name in self.pieced:
             call = gathered_past.Pieces(module, self.pieced[name], args, kwargs)
-            return gathered_past.in_pieces(call, PIECES, lambda xs: xs)
+            way = gathered_past.at_once if module in self.selecting else gathered_past.in_pieces
+            return way(call, PIECES, lambda xs: xs)
         mask = gathered_past.arguments(module, args, kwargs).get("attention_mask")
         self.seen.gathered[name] = None
         if isinstance(mask, Tensor) and mask.dim() == 4:
@@ -434,6 +437,20 @@ def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
         _refuse(f"{found}, and does not go on with a cache ({' '.join(str(error).split()):.200})")
     if _differs(plain.states(watch.names[watch.base]), pieced.states(watch.names[watch.base])):
         _refuse(f"{found}, and gives something else where it goes on with a cache")
+
+
+def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
+    """Return whether modules with latents and an index give what they gave where they run at once.
+
+    Others run in pieces, which is exact too.
+    """
+    watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
+    try:
+        found = watch(ids) if sparse.can_run(watch.selecting) else None
+    except Exception:  # of steps that our objects do not follow
+        return False
+    base = watch.names[watch.base]
+    return found is not None and not _differs(plain.states(base), found.states(base))
 
 
 def _described(model: Any, name: str) -> str:

@@ -27,7 +27,7 @@ from ds_seqpar.guards.agreement import together
 from ds_seqpar.operators.latent import LATENT
 from ds_seqpar.operators.segments import segments_of
 
-from .. import accelerators, gathered_past, mixers
+from .. import accelerators, gathered_past, latent, mixers, sparse
 from ..compat import ATTENTION
 from ..context import KEYWORD, ForwardContext, current
 from ..families import (
@@ -57,7 +57,7 @@ from ..look.prove import prove
 from ..media import towers
 from ..memory import head_chunks, tiled_modules
 from ..module_patch import is_overridden, patch_on, patched, restore
-from . import checkpointing, finite, latent, media, rope, whole_calls
+from . import checkpointing, finite, media, rope, whole_calls
 from .agreement import Agreement
 from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hook
 from .losses import ExpertBalance, check_loss, has_loss
@@ -148,8 +148,9 @@ def patch_by(
     for module in mixing.values():
         mixers.share(module, sp)
     gathered = modules_of(inner, facts, "gathered")
+    selecting = [*filter(sparse.selects, gathered.values())] if facts.selects else []
     for module, (_, length) in zip(gathered.values(), masks(inner, facts, "gathered"), strict=True):
-        gathered_past.share(module, sp, length)
+        gathered_past.share(module, sp, length, selecting)
     ropes = rope.embeddings(base_of(inner))
     stack = None if facts.stack is None else inner.get_submodule(facts.stack)
     patch = Patch(

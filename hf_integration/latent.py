@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ds_seqpar.base.errors import SECTION, ConfigError
 from ds_seqpar.operators.latent import is_sent
 
-from ..compat import is_plain_lora
-from ..context import current
-from ..graph_breaks import between_graphs
-from ..module_patch import override, patched
+from .compat import is_plain_lora
+from .context import current
+from .graph_breaks import between_graphs
+from .module_patch import override, patched
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
@@ -52,14 +52,19 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     sizes = tokens, module.num_heads, sum(widths), module.qk_head_dim + module.v_head_dim
     # the proof of a model changes the settings of the runtime
-    if not is_sent(sp.runtime.config, *sizes) or not _is_linear(module, is_needed):
+    if not is_sent(sp.runtime.config, *sizes) or not is_linear(module, is_needed):
         return expand(module, kv_nope, k_rot)
+    return torch.cat([kv_nope, k_rot], dim=-1).squeeze(1), matrix_of(module, kv_nope, k_rot)
+
+
+def matrix_of(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Tensor:
+    """Return the matrix (H, R, D + Dv) by which a module expands latents like these."""
+    widths = kv_nope.shape[-1], k_rot.shape[-1]
     units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
-    matrix = torch.cat(expand(module, *units.split(widths, dim=-1)), dim=-1)
-    return torch.cat([kv_nope, k_rot], dim=-1).squeeze(1), matrix.squeeze(0)
+    return torch.cat(type(module).expand_kv(module, *units.split(widths, dim=-1)), dim=-1).squeeze(0)
 
 
-def _is_linear(module: Any, is_needed: bool) -> bool:
+def is_linear(module: Any, is_needed: bool = False) -> bool:
     """Return whether the projection of the latent is what it makes of unit vectors. Raise ConfigError where it is not
     and must be."""
     projection = getattr(module, PROJECTION)

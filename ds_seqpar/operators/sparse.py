@@ -1,0 +1,162 @@
+"""Attention to the keys that an index picks: of latents that all ranks have, for queries that stay on their rank.
+
+An index scores a key by the sum over its heads of w relu(q k). The greatest are found in blocks of rows and of keys,
+so that those of single heads are never kept. Attention reads what was picked of the latents, in blocks of rows, with
+queries that are absorbed into the latent's space. Backward computes each block again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core.runtime.buffers import sum_dtype
+from .gathered import Context, Piece
+
+COLUMNS = 2**16  # keys whose scores are compared at a time; the choice among more is merged
+ELEMENTS = 2**24  # numbers of the largest tensor in a block
+
+
+@torch.no_grad()
+def top_keys(
+    q: Tensor, weights: Tensor, keys: Tensor, pieces: Sequence[Piece], count: int, scale: float = 1.0
+) -> Tensor:
+    """Return the keys that an index picks for each query, among those of its document up to itself.
+
+    Args:
+        q: The index's queries of this rank (B, s, heads, D), in the dtype of scores.
+        weights: Of the heads (B, s, heads).
+        keys: The index's keys of all tokens (B, T, D).
+        pieces: This rank's tokens.
+        count: How many keys a query picks, at most.
+        scale: Of a head's scores.
+
+    Returns:
+        (B, s, n) int64, where n is `count` or less: keys, counted from the first of the query's document. A query
+        that sees fewer picks some behind it besides, which are not to be read.
+    """
+    width = min(count, max(piece.end - piece.document for piece in pieces))
+    picks = torch.full((*q.shape[:2], width), keys.shape[1], device=q.device)
+    for piece in pieces:
+        own = slice(piece.place, piece.place + piece.length)
+        best = _best(q[:, own], weights[:, own, None], keys[:, piece.document : piece.end], count, scale)
+        picks[:, own, : best.shape[2]] = best
+    return picks
+
+
+def _best(q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
+    """Return the picks of queries (B, r, heads, D), the last of whom sees all keys (B, n, D)."""
+    (batch, rows, heads, _), tokens = q.shape, keys.shape[1]
+    positions = torch.arange(tokens - rows, tokens, device=q.device)[:, None]
+    flat, step = q.flatten(1, 2), max(1, ELEMENTS // (batch * rows * heads))
+    values, picks = q.new_empty(batch, rows, 0), positions.new_empty(batch, rows, 0)
+    for first in range(0, tokens, COLUMNS):
+        columns = torch.arange(first, min(first + COLUMNS, tokens), device=q.device)
+        scores = q.new_empty(batch, rows, len(columns))
+        for start in range(0, len(columns), step):
+            block = keys[:, columns[start : start + step]].to(q.dtype)
+            of_heads = (flat @ block.mT).mul_(scale).relu_().unflatten(1, (rows, heads))
+            scores[..., start : start + step] = (weights @ of_heads).squeeze(2)
+        scores.masked_fill_(columns > positions, -torch.inf)
+        greatest, at = scores.topk(min(count, len(columns)))
+        values, picks = torch.cat([values, greatest], 2), torch.cat([picks, columns[at]], 2)
+        if first:
+            values, at = values.topk(min(count, values.shape[2]))
+            picks = picks.gather(2, at)
+    return picks
+
+
+def sparse_attention(
+    q: Tensor,
+    latent: Tensor,
+    matrix: Tensor,
+    picks: Tensor,
+    pieces: Sequence[Piece],
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of a rank's queries to picked latents.
+
+    Args:
+        q: The queries of this rank (B, s, H, D).
+        latent: The latents of all tokens (B, T, R).
+        matrix: What makes keys and values of a latent (H, R, D + Dv).
+        picks: As from `top_keys` (B, s, n), no key twice, and one at least that the query sees.
+        pieces: This rank's tokens.
+        scale: Of scores.
+        sinks: A further score of each head (H,), which has no value; None without.
+
+    Returns:
+        (B, s, H, Dv), with gradients to q, latent, matrix and sinks.
+    """
+    return _Sparse.apply(q, latent, matrix, sinks, picks, pieces, scale)
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        q: Tensor,
+        latent: Tensor,
+        matrix: Tensor,
+        sinks: Tensor | None,
+        picks: Tensor,
+        pieces: Sequence[Piece],
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(q, latent, matrix, sinks, picks)
+        ctx.pieces, ctx.scale = pieces, scale
+        out = q.new_empty(*q.shape[:3], matrix.shape[2] - q.shape[3])
+        for own, at, hidden in _blocks(q, latent, picks, pieces):
+            with torch.autocast(q.device.type, enabled=False):  # as backward, which computes it again
+                out[:, own] = _attention(hidden, scale, q[:, own], latent.flatten(0, 1)[at], matrix, sinks)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple:
+        q, latent, matrix, sinks, picks = ctx.saved_tensors
+        inputs = [q, latent.flatten(0, 1), matrix, *([] if sinks is None else [sinks])]
+        sums = [torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in inputs]
+        for own, at, hidden in _blocks(q, latent, picks, ctx.pieces):
+            block = [x.detach().requires_grad_() for x in (q[:, own], inputs[1][at], *inputs[2:])]
+            with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+                out = _attention(hidden, ctx.scale, *block)
+            dq, drows, *others = torch.autograd.grad(out, block, grad[:, own])
+            sums[0][:, own] = dq
+            sums[1].index_add_(0, at.flatten(), drows.flatten(0, 2).to(sums[1].dtype))
+            for total, x in zip(sums[2:], others, strict=True):
+                total += x
+        dq, dlatent, dmatrix, *dsinks = (total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
+        return dq, dlatent.view(latent.shape), dmatrix, dsinks[0] if dsinks else None, None, None, None
+
+
+def _blocks(
+    q: Tensor, latent: Tensor, picks: Tensor, pieces: Sequence[Piece]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (rows of a block, what they pick among all rows of latents, which of this is hidden (B, r, n))."""
+    (batch, tokens, width), heads, count = latent.shape, q.shape[2], picks.shape[2]
+    rows = max(1, ELEMENTS // (batch * max(count * width, heads * width, heads * count)))
+    begins = torch.arange(0, batch * tokens, tokens, device=picks.device)[:, None, None]
+    for piece in pieces:
+        for place in range(piece.place, piece.place + piece.length, rows):
+            own = slice(place, min(place + rows, piece.place + piece.length))
+            first = piece.start - piece.document - piece.place
+            hidden = picks[:, own] > torch.arange(first + own.start, first + own.stop, device=picks.device)[:, None]
+            yield own, begins + piece.document + picks[:, own].masked_fill(hidden, 0).long(), hidden
+
+
+def _attention(
+    hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the attention of queries (B, r, H, D) to rows of latents (B, r, n, R), of which some are hidden."""
+    of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
+    scores = (torch.einsum("brhd,hcd->brhc", q, of_keys) @ rows.mT).to(sum_dtype(q.dtype)) * scale
+    scores = scores.masked_fill(hidden[:, :, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None].expand(*scores.shape[:3], 1)], dim=3)
+    weights = scores.softmax(3)[..., : rows.shape[2]].to(rows.dtype)
+    return torch.einsum("brhc,hcd->brhd", weights @ rows, of_values)
