@@ -56,7 +56,7 @@ test-all: $(VENV)/oldest/.ready $(VENV)/liger/.ready
 	$(PYTEST) -m "not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
-	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py tests/hf/test_quantised.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py tests/hf/test_quantized.py
 
 # an environment of its own, upgraded each time; pip says that setup.cfg does not allow it
 test-next: export PATH := $(CURDIR)/$(VENV)/next/bin:$(PATH)

@@ -75,8 +75,7 @@ class SequenceParallelConfig:
     """Configure how `size` ranks share one sequence: the `"sequence_parallel"` section, with the same names.
 
     Every setting has a default, and most have `"auto"`, which `resolve` replaces. A schedule's own settings (`rows`,
-    `ring_size`, ...) are given and read as those below; `python -m ds_seqpar show --help` lists them. Names of version
-    0.1 are read with a warning.
+    `ring_size`, ...) are given and read as those below; `python -m ds_seqpar show --help` lists them.
 
     Args:
         schedule_options: A schedule's own settings, by name. They may be given by their names instead.
