@@ -34,7 +34,8 @@ def test_every_type_is_exact_or_refused(model_type):
     assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
 
 
-@pytest.mark.parametrize("model_type", each_then_rest(["gemma3"], [name for name in FEW if name != "gemma3"]))
+@pytest.mark.whole
+@pytest.mark.parametrize("model_type", FEW)
 def test_it_is_so_on_four_ranks(model_type):
     assert outcomes([model_type], world=4) == {model_type: dict.fromkeys(KINDS, EXACT)}
 

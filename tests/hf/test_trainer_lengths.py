@@ -47,7 +47,7 @@ STREAM = {"as_stream": True, "max_steps": 3, "eval_steps": 3, "accelerator_confi
 ONE = {"gradient_accumulation_steps": 1, "max_steps": 5, "eval_steps": 5}
 
 
-@pytest.mark.parametrize(("stage", "changes"), [(2, [ONE, STREAM]), (3, [{}])])
+@pytest.mark.parametrize(("stage", "changes"), [pytest.param(2, [ONE, STREAM], marks=pytest.mark.whole), (3, [{}])])
 def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
     cases = [(4, None, stage, of_case) for of_case in changes]
     plain = on_ranks(1, runs, tmp_path / "plain", cases)[0]

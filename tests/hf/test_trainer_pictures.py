@@ -261,7 +261,7 @@ def own_loop(way):
     return largest, refusal(wrapped, **given) if way == "FSDP2" else None
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("way", ["DDP", pytest.param("FSDP2", marks=pytest.mark.whole)])
 def test_loops_of_ones_own_get_the_plain_gradients_where_a_group_has_text_alone(way):
     for largest, told in on_ranks(4, own_loop, way):
         assert largest < 1e-5
@@ -311,6 +311,7 @@ def wrong_runs(folder):
     return found
 
 
+@pytest.mark.whole
 def test_wrong_uses_of_the_trainer_end_in_a_sentence_on_every_rank(tmp_path):
     wrong = {**WRONG, "DPO": (None, ["DPOTrainer", "text alone", "pixel_values"])}
     for found in on_ranks(2, wrong_runs, tmp_path):
