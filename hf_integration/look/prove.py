@@ -250,8 +250,9 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     losses, by_row, total = [], False, _predicted(batches)
     has_loss = is_causal_lm(model) or any(name in MEDIA for batch in batches for name in batch)
     for batch in batches:
-        number, around = _predicted([batch]), tuple(batch.pop(AROUND, torch.zeros(2, dtype=torch.long)).tolist())
-        output = call(model, **{name: x for name, x in batch.items() if name != "labels" or (has_loss and number)})
+        number, around = _predicted([batch]), tuple(batch.get(AROUND, torch.zeros(2, dtype=torch.long)).tolist())
+        given = {name: x for name, x in batch.items() if name != AROUND}
+        output = call(model, **{name: x for name, x in given.items() if name != "labels" or (has_loss and number)})
         found = [x for x in _outputs(output.logits if has_loss else output) if x.dim() > 1]
         by_token = [_without_padding(x, batch) for x in found if x.shape[:2] == batch["input_ids"].shape]
         by_token = [F.pad(x, (*[0] * (2 * x.dim() - 4), *around)) if any(around) else x for x in by_token]
