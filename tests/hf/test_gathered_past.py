@@ -106,7 +106,7 @@ def test_what_takes_no_cache_or_cannot_be_split_is_refused_on_every_rank():
 
 
 def test_the_proof_compares_documents_between_padding_more_than_once():
-    """Its second run judges what rounding changes: another shape would pass for the most that rounding may explain."""
+    """The second run judges what rounding changes; it could not be compared where it had another shape."""
     model, ids = tiny("bloom").train(), torch.arange(3, 15).view(2, 6)
     mask = torch.ones_like(ids)
     mask[0, :2] = mask[1, -1:] = 0
