@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from ds_seqpar.base.errors import SECTION, ConfigError, as_seqpar_error
 from ds_seqpar.lengths import Rows
 
+from ..families import is_of_library, patch_of, unwrapped
 from ..model import whole_calls
 from . import checks
 from .rollouts import Behind
@@ -88,6 +89,8 @@ class Packed(Behind):
         for number, batch in enumerate(inputs, 1):
             self.accelerator.sync_gradients = steps and number == len(inputs)
             batch = whole_calls.moved_batch(batch, self.args.device)
+            if "num_items_in_batch" in batch:  # by which the loss is divided already
+                self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
         return loss
 
@@ -102,14 +105,21 @@ def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 
+def has_own_forward(model: nn.Module) -> bool:
+    """Return whether a user's forward is around a model, or in its place."""
+    patch = patch_of(unwrapped(model))
+    return patch is not None and not all(is_of_library(head.forward) for head in patch.above)
+
+
 def error_of(trainer: Any) -> ConfigError | None:
     """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
     args = trainer.args
     wrong: Mapping[str, bool] = {
         "a trainer of trl": any(base.__module__.startswith("trl.") for base in type(trainer).__mro__),
-        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.has_custom_loss(
+        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.changes_loss(
             trainer
         ),
+        "a model whose own forward may add to its loss": has_own_forward(trainer.model),
         'train_sampling_strategy="batch_rebalance", which packs do by themselves': str(args.train_sampling_strategy)
         == "batch_rebalance",
         "include_num_input_tokens_seen, which counts padding": args.include_num_input_tokens_seen != "no",
