@@ -74,7 +74,7 @@ class PackingCollator:
 
     Raises:
         InputError: When called, if there are no documents, a document is empty, its labels do not match its tokens, or
-            it has padding.
+            it has padding, or what is no row of numbers, such as pictures.
 
     Examples:
         ```python
@@ -96,6 +96,11 @@ class PackingCollator:
                     f"a document needs one token or more and a label for each; got {len(tokens)} tokens and "
                     f"{len(targets)} labels"
                 )
+            if media := [name for name, x in document.items() if _is_nested(x) and len(_tokens(x)) != len(tokens)]:
+                raise InputError(
+                    f"this collator packs what has a number for each token; got {media[0]}, pack samples with pictures "
+                    "by tokens_per_rank (docs/lengths.md)"
+                )
             if not all(map(bool, document.get("attention_mask", ()))):
                 raise InputError(
                     "documents are packed without padding; got an attention_mask with zeros, give them as they were "
@@ -113,6 +118,10 @@ def _ids_of(document: Example) -> Any:
         got = ", ".join(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
         raise InputError(f"documents to pack need input_ids; got {got or 'no column'} alone, tokenize them first")
     return document["input_ids"]
+
+
+def _is_nested(x: Any) -> bool:
+    return (isinstance(x, list) and bool(x) and isinstance(x[0], list)) or getattr(x, "ndim", 1) > 1
 
 
 def _tokens(x: Any) -> Tensor:

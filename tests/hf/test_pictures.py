@@ -76,13 +76,18 @@ def of_text_model(model, sp, batch):
     return patch_attention(small(vocab_size=300), sp)(**batch)
 
 
-def cut_inside(model, sp, batch):
-    """A document begins at a picture's third token."""
+def packed(model, cut, skipped=0, **given):
+    """Two documents, of which the second begins behind so many tokens of a picture, at another position than 0."""
     pack, _ = media_batch(model, rows=((0,),))
     ids = pack["input_ids"]
-    first = int((ids[0] == model.config.image_token_id).nonzero()[2])
-    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None]
-    call(model, **pack, position_ids=positions.expand(4, 1, -1))
+    first = int((ids[0] == model.config.image_token_id).nonzero()[cut])
+    positions = torch.cat([torch.arange(first), skipped + torch.arange(ids.shape[1] - first)])[None]
+    call(model, **pack, **given, position_ids=positions.expand(4, 1, -1))
+
+
+def of_refused_type(model, sp, batch):
+    refused = patch_attention(small_copy(model_of("mllama"))[0].train(), sp)
+    call(refused, batch["input_ids"] % 60, pixel_values=torch.ones(1, 3, 16, 16))
 
 
 def compiled(model, sp, batch):
@@ -142,7 +147,41 @@ WRONG = {
         lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
         ["image_grid_thw", "got none"],
     ),
-    "a pack that is cut inside a picture": (cut_inside, ["whole pictures", "at token"]),
+    "a pack that is cut inside a picture": (lambda model, sp, batch: packed(model, 2), ["whole pictures", "at token"]),
+    "documents that do not begin at 0": (
+        lambda model, sp, batch: packed(model, 0, skipped=3),
+        ["position_ids must count", "got 3"],
+    ),
+    "other documents in what says it too": (
+        lambda model, sp, batch: packed(model, 0, cu_seq_lens_q=torch.tensor([0, 4, 16])),
+        ["documents must be the same", "cu_seq_lens_q"],
+    ),
+    "a mask of tokens x tokens": (
+        lambda model, sp, batch: call(model, **batch, attention_mask=torch.ones(3, 1, 27, 27)),
+        ["attention_mask"],
+    ),
+    "other values of pictures on one rank": (
+        lambda model, sp, batch: call(model, **batch | {"pixel_values": batch["pixel_values"] + sp.rank}),
+        ["same whole batch", "pixel_values by row"],
+    ),
+    "a rank that is not told which tokens are of pictures": (
+        lambda model, sp, batch: call(
+            model, **{name: x for name, x in batch.items() if not sp.rank or name != "mm_token_type_ids"}
+        ),
+        ["same whole batch", "mm_token_type_ids"],
+    ),
+    "more tokens than features": (
+        lambda model, sp, batch: call(
+            model,
+            **batch | {"input_ids": batch["input_ids"].where(batch["input_ids"] > 40, model.config.image_token_id)},
+        ),
+        ["tokens"],
+    ),
+    "pictures without tokens": (
+        lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "input_ids"}),
+        ["input_ids or inputs_embeds", "got neither"],
+    ),
+    "a type that is refused": (of_refused_type, ["mllama", "text alone", "pixel_values"]),
     "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
     "a model in torch.compile": (compiled, ["layer.compile()"]),
     "log-probabilities": (
