@@ -85,11 +85,6 @@ def packed(model, cut, skipped=0, **given):
     call(model, **pack, **given, position_ids=positions.expand(4, 1, -1))
 
 
-def of_refused_type(model, sp, batch):
-    refused = patch_attention(small_copy(model_of("mllama"))[0].train(), sp)
-    call(refused, batch["input_ids"] % 60, pixel_values=torch.ones(1, 3, 16, 16))
-
-
 def compiled(model, sp, batch):
     try:
         return torch.compile(model, backend="eager")(**batch)
@@ -178,10 +173,9 @@ WRONG = {
         ["tokens"],
     ),
     "pictures without tokens": (
-        lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "input_ids"}),
+        lambda model, sp, batch: model(pixel_values=batch["pixel_values"], image_grid_thw=batch["image_grid_thw"]),
         ["input_ids or inputs_embeds", "got neither"],
     ),
-    "a type that is refused": (of_refused_type, ["mllama", "text alone", "pixel_values"]),
     "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
     "a model in torch.compile": (compiled, ["layer.compile()"]),
     "log-probabilities": (
