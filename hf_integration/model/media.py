@@ -47,7 +47,7 @@ class MediaCall:
     masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
     mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
     counts: bool = False  # whether the stack was given its positions
-    documents: Lengths = ()  # of a pack
+    documents: Lengths = ()  # of a pack whose masks are made around the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
         """Keep the blocks of a mask, and return what stands for it: four dims reach the layers unchanged."""

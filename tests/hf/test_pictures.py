@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+import transformers
 
+from docs.model_types import PAGE, media_states, rows_of, tables_of, version_of
 from hf_integration import patch_attention
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.hf.llama import small
-from tests.hf.media_types import TYPES, model_of
-from tests.hf.pictures import KINDS, outcomes
+from tests.hf.media_types import ALL, NO_BATCH, TYPES, model_of
+from tests.hf.pictures import KINDS, SECTIONS, outcomes
 from tests.launch import on_ranks
 from tests.words import missing
 
@@ -17,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("compiled")
 # positions of three axes and features for several layers; blocks that see themselves, with windows; plain; sound
 FEW = ("qwen3_vl", "gemma3", "llava", "voxtral")
 EXACT, TOLD = "exact", ("exact", "refused", "plain")
+MEDIA = tables_of(PAGE.read_text(encoding="utf-8"))[1]
+TABLE = rows_of(MEDIA)
 
 
 def by_kind(found):
@@ -28,16 +32,24 @@ def test_a_type_of_each_kind_is_exact():
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FEW])
-def test_every_type_is_exact_or_refused(model_type):
+@pytest.mark.parametrize("model_type", [name for name in (*TYPES, *NO_BATCH) if name not in FEW])
+def test_every_type_does_what_the_table_says(model_type):
     words = by_kind(outcomes([model_type]))[model_type]
     assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
+    assert media_states(words) == TABLE[model_type].split(" | ")[3:7]
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("model_type", FEW)
-def test_it_is_so_on_four_ranks(model_type):
-    assert by_kind(outcomes([model_type], world=4)) == {model_type: dict.fromkeys(KINDS, EXACT)}
+def test_it_is_so_on_four_ranks(model_type, layout):
+    found = outcomes([model_type], world=4, section={**SECTIONS[4], "layout": layout})
+    assert by_kind(found) == {model_type: dict.fromkeys(KINDS, EXACT)}
+
+
+def test_the_table_is_of_this_transformers():
+    """Else: python docs/model_types.py media"""
+    assert (version_of(MEDIA), sorted(TABLE)) == (transformers.__version__, [*ALL])
 
 
 def text_of(batch):
