@@ -22,20 +22,15 @@ from .base.errors import SECTION, ConfigError, InputError, SeqParError
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
 from .base.on_devices import to_device
-from .core.compiler import schedules
-from .core.compiler.sharding.layout import Run, Runs
-from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
-from .data.balance import shards_of
-from .data.batch_layout import positions_held
 from .data.batches import lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Dealt, deal, deal_by_length
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
+from .data.placing import Pack
 from .data.value_checks import fingerprint_of
 from .guards.agreement import together
 from .guards.interfaces import gloo_meets_hosts
@@ -117,7 +112,7 @@ class StepDealer:
         with together(sp.control_world, action, name, error=error, call=CALL, advice=_advice) as agreed:
             rows = [self._row(sample) for sample in samples]
             of_rows = [self.costs.seconds(row.documents) for row in rows]
-            dealt = self._deal([row.tokens for row in rows], of_rows)
+            dealt = self.costs.deal([row.tokens for row in rows], of_rows, sp.data_size, self._chooses)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
             batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt.shared[sp.data_rank]]
             batches += [
@@ -165,36 +160,25 @@ class StepDealer:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
         if self._chooses and documents not in self.sp.sharding.shards_of:
-            ulysses = self.costs.ulysses(documents, self.sizes)
-            self._place(documents, shards_of(self.sp.config.layout, documents, self.sp.size // ulysses))
+            self._place(self.costs.pack(documents, self.sizes))
         return _joined(pack, documents)
 
     def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Tensor]:
         """Return a batch of one row in which each rank has the documents of one pack."""
-        all_rows, end, runs = [row for pack in packs for row in pack], 0, list[Runs]()
+        all_rows = [row for pack in packs for row in pack]
         packs = [pack or [_filler(all_rows, 1)] for pack in packs]
-        for tokens in (sum(row.tokens for row in pack) for pack in packs):
-            runs.append((Run(end, 1, tokens),))
-            end += tokens
-        pack = [row for pack in packs for row in pack]
-        documents = tuple(length for row in pack for length in row.documents)
-        self._place(documents, UnevenShards(runs))
-        return _joined(pack, documents)
+        placed = Pack.of_whole([[length for row in pack for length in row.documents] for pack in packs])
+        self._place(placed)
+        return _joined([row for pack in packs for row in pack], placed.documents)
 
     @property
     def _chooses(self) -> bool:
         """Whether packs have shards of their own: not where the mesh of the configured size was given to somebody."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
-    def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
-        sp = self.sp
-        if self._chooses and 0 < max(tokens, default=0) <= self.cap:
-            return deal_by_length(tokens, costs, sp.data_size, sp.size, sp.config.tokens_per_rank)
-        return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
-
-    def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:
+    def _place(self, pack: Pack) -> None:
         known = self.sp.sharding.shards_of
-        known[documents] = shards
+        known[pack.documents] = pack.shards
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
@@ -205,16 +189,12 @@ class StepDealer:
             by_group: The work of each group.
             documents: Of this group's first pack.
         """
-        placement, (pair, token) = self.sp.place(sum(documents), documents), self.costs.work
-        starts, shards = torch.tensor(placement.mask.documents or (0,), device="cpu"), placement.shards
-        held = [positions_held(shards, 1, rank) for rank in range(shards.size)]
-        of_documents = [torch.searchsorted(starts, positions, right=True) - 1 for positions in held]
-        works = [float((pair * (at - starts[of] + 1) + token).sum()) for at, of in zip(held, of_documents, strict=True)]
-        cut = int((torch.cat([of.unique() for of in of_documents]).bincount() > 1).sum())
+        pack = Pack(documents, self.sp.place(sum(documents), documents).shards)
+        works = self.costs.works(pack)
         log_once(
             f"sequence_parallel: the first step's work, most over mean: {_most(by_group):.3f} over {len(by_group)} "
             f"groups; {_most(works):.3f} over the {len(works)} CP ranks of its first pack, which has {sum(documents)} "
-            f"tokens, and of whose {len(documents)} documents {cut} are cut"
+            f"tokens, and of whose {len(documents)} documents {len(pack.cut)} are cut"
         )
         self.has_said = True
 
@@ -268,14 +248,11 @@ def _model(sp: Any) -> Any:
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
     """Return the Ulysses sizes that a pack may have; the configured one alone where another would not fit."""
-    config, model, sizes = sp.config, costs.step.model, [sp.config.ulysses]
+    config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
-        "layers have a state, or send latents": model.states is not None or model.latent_projections is not None,
         "device_mesh was given out": "device_mesh" in vars(sp),
-        "a schedule, a layout, a rank order or head chunks are set": config.layout != "balanced"
-        or (config.schedule, config.schedule_options, config.rank_order) != (schedules.DEFAULT, (), "auto")
-        or config.head_chunks == "auto",
+        costs.fixed: costs.fixed != "",
     }
     if fixed := [reason for reason, holds in why.items() if holds]:
         log_once(f"sequence_parallel: all packs have ulysses {config.ulysses}, since {fixed[0]}")
