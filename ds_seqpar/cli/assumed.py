@@ -4,12 +4,14 @@ the Trainer."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any, NamedTuple
 
 from ..base.files import shown
 from ..core.settings import SequenceParallelConfig
 from ..deepspeed.config import OPTIMIZER_STATES, SECTION
+from ..planner.estimate import estimate, tower_seconds
 from .options import GIB, Inputs
 
 OPTIMIZER = "AdamW"  # whose states are counted where those of the JSON's optimizer are not known
@@ -89,7 +91,31 @@ class Answer(NamedTuple):
                 f"{limit / GIB:.1f} of {machine.memory / GIB:.1f} GiB for tensors",
                 f"nodes of {machine.per_node}",
             ]
-        return [f"assumed: {'; '.join(assumptions)}", *self.inputs.model.not_counted]
+        return [f"assumed: {'; '.join(assumptions)}", *self.picture_lines(), *self.inputs.model.not_counted]
+
+    def picture_lines(self) -> list[str]:
+        """Return a line on the pictures of a sequence and on the tower that makes features of them."""
+        tower, pictures, seq = self.inputs.model.tower, self.inputs.job.pictures, self.inputs.seq
+        if tower is None:
+            return []
+        line = f"a tower has {tower.layers.parameters:,} of {self.inputs.model.parameters:,} parameters"
+        if pictures is None:
+            return [f"{line}; no pictures are counted: say --pictures"]
+        number, of_each, patches = pictures
+        line += (
+            f"; pictures: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
+        )
+        line += f"a sequence, and a rank computes {pictures.of_rank(self.config)} of them"
+        if self.inputs.machine is None:
+            return [line]
+        step = self.inputs.job.step(self.config, self.inputs.world, self.inputs.machine.gpus)
+        shares = []
+        for divides in (True, False):
+            config = dataclasses.replace(self.config, divide_media=divides)
+            each = dataclasses.replace(step, config=config)
+            seconds = tower_seconds(each, self.inputs.machine)
+            shares.append(f"{seconds / estimate(each, self.inputs.machine).seconds:.1%}")
+        return [f"{line}; the tower takes {shares[0]} of a step's time divided, {shares[1]} undivided"]
 
     def deepspeed_json(self) -> dict[str, Any]:
         """Return the whole DeepSpeed JSON, with the section of the configuration. An "auto" is left for the Trainer to

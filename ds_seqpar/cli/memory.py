@@ -33,14 +33,14 @@ from ..planner.plan import PlanResult
 from ..planner.request import TRAINERS, MemoryBudget, TrainingStep
 from . import packs
 from .assumed import Answer
-from .options import GIB, Inputs, add_lengths, add_options, add_ranks, count, tokens
+from .options import GIB, Inputs, add_lengths, add_options, add_pictures, add_ranks, count, tokens
 
 KIB = 2**10
 NODE = 8  # ranks of a node where nobody names it
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
 # colors of `FOOTPRINT_ITEMS`, in their order
 SHADES = ("#2f4b6e", "#14273f", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e",
-          "#f0cf8e", "#8e5a97", "#b8a0c8", "#5f9ea0")  # fmt: skip
+          "#f0cf8e", "#8e5a97", "#6b4a2b", "#b8a0c8", "#5f9ea0")  # fmt: skip
 LIMIT = "#b00020"  # color of the rank's memory
 
 
@@ -51,6 +51,7 @@ def add_parser(commands: Any) -> None:
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
     add_ranks(parser)
     add_lengths(parser)
+    add_pictures(parser)
     add_options(parser, machine, "sizes are in bytes")
     parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what its cache takes")
     parser.add_argument("--trainer", choices=TRAINERS, help="trl's trainer of the step, for rows of --seq-len tokens")

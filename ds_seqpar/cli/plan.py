@@ -14,7 +14,18 @@ from ..planner.plan import Planned, PlanResult, name_of, plan, rough, settings_i
 from ..planner.request import Request
 from . import packs
 from .assumed import Answer
-from .options import GIB, UNITS_HELP, Inputs, add_lengths, add_options, add_ranks, count, lengths_in, tokens
+from .options import (
+    GIB,
+    UNITS_HELP,
+    Inputs,
+    add_lengths,
+    add_options,
+    add_pictures,
+    add_ranks,
+    count,
+    lengths_in,
+    tokens,
+)
 
 SUMMARY = "order the configurations that fit a machine by a plain estimate of their time; nothing is run"
 HEAD = ["s a sequence", "tokens/s", "GiB a rank", "MiB in node", "MiB between", "messages", "configuration"]
@@ -26,6 +37,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
     add_ranks(parser)
     add_lengths(parser)
+    add_pictures(parser)
     add_request(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
 
 

@@ -4,6 +4,7 @@ docs/choosing_settings.md says what is left out. Does not import torch."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from ..core.compiler.compile import BoundProgram, side_of
 from ..core.compiler.program import instructions as op
-from ..core.compiler.program.shape import Shape, shape_of
+from ..core.compiler.program.shape import ITEMSIZE, Shape, shape_of
 from ..core.compiler.program.ulysses import UlyssesGroup
 from ..core.compiler.schedules.actions import Unit
 from ..core.compiler.sharding.heads import busiest_ulysses_rank
@@ -56,10 +57,25 @@ def estimate(step: TrainingStep, machine: Machine) -> Estimate:
     forward, backward = (attention(step, machine, direction) for direction in DIRECTIONS)
     seconds = m.attending * (forward.seconds * _forwards(step) + backward.seconds)
     seconds += math.ceil(step.seq / config.size) * step.batch * work(step, machine).token
+    seconds += tower_seconds(step, machine)
     if m.states is not None and config.size > 1:
         states, wire = state_bytes(step), _wire(machine, config.size > machine.per_node)
         seconds += m.states.count * 2 * (states.received + states.exchanged) / wire.rate
     return Estimate(seconds, forward, backward)
+
+
+def tower_seconds(step: TrainingStep, machine: Machine) -> float:
+    """Return the time of a rank's pictures: their features, and those that ranks send one another."""
+    tower, pictures, config = step.model.tower, step.pictures, step.config
+    if tower is None or pictures is None:
+        return 0.0
+    again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep nothing of a tower's attention
+    pair, token = work(dataclasses.replace(step, model=tower.layers, config=again), machine)
+    number = step.batch * pictures.of_rank(config)
+    received = step.batch * pictures.number * pictures.tokens * step.model.hidden * ITEMSIZE[step.dtype]
+    received = 0 if config.divide_media is False else received * (config.size - 1) // config.size
+    seconds = number * pictures.patches * (pair * tower.pairs(pictures.patches) + token)
+    return seconds + 2 * received / _wire(machine, config.size > machine.per_node).rate
 
 
 class Work(NamedTuple):

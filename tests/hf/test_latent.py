@@ -8,8 +8,8 @@ from torch import nn
 
 import ds_seqpar
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration.look.sizes import model_sizes
 from hf_integration.trainer.callback import FlopCounter
-from hf_integration.trainer.job import model_sizes
 from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import conformance
