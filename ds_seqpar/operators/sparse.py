@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from ..core.runtime.buffers import sum_dtype
 from .gathered import Context, Piece
+from .segments import COLUMNS
 
-COLUMNS = 2**16  # keys whose scores are compared at a time; the choice among more is merged
 ELEMENTS = 2**24  # numbers of the largest tensor in a block
 
 

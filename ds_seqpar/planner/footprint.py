@@ -156,7 +156,8 @@ def cache_bytes(step: TrainingStep, tokens: int) -> int:
     kept = -(-tokens // unit) * unit // config.size
     if step.mask.window is not None:
         kept = min(kept, step.mask.window)  # one rank may hold all tokens of a window
-    return m.attending * 2 * m.kv_heads * m.head_dim * ITEMSIZE[step.dtype] * kept
+    picked = m.index.layers * m.index.latent + m.index.own * m.index.keys if m.index else 0
+    return (picked + m.dense * 2 * m.kv_heads * m.head_dim) * ITEMSIZE[step.dtype] * kept
 
 
 def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[str, str] = FOOTPRINT_ITEMS) -> Moment:
@@ -174,7 +175,7 @@ class _StepMemory:
         # bytes of a rank's tensors of these widths
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
-        self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
+        self.kv = self.rows * (m.index.latent if m.index else 2 * m.kv_heads * m.head_dim) * self.size
         self.mlp = self.rows * m.intermediate * self.size
         # bytes of an fp32 copy of the hidden states, since a norm computes in fp32; 0: they are fp32
         self.fp32_copy = self.rows * m.hidden * 4 if self.size < 4 else 0

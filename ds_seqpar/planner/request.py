@@ -48,6 +48,23 @@ class Tower:
         return (self.full_layers * patches + windows * min(self.window, patches)) / self.layers.layers
 
 
+class Index(NamedTuple):
+    """Layers that attend to latents which an index picks, and that gather both from all ranks (docs/sparse.md)."""
+
+    layers: int
+    own: int  # of them those with an index; the others attend to what a layer before has picked
+    latent: int  # numbers of a token's latent
+    keys: int  # numbers of a token's key of the index
+    heads: int  # of the index
+    picks: int  # most tokens that a query attends to
+
+    def received(self, tokens: int, own: int, size: int) -> tuple[int, int]:
+        """Return the numbers of a row that a rank receives in all layers, (in forward, in backward), where it has `own`
+        of the row's tokens."""
+        latents = self.layers * self.latent
+        return (tokens - own) * (latents + self.own * self.keys), own * (size - 1) * latents
+
+
 class Pictures(NamedTuple):
     """The pictures, films or sounds of each sequence, all of one size."""
 
@@ -81,6 +98,7 @@ class Model:
     latent_projections: int | None = None  # number of weights of an attention's projections, if it has a latent
     mlp_matrices: int = 3  # of hidden x intermediate weights; 2 where there is no gate
     gathers: bool = False  # whether layers run attention of their own on gathered keys
+    index: Index | None = None
     tower: Tower | None = None
     trained: int | None = None  # parameters that are trained, as those of adapters; None: all of them
 
@@ -91,6 +109,11 @@ class Model:
     @property
     def attending(self) -> int:
         return self.layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def dense(self) -> int:
+        """Number of layers that attend without an index."""
+        return self.attending - (self.index.layers if self.index else 0)
 
     @property
     def with_mlp(self) -> int:
@@ -109,13 +132,13 @@ class Model:
             f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
             "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
         ]  # fmt: skip
-        latent = [] if self.latent_projections is None else [
+        latent = [] if self.latent_projections is None or not self.dense else [
             "attention has a latent, which counts as the keys and values that it expands to; where latents are sent, "
             "less is sent and kept, and keys are expanded more than once"
         ]  # fmt: skip
         gathers = [] if not self.gathers else [
-            "layers run attention of their own on the keys of all tokens, which they gather: this counts as attention "
-            "that the schedule shares, which keeps less"
+            "layers run attention or an index of their own on keys of all tokens, which they gather: this counts as "
+            "attention that the schedule shares, which sends and keeps less"
         ]  # fmt: skip
         return states + latent + gathers
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,12 @@ from ds_seqpar.base.files import call_library, read_json, shown
 from ds_seqpar.core.compiler.schedules.base import is_count
 from ds_seqpar.planner.limits import check_model
 
+from .. import sparse
 from ..compat import whole_numel
 from .facts import TESTED, config_heads, number_of, text_config
 
 if TYPE_CHECKING:
-    from ds_seqpar.planner.request import Model, StateLayers, Tower
+    from ds_seqpar.planner.request import Index, Model, StateLayers, Tower
 
 
 WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -46,6 +48,9 @@ def numbers_of(place: str) -> Model:
     Raises ConfigError for anything else, and if transformers cannot make a model of it.
     """
     return _of_config(place, config_sizes)
+
+
+INDEX = re.compile(r"index(er)?_(topk|budget).*|keep_window_size")  # names in configs of models that choose keys
 
 
 def config_of(place: str) -> PreTrainedConfig:
@@ -158,7 +163,8 @@ def model_sizes(model: PreTrainedModel) -> Model:
         norms_heads=config.model_type in TESTED and TESTED[config.model_type].norms_heads,
         latent_projections=next((_elements(x) for x in layers.modules() if hasattr(x, "kv_b_proj")), None),
         mlp_matrices=3 if experts > 1 else matrices,
-        gathers=bool(attention) and not any(map(_calls_interface, attention)),
+        index=(index := _index(config, attention)),
+        gathers=index is None and _gathers(config, attention),
         tower=_tower(model, stack, towers) if towers else None,
         **by_kind,
     )
@@ -179,9 +185,23 @@ def _attention_in(module: nn.Module) -> list[nn.Module]:
     return [x for x in module.modules() if type(x).__name__.endswith(("Attention", "MLA"))]
 
 
-def _calls_interface(attention: nn.Module) -> bool:
-    """Return whether a module that attends leaves it to a function of transformers' attention interface."""
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(attention).forward).__code__.co_names
+def _gathers(config: PreTrainedConfig, attention: Sequence[nn.Module]) -> bool:
+    """Return whether modules that attend choose keys, or leave nothing to transformers' attention interface."""
+    codes = [inspect.unwrap(type(x).forward).__code__ for x in attention]
+    is_own = bool(codes) and not any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
+    return is_own or any(INDEX.fullmatch(name) for name in vars(config))
+
+
+def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
+    """Return the sizes of layers that pick latents by an index of single tokens; None where there is none."""
+    from ds_seqpar.planner.request import Index
+
+    picking = [x for x in attention if sparse.selects(x)]
+    if not picking or number_of(config, "index_kpool"):
+        return None
+    sizes = (number_of(config, f"index_{name}") for name in ("head_dim", "n_heads", "topk"))
+    own = sum(getattr(x, "indexer", None) is not None for x in picking)
+    return Index(len(picking), own, picking[0].kv_lora_rank + picking[0].qk_rope_head_dim, *sizes)
 
 
 def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The sizes that the planner counts with are the model's: of any decoder whose layers attend, and of its tower."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -11,7 +12,7 @@ from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.planner.estimate import estimate, tower_seconds
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.machine import Machine
-from ds_seqpar.planner.request import Job, Pictures
+from ds_seqpar.planner.request import Index, Job, Pictures
 from hf_integration.look.sizes import config_sizes, model_sizes
 from hf_integration.trainer.job import job_of
 from tests.hf.every_type import config_of
@@ -50,6 +51,25 @@ def test_matrices_are_counted_under_any_names(model_type):
 
 def test_attention_of_its_own_is_said_not_to_be_counted():
     assert "gather" in config_sizes(config_of("bloom")).not_counted[0]
+
+
+def test_an_index_is_priced_by_what_it_gathers_scores_and_picks():
+    """By hand for DeepSeek V3.2: of a layer at 128K tokens 0.14 PFLOP of scores and 0.08 of attention; 176 MiB come."""
+    model, size, seq = config_sizes(CONFIG_MAPPING["deepseek_v32"](num_hidden_layers=4)), 8, 2**17
+    assert model.index == Index(layers=4, own=4, latent=576, keys=128, heads=64, picks=2048)
+    assert (model.dense, model.not_counted) == (0, [])
+    config = SequenceParallelConfig(size=size, ulysses=1).resolve(size)
+    step = Job(model=model, seq=seq).step(config, size, on_gpu=True)
+    machine = dataclasses.replace(Machine.load("h100-ib"), attention={"bfloat16": 1e15}, matrices={"bfloat16": 1e24})
+    found = estimate(step, machine)
+    assert found.forward.inside == 7 * seq // 8 * (576 + 128) * 2
+    assert found.backward.inside == 7 * seq // 8 * 576 * 2
+    sent = 4 * (found.forward.seconds + found.backward.seconds)
+    assert (found.seconds - sent) * size / 4 == pytest.approx(0.14 + 4 * 0.079, rel=0.02)  # backward computes 3 times
+    parts = {moment.name: moment.bytes_by_item for moment in footprint(step).moments}
+    latents, scores = seq * (576 + 128) * 2, seq // 8 * 2**16 * 4
+    assert parts["forward: attention"]["attention"] < 3 * (latents + scores)
+    assert "gather" in config_sizes(config_of("deepseek_v4")).not_counted[-1]
 
 
 @pytest.mark.parametrize("model_type", ["t5", "vit", "rwkv", "hrm_text"])
