@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ds_seqpar.base.compat import whole_shape
 from ds_seqpar.base.errors import ConfigError, did_you_mean
 from ds_seqpar.base.files import call_library, read_json, shown
 from ds_seqpar.core.compiler.schedules.base import is_count
@@ -147,6 +148,8 @@ def model_sizes(model: PreTrainedModel) -> Model:
     experts = number_of(config, "num_experts_per_tok") or 1
     width = number_of(config, "moe_intermediate_size") if experts > 1 else None
     intermediate, matrices = _mlp(layers[-1], hidden, number_of(config, "intermediate_size"))
+    if not (width or intermediate) and by_kind.get("mlp_layers", 1):
+        raise _uncounted(model.config, "how wide its MLPs are is not known")
     return Model(
         hidden=hidden,
         intermediate=experts * (width or intermediate) if by_kind.get("mlp_layers", 1) else 0,
@@ -207,9 +210,9 @@ def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
 def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) -> tuple[int, int]:
     """Return (the width of a layer's MLP, how many matrices of that width it has: one of two gates counts as two)."""
     attending = {x for module in _attention_in(layer) for x in module.parameters()}
-    names = [(name, x) for name, x in layer.named_parameters() if x.dim() == 2 and "lora_" not in name]
-    shapes = [x.shape for _, x in names if x not in attending]
-    widths = [rows if columns == hidden else columns for rows, columns in shapes if hidden in (rows, columns)]
+    own = [x for name, x in layer.named_parameters() if x not in attending and "lora_" not in name]
+    shapes = [shape for x in own if len(shape := whole_shape(x)) == 2 and hidden in shape]
+    widths = [rows if columns == hidden else columns for rows, columns in shapes]
     given = max(intermediate) if isinstance(intermediate, list) else intermediate
     width = given or min(widths, default=0)
     return width, 2 if sum(widths) == 2 * width else 3
