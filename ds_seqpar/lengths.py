@@ -95,6 +95,7 @@ class StepDealer:
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
                 sp.runtimes[sp.size // ulysses] = _runtime(sp, ulysses)
+        self.sharing = self.costs.sharing(sp.config.tokens_per_rank) if self._chooses else 1.0
         self.has_said = False
 
     def packs(self, samples: Sequence[Any], error: SeqParError | None = None) -> list[dict[str, Any]]:
@@ -189,7 +190,8 @@ class StepDealer:
     def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
         sp = self.sp
         if self._chooses and 0 < max(tokens, default=0) <= self.cap:
-            return deal_by_length(tokens, costs, sp.data_size, sp.size, sp.config.tokens_per_rank)
+            cap = sp.config.tokens_per_rank
+            return deal_by_length(tokens, costs, sp.data_size, sp.size, cap, self.sharing)
         return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
 
     def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:

@@ -56,6 +56,13 @@ class Costs:
         """Return the one of some Ulysses sizes with which a pack takes the least time; of equal ones the smallest."""
         return min(sizes, key=lambda ulysses: (self._of_pack(documents, ulysses), ulysses))
 
+    def sharing(self, cap: int) -> float:
+        """Return what samples that fit a rank's `cap` tokens cost if ranks share them, over what they cost if not."""
+        size = self.step.config.size
+        documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
+        least = min(self._of_pack(documents, ulysses) for ulysses in self.ulysses_sizes)
+        return max(1.0, least * size / self.seconds(documents))
+
     def _of_pack(self, documents: tuple[int, ...], ulysses: int) -> float:
         config, mask = self.step.config, Mask(window=self.window, documents=Mask.documents_of(documents))
         config = dataclasses.replace(config, ulysses=ulysses)

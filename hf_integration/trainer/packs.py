@@ -20,7 +20,7 @@ from ds_seqpar.lengths import Rows
 
 from ..model import whole_calls
 from . import checks
-from .rollouts import Behind
+from .rollouts import Behind, base_of_trl
 
 
 class PacksOfStep(list):
@@ -106,7 +106,7 @@ def error_of(trainer: Any) -> ConfigError | None:
     """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
     args = trainer.args
     wrong: Mapping[str, bool] = {
-        "a trainer of trl": any(base.__module__.startswith("trl.") for base in type(trainer).__mro__),
+        "a trainer of preferences or rollouts": base_of_trl(type(trainer), *checks.LOSS_OF_WHOLE) is not None,
         "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.has_custom_loss(
             trainer
         ),

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import IterableDataset
+from transformers import ByT5Tokenizer
 
+from benchmarks.lengths.__main__ import KINDS, samples
+from hf_integration import SequenceParallelMixin
+from tests import grids
 from tests.dist.ranks import is_one_sentence, refusal
-from tests.hf.llama import gap, weights
-from tests.hf.trainers import documents, make, trained
+from tests.hf.llama import IGNORE, gap, small, weights
+from tests.hf.trainers import documents, fields, make, trained
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
@@ -80,6 +85,79 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
     for whole, resumed in on_ranks(2, halves, str(tmp_path), timeout=200):
         assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert resumed.counts[:2] == whole.counts[:2]
+
+
+COUNT, LONGEST = 40, 128  # 16 samples a step: 3 steps an epoch, the last of 8 samples
+
+
+def data_of(kind):
+    """Samples of a kind of the benchmark's, with a share of whose labels does not count."""
+    draw, found = torch.Generator().manual_seed(7), []
+    for tokens in samples(kind, scale=32768 // LONGEST, count=COUNT):
+        ids = torch.randint(3, 64, (tokens,), generator=draw)
+        found.append({"input_ids": ids, "labels": ids.where(torch.rand(tokens, generator=draw) < 0.7, IGNORE)})
+    return found
+
+
+def cell(folder, kind, stage, trainer, groups, size=None, **changes):
+    """A Trainer on a kind of samples: transformers' own, trl's SFTTrainer, or that with its own packing."""
+    section = size and {"size": size, "tokens_per_rank": LONGEST * 5 // 4 // size}
+    sgd = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    how = {"gradient_accumulation_steps": 2, **sgd, **changes}
+    data = data_of(kind)
+    if trainer == "Trainer":
+        return make(folder, 8 // groups, section, stage, parts={"train_dataset": data}, **how)
+    import trl
+
+    rows = Dataset.from_list([{name: x.tolist() for name, x in sample.items()} for sample in data])
+    how |= {"bf16": False, "packing": trainer == "SFT packing", "eval_packing": False, "max_length": LONGEST}
+    of_class = type("Shared", (SequenceParallelMixin, trl.SFTTrainer), {}) if size else trl.SFTTrainer
+    return of_class(
+        model=small(vocab_size=300, pad_token_id=0),
+        args=trl.SFTConfig(str(folder), **fields(8 // groups, section, stage, **how)),
+        processing_class=ByT5Tokenizer(extra_ids=0),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(8)),
+    )
+
+
+def cells(folder, cases):
+    """What each run logs, its weights, and what a run logs that goes on from a checkpoint amid its epoch."""
+    found = []
+    for number, case in enumerate(cases):
+        place, again = f"{folder}/{number}", None
+        stops = {"save_strategy": "steps", "save_steps": 2} if "size" in case else {}
+        trainer = cell(place, **case, **stops)
+        run = trained(trainer), weights(trainer.model)
+        if stops:
+            again = trained(cell(place, **case, **stops), resume_from_checkpoint=f"{place}/checkpoint-2")
+        found.append((*run, again))
+    return found
+
+
+AXES = {
+    "kind": tuple(KINDS),
+    "stage": (2, 3),
+    "trainer": ("Trainer", "SFT", "SFT packing"),
+    "shape": ((2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2)),  # ranks, and those of a group
+}
+FEW = [{"kind": "code", "stage": 3, "trainer": "SFT packing", "shape": (2, 2)}]
+
+
+@pytest.mark.parametrize("cases", grids.grouped(("shape",), few=FEW, **AXES))
+def test_the_trainers_of_every_kind_of_samples_train_as_plain_ones(cases, tmp_path):
+    (ranks, size), *_ = (case["shape"] for case in cases)
+    plain = [{name: case[name] for name in ("kind", "stage", "trainer")} | {"groups": ranks // size} for case in cases]
+    expected = on_ranks(ranks // size, cells, f"{tmp_path}/plain", plain, timeout=900)[0]
+    for found in on_ranks(ranks, cells, str(tmp_path), [{**case, "size": size} for case in plain], timeout=3000):
+        for case, of_plain, packed in zip(cases, expected, found, strict=True):
+            for run in (packed[0], packed[2]):  # the resumed one has logged the first steps too
+                for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
+                    if name == "eval_loss" and case["trainer"] != "Trainer" and ranks > size:
+                        continue  # trl's weighs ranks alike, however many tokens each has
+                    assert run[name] == pytest.approx(of_plain[0][name], rel=1e-5), (case, name)
+                assert run.counts[:2] == of_plain[0].counts[:2], case
+            assert gap(packed[1], of_plain[1]) < 1e-5, case
 
 
 REFUSED = {
