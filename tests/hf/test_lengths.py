@@ -9,11 +9,13 @@ from torch.utils.data import DataLoader, IterableDataset
 import ds_seqpar
 from ds_seqpar import lengths
 from ds_seqpar.data.balance import shards_of
+from ds_seqpar.data.batches import lengths_of
 from hf_integration import share_sequences
 from tests.dist.ranks import WRONG, make, refusal
 from tests.hf.every_type import tiny
 from tests.hf.llama import IGNORE, array, gap, norm, small
 from tests.hf.llama import weights as engine_weights
+from tests.hf.test_log import Lines
 from tests.launch import on_engine_ranks, on_ranks
 from tests.words import missing
 
@@ -140,6 +142,35 @@ def test_packs_train_as_the_plain_loop_does(ranks):
             assert gap(weights, of_plain[2]) < 1e-6, case
             assert len(counts) == STEPS, case
             assert case[0] is not ULYSSES or sizes == [1, 4], case
+
+
+def received(section, kind):
+    """(Bytes that this rank receives in the packs of a step, those of the plan, what is logged of the step.)
+
+    In bf16, since of keys in fp32 ranks share the mean too.
+    """
+    model, lines = small().to(torch.bfloat16), Lines().lines
+    sp = share_sequences(model, **section)
+    packs, planned = next(iter(sp.packs(loader_of(kind)))), 0
+    comms = {id(runtime.comm): runtime.comm for runtime in sp.runtimes.values()}.values()
+    before = sum(comm.received_bytes for comm in comms)
+    for batch in packs:
+        model(**batch).loss.backward()
+        documents = lengths_of(batch)
+        shards = sp.place(sum(documents), documents).shards
+        if shards == shards_of("balanced", documents, shards.size):  # else ranks have whole samples
+            planned += sp.step_dealer.costs.received(documents, sp.size // shards.size, sp.rank)
+    return sum(comm.received_bytes for comm in comms) - before, planned, lines
+
+
+@pytest.mark.parametrize("section", [{"size": 2, "tokens_per_rank": 24}, {"size": 4, "tokens_per_rank": 12}])
+def test_ranks_receive_the_bytes_of_the_plan_and_log_them(section):
+    found = on_ranks(section["size"], received, section, "chat", timeout=120)
+    assert all(of_rank == planned for of_rank, planned, _ in found), found
+    most = max(of_rank for of_rank, *_ in found)
+    assert most > 0
+    (line,) = [line for line in found[0][2] if "first step's work" in line]
+    assert missing(line, "over 1 groups", f"{most / 2**20:.3g} MiB", "of its 10 documents are cut") == []
 
 
 def gathering(documents):
