@@ -11,7 +11,7 @@ from ds_seqpar import lengths
 from ds_seqpar.data.balance import shards_of
 from ds_seqpar.data.batches import lengths_of
 from hf_integration import share_sequences
-from tests.dist.ranks import WRONG, make, refusal
+from tests.dist.ranks import WRONG, is_one_sentence, make, refusal
 from tests.hf.every_type import tiny
 from tests.hf.llama import IGNORE, array, gap, norm, small
 from tests.hf.llama import weights as engine_weights
@@ -278,9 +278,44 @@ def other_on_one_rank(sp):
     return DataLoader(data, batch_size=SAMPLES, collate_fn=collate)
 
 
+def all_steps(data_of_rank, tokens_per_rank=24):
+    """Goes through a stream of the samples that a function of (whether this rank is the wrong one) gives."""
+
+    def call():
+        sp = share_sequences(small(), size=2, tokens_per_rank=tokens_per_rank)
+        stream = Stream(data_of_rank(sp.rank == WRONG and sp.data_rank == 0))
+        list(sp.packs(DataLoader(stream, batch_size=SAMPLES, collate_fn=collate)))
+
+    return call
+
+
+def without_labels(samples):
+    return {name: x for name, x in collate(samples).items() if name != "labels"}
+
+
+def without_tokens(samples):
+    batch = collate(samples)
+    return {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+
+
+def failing(is_wrong):
+    yield from data_of("chat")[:SAMPLES]
+    if is_wrong:
+        raise OSError("this file is gone")
+    yield from data_of("chat")[SAMPLES:]
+
+
 def refusals():
     cases = {
         "too long": first_step(lambda sp: loader_of("one long"), tokens_per_rank=23),
+        "too long in a stream": all_steps(lambda is_wrong: data_of("one long"), 23),
+        "too long on one rank": all_steps(lambda is_wrong: data_of("one long" if is_wrong else "uniform"), 23),
+        "no labels": first_step(lambda sp: DataLoader(data_of("chat"), batch_size=2, collate_fn=without_labels)),
+        "no tokens": first_step(lambda sp: DataLoader(data_of("chat"), batch_size=2, collate_fn=without_tokens)),
+        "no words": first_step(lambda sp: DataLoader(["a text"] * 4, batch_size=2)),
+        "other stream": all_steps(lambda is_wrong: data_of("chat", seed=int(is_wrong))),
+        "shorter stream": all_steps(lambda is_wrong: data_of("chat")[: SAMPLES if is_wrong else None]),
+        "failing stream": all_steps(failing),
         "not set": first_step(lambda sp: loader_of("chat"), tokens_per_rank="auto"),
         "one rank": first_step(lambda sp: loader_of("chat"), size=1),
         "other data": first_step(other_on_one_rank),
@@ -298,6 +333,14 @@ def refusals():
 
 EXPECTED = {
     "too long": ("46 tokens", "got 47", "cut it to 46"),
+    "too long in a stream": ("46 tokens", "got 47", "cut it to 46"),
+    "too long on one rank": ("46 tokens", "got 47", "cut it to 46"),
+    "no labels": ("a batch needs labels",),
+    "no tokens": ("one token or more",),
+    "no words": ("a batch must be a mapping",),
+    "other stream": ("samples of a step",),
+    "shorter stream": ("batches",),
+    "failing stream": ("this file is gone",),
     "not set": ("tokens_per_rank",),
     "one rank": ("2 ranks or more",),
     "other data": ("samples of a step",),
@@ -315,3 +358,4 @@ def test_what_cannot_be_packed_is_refused_on_every_rank():
         for name, words in EXPECTED.items():
             kind, sentence = found[name]
             assert missing(sentence, *words) == [], (name, kind, sentence)
+            assert is_one_sentence(sentence), (name, sentence)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from torch.utils.data import IterableDataset
 from transformers import ByT5Tokenizer
 
@@ -10,8 +10,9 @@ from benchmarks.lengths.__main__ import KINDS, samples
 from hf_integration import SequenceParallelMixin
 from tests import grids
 from tests.dist.ranks import is_one_sentence, refusal
+from tests.hf import trl_runs
 from tests.hf.llama import IGNORE, gap, small, weights
-from tests.hf.trainers import documents, fields, make, trained
+from tests.hf.trainers import documents, fields, make, split, trained
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
@@ -100,20 +101,26 @@ def data_of(kind):
 
 
 def cell(folder, kind, stage, trainer, groups, size=None, **changes):
-    """A Trainer on a kind of samples: transformers' own, trl's SFTTrainer, or that with its own packing."""
+    """A Trainer on a kind of samples: transformers' own, trl's SFTTrainer, or that with its own packing.
+
+    ZeRO-3 gathers all parameters, and tiles have 16 tokens, of which ranks then have different numbers.
+    """
     section = size and {"size": size, "tokens_per_rank": LONGEST * 5 // 4 // size}
     sgd = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
-    how = {"gradient_accumulation_steps": 2, **sgd, **changes}
+    how, model = sgd | changes, small(vocab_size=300, pad_token_id=0, hidden_size=16, intermediate_size=24, head_dim=4)
     data = data_of(kind)
+    if stage == 3:
+        how["deepspeed_changes"] = split()
+        section = section and section | {"mlp_tiles": "auto", "loss_tiles": "auto" if trainer == "Trainer" else 1}
     if trainer == "Trainer":
-        return make(folder, 8 // groups, section, stage, parts={"train_dataset": data}, **how)
+        return make(folder, 8 // groups, section, stage, model, {"train_dataset": data}, **how)
     import trl
 
     rows = Dataset.from_list([{name: x.tolist() for name, x in sample.items()} for sample in data])
     how |= {"bf16": False, "packing": trainer == "SFT packing", "eval_packing": False, "max_length": LONGEST}
     of_class = type("Shared", (SequenceParallelMixin, trl.SFTTrainer), {}) if size else trl.SFTTrainer
     return of_class(
-        model=small(vocab_size=300, pad_token_id=0),
+        model=model,
         args=trl.SFTConfig(str(folder), **fields(8 // groups, section, stage, **how)),
         processing_class=ByT5Tokenizer(extra_ids=0),
         train_dataset=rows,
@@ -158,6 +165,49 @@ def test_the_trainers_of_every_kind_of_samples_train_as_plain_ones(cases, tmp_pa
                     assert run[name] == pytest.approx(of_plain[0][name], rel=1e-5), (case, name)
                 assert run.counts[:2] == of_plain[0].counts[:2], case
             assert gap(packed[1], of_plain[1]) < 1e-5, case
+
+
+PAIRS = {
+    "DPO": {"kind": "DPO"},
+    "Reward": {"kind": "Reward", "center_rewards_coefficient": 0.01},
+    "DPO, ZeRO-3": {"kind": "DPO", "parts": trl_runs.reference, "deepspeed_changes": split(), "loss_type": ["ipo"]},
+}
+
+
+def pairs(folder, cases, size=None):
+    """What each run logs of an epoch whose last batch, of one group, has one pair, and its weights."""
+    found = []
+    for name in cases:
+        given = {"parts": dict, "deepspeed_changes": {}, **PAIRS[name]}
+        rows = load_from_disk(f"{folder}/{given['kind']} train").select(range(45))
+        section = {"sequence_parallel": {"size": size, "tokens_per_rank": 120 // size}} if size else {}
+        changes = {
+            "parts": lambda parts=given["parts"], rows=rows: {**parts(), "train_dataset": rows},
+            "deepspeed_changes": {**given["deepspeed_changes"], **section},
+        }
+        how = {"gradient_accumulation_steps": 2, "max_steps": 7, "eval_steps": 7}
+        trainer = trl_runs.made(folder, size=size, **{**how, **given, **changes})
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
+        found.append((logs, weights(trainer.model)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("groups", "cases"),
+    [(1, ["DPO"]), *(pytest.param(groups, list(PAIRS), marks=pytest.mark.whole) for groups in (1, 2))],
+)
+def test_pairs_train_as_those_of_plain_trainers(groups, cases, tmp_path):
+    for way in ("plain", "shared"):
+        trl_runs.save_examples(tmp_path / way)
+    expected = on_ranks(groups, pairs, str(tmp_path / "plain"), cases, timeout=400)[0]
+    for found in on_ranks(2 * groups, pairs, str(tmp_path / "shared"), cases, 2, timeout=400):
+        for case, (plain, plain_weights), (logs, of_rank) in zip(cases, expected, found, strict=True):
+            assert len(logs) == len(plain) == 8
+            for entry, of_plain in zip(logs, plain, strict=True):
+                for figure in ("loss", "grad_norm", "learning_rate", "eval_loss", "num_tokens"):
+                    assert entry.get(figure) == pytest.approx(of_plain.get(figure), rel=1e-5), (case, figure)
+            assert gap(of_rank, plain_weights) < 1e-5
 
 
 REFUSED = {
