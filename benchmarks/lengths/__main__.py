@@ -67,7 +67,7 @@ COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB",
 
 def main() -> None:
     on_ranks.end_by_exit()
-    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=200, thinner=8,
+    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=1000, thinner=8,
                            rounds=1, real=False, scale=16, patience=300.0)  # fmt: skip
     args = parser.parse_args()
     tables.head(*COLUMNS)

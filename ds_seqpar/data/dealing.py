@@ -16,7 +16,7 @@ Pack = list[int]  # the samples of a micro-batch, by their numbers in the step, 
 EVEN = 1.05  # the most expensive group's cost over the mean, for which no more micro-batches are tried
 WHOLE = 1.02  # the same of ranks, for which no more samples are shared
 TRIED = 3  # numbers of micro-batches, from the least one on
-LEADING = (0.9, 0.0)  # shares of the samples that are spread before the others fill up micro-batches
+LEADING = (0.9, 0.8, 0.0)  # shares of the samples that are spread before the others fill up micro-batches
 
 
 def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -> list[list[Pack]]:
@@ -163,8 +163,13 @@ def _side_by_side(
                 found.append(packs)
     if not found:
         return None
-    best = min(found, key=lambda packs: _seconds(packs, costs))
-    return sorted(best, key=lambda by_rank: -_seconds([by_rank], costs))
+    best, dealt, total = min(found, key=lambda packs: _seconds(packs, costs)), list[list[Pack]](), [0.0] * size
+    for by_rank in sorted(best, key=lambda by_rank: -_seconds([by_rank], costs)):
+        by_cost = iter(sorted(by_rank, key=lambda pack: -sum(costs[sample] for sample in pack)))
+        mine = {rank: next(by_cost) for rank in sorted(range(size), key=total.__getitem__)}
+        dealt.append([mine[rank] for rank in range(size)])
+        total = [own + sum(costs[sample] for sample in pack) for own, pack in zip(total, dealt[-1], strict=True)]
+    return dealt
 
 
 def _fill(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset, load_from_disk
 from torch.utils.data import IterableDataset
 from transformers import ByT5Tokenizer
@@ -53,7 +54,8 @@ STREAM = {"as_stream": True, "max_steps": 3, "eval_steps": 3, "accelerator_confi
 ONE = {"gradient_accumulation_steps": 1, "max_steps": 5, "eval_steps": 5}
 
 
-@pytest.mark.parametrize(("stage", "changes"), [pytest.param(2, [ONE, STREAM], marks=pytest.mark.whole), (3, [{}])])
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "changes"), [(2, [ONE, STREAM]), (3, [{}])])
 def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
     cases = [(4, None, stage, of_case) for of_case in changes]
     plain = on_ranks(1, runs, tmp_path / "plain", cases)[0]
@@ -82,6 +84,7 @@ def halves(folder):
     return whole, trained(again, resume_from_checkpoint=f"{folder}/checkpoint-2")
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
     for whole, resumed in on_ranks(2, halves, str(tmp_path), timeout=200):
         assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-6)
@@ -223,13 +226,19 @@ def refused(folder):
         parts = {"train_dataset": documents(8)}
         found[word] = refusal(make(folder, 4, SECTION, 2, parts=parts, **{name: value}).train)
     long = [{"input_ids": torch.arange(1, 60), "labels": torch.arange(1, 60)}] * 8
-    found["got 59"] = refusal(
-        make(folder, 4, {**SECTION, "tokens_per_rank": 28}, 2, parts={"train_dataset": long}).train
-    )
+    few = {**SECTION, "tokens_per_rank": 28}
+    found["got 59"] = refusal(make(folder, 4, few, 2, parts={"train_dataset": long}).train)
+    others = {"train_dataset": documents(8, seed=dist.get_rank())}
+    found["samples of a step"] = refusal(make(folder, 4, SECTION, 2, parts=others).train)
+    short = {"deepspeed_changes": {"sequence_parallel": {**SECTION, "tokens_per_rank": 8}}}
+    found["8 tokens each"] = refusal(trl_runs.made(folder, "DPO", 2, **short).train)
+    found["KTOTrainer"] = refusal(trl_runs.made(folder, "KTO", 2, **short).train)
+    found["loss_type aot"] = refusal(trl_runs.made(folder, "DPO", 2, loss_type=["aot"], **short).train)
     return found
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path):
+    trl_runs.save_examples(tmp_path)
     for found in on_ranks(2, refused, tmp_path, timeout=120):
         for word, (_, sentence) in found.items():
             assert missing(sentence or "", word) == [], (word, sentence)
