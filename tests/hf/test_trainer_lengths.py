@@ -171,7 +171,7 @@ def test_the_trainers_of_every_kind_of_samples_train_as_plain_ones(cases, tmp_pa
 
 
 PAIRS = {
-    "DPO": {"kind": "DPO"},
+    "DPO": {"kind": "DPO", "parts": trl_runs.reference},
     "Reward": {"kind": "Reward", "center_rewards_coefficient": 0.01},
     "DPO, ZeRO-3": {"kind": "DPO", "parts": trl_runs.reference, "deepspeed_changes": split(), "loss_type": ["ipo"]},
 }
@@ -231,9 +231,11 @@ def refused(folder):
     others = {"train_dataset": documents(8, seed=dist.get_rank())}
     found["samples of a step"] = refusal(make(folder, 4, SECTION, 2, parts=others).train)
     short = {"deepspeed_changes": {"sequence_parallel": {**SECTION, "tokens_per_rank": 8}}}
-    found["8 tokens each"] = refusal(trl_runs.made(folder, "DPO", 2, **short).train)
-    found["KTOTrainer"] = refusal(trl_runs.made(folder, "KTO", 2, **short).train)
-    found["loss_type aot"] = refusal(trl_runs.made(folder, "DPO", 2, loss_type=["aot"], **short).train)
+    found["8 tokens each"] = refusal(trl_runs.made(folder, "DPO", 2, trl_runs.reference, **short).train)
+    found["KTOTrainer"] = refusal(trl_runs.made(folder, "KTO", 2, trl_runs.reference, **short).train)
+    found["loss_type aot"] = refusal(
+        trl_runs.made(folder, "DPO", 2, trl_runs.reference, loss_type=["aot"], **short).train
+    )
     return found
 
 
