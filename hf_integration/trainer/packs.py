@@ -59,8 +59,11 @@ def whole_steps(loader: DataLoader) -> DataLoader:
     return loader
 
 
-class Pairs(list):
-    """The pairs of a batch of all groups, which are collated once they are dealt."""
+class Pairs(Rows):
+    """A loader's collate_fn that leaves pairs as they are: they are collated once they are dealt."""
+
+    def __call__(self, samples: Sequence[Any]) -> list[Any]:
+        return [*samples]
 
 
 class Packed(Behind):
@@ -80,7 +83,8 @@ class Packed(Behind):
         loader = whole_steps(loader)
         if base_of_trl(type(self), *OF_PAIRS):
             base: Any = getattr(loader, "base_dataloader", loader)
-            self._collate_pairs, base.collate_fn = base.collate_fn.collate, Pairs
+            self._collate_pairs = base.collate_fn.collate
+            base.collate_fn = Pairs(self._collate_pairs)
         return loader
 
     def _packs_of(self, batches: Iterator[Any]) -> tuple[list[Any], int]:
