@@ -209,8 +209,9 @@ class StepDealer:
         by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
         works = [sum(costs[sample] for pack in packs for sample in pack) for packs in by_rank]
         for documents in shared:
-            placement, starts = sp.place(sum(documents), documents), torch.tensor(Mask.documents_of(documents))
-            ulysses, holding = sp.sharding.ulysses(placement), torch.zeros(len(documents), dtype=torch.int64)
+            placement = sp.place(sum(documents), documents)
+            starts = torch.tensor(Mask.documents_of(documents), device="cpu")
+            ulysses, holding = sp.sharding.ulysses(placement), torch.zeros_like(starts)
             for rank in range(placement.shards.size):
                 at = positions_held(placement.shards, 1, rank)
                 of = torch.searchsorted(starts, at, right=True) - 1

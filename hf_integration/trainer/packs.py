@@ -164,17 +164,15 @@ def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
 def error_of(trainer: Any) -> ConfigError | None:
     """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
     args = trainer.args
-    of_pairs = base_of_trl(type(trainer), *OF_PAIRS) is not None
     of_batches = {"aot", "aot_unpaired", "sft"}.intersection(getattr(trainer, "loss_types", None) or ())
     wrong: Mapping[str, bool] = {
-        "a KTOTrainer, whose loss needs the mean of a whole batch": base_of_trl(type(trainer), "KTOTrainer")
-        is not None,
+        "a KTOTrainer, whose loss needs the mean of a batch": base_of_trl(type(trainer), "KTOTrainer") is not None,
         "a trainer that generates": base_of_trl(type(trainer), *ROLLOUTS) is not None,
         f"loss_type {' and '.join(sorted(of_batches))}, which is no mean over pairs": bool(of_batches),
-        "experts whose balance is counted in each micro-batch": of_pairs
-        and getattr(trainer, "aux_loss_enabled", False),
-        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": not of_pairs
-        and checks.has_custom_loss(trainer),
+        "experts whose balance is counted in each micro-batch": getattr(trainer, "aux_loss_enabled", False),
+        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.has_custom_loss(
+            trainer, but=OF_PAIRS
+        ),
         'train_sampling_strategy="batch_rebalance", which packs do by themselves': str(args.train_sampling_strategy)
         == "batch_rebalance",
         "include_num_input_tokens_seen, which counts padding": args.include_num_input_tokens_seen != "no",
