@@ -116,7 +116,8 @@ def cell(folder, kind, stage, trainer, groups, size=None, **changes):
         how["deepspeed_changes"] = split()
         section = section and section | {"mlp_tiles": "auto", "loss_tiles": "auto" if trainer == "Trainer" else 1}
     if trainer == "Trainer":
-        return make(folder, 8 // groups, section, stage, model, {"train_dataset": data}, **how)
+        parts = {"train_dataset": data, "eval_dataset": documents(16, seed=9)}
+        return make(folder, 8 // groups, section, stage, model, parts, **how)
     import trl
 
     rows = Dataset.from_list([{name: x.tolist() for name, x in sample.items()} for sample in data])
