@@ -24,6 +24,7 @@ from .base.log import log_once
 from .base.on_devices import to_device
 from .core.compiler import schedules
 from .core.compiler.sharding.layout import Run, Runs
+from .core.compiler.sharding.masks import Mask
 from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
@@ -37,7 +38,7 @@ from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
 from .data.value_checks import fingerprint_of
-from .guards.agreement import together
+from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
@@ -95,6 +96,7 @@ class StepDealer:
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
                 sp.runtimes[sp.size // ulysses] = _runtime(sp, ulysses)
+        self.sharing = self.costs.sharing(sp.config.tokens_per_rank) if self._chooses else 1.0
         self.has_said = False
 
     def packs(self, samples: Sequence[Any], error: SeqParError | None = None) -> list[dict[str, Any]]:
@@ -124,13 +126,9 @@ class StepDealer:
                 self._batch_of_whole([[rows[sample] for sample in pack] for pack in packs])
                 for packs in dealt.whole[sp.data_rank]
             ]
-            if not self.has_said:
-                of_groups = zip(dealt.shared, (itertools.chain(*packs) for packs in dealt.whole), strict=True)
-                works = [
-                    sum(of_rows[sample] for pack in itertools.chain(*both) for sample in pack) for both in of_groups
-                ]
-                self._say_once(works, lengths_of(batches[0]))
             items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
+        if not self.has_said:
+            self._say_once(dealt, of_rows, [lengths_of(batch) for batch in batches[: len(dealt.shared[0])]])
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
@@ -189,7 +187,8 @@ class StepDealer:
     def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
         sp = self.sp
         if self._chooses and 0 < max(tokens, default=0) <= self.cap:
-            return deal_by_length(tokens, costs, sp.data_size, sp.size, sp.config.tokens_per_rank)
+            cap = sp.config.tokens_per_rank
+            return deal_by_length(tokens, costs, sp.data_size, sp.size, cap, self.sharing)
         return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
 
     def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:
@@ -198,23 +197,40 @@ class StepDealer:
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
-    def _say_once(self, by_group: Sequence[float], documents: tuple[int, ...]) -> None:
-        """Log how equal the first step's work is for groups, and its first pack's for ranks.
+    def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
+        """Log how equal the first step's work is, and what ranks receive. Collective over the world.
 
         Args:
-            by_group: The work of each group.
-            documents: Of this group's first pack.
+            dealt: The packs of the step.
+            costs: Of its samples.
+            shared: The documents of each pack that this group shares.
         """
-        placement, (pair, token) = self.sp.place(sum(documents), documents), self.costs.work
-        starts, shards = torch.tensor(placement.mask.documents or (0,), device="cpu"), placement.shards
-        held = [positions_held(shards, 1, rank) for rank in range(shards.size)]
-        of_documents = [torch.searchsorted(starts, positions, right=True) - 1 for positions in held]
-        works = [float((pair * (at - starts[of] + 1) + token).sum()) for at, of in zip(held, of_documents, strict=True)]
-        cut = int((torch.cat([of.unique() for of in of_documents]).bincount() > 1).sum())
+        sp, (pair, token), cut, received = self.sp, self.costs.work, 0, 0
+        by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
+        works = [sum(costs[sample] for pack in packs for sample in pack) for packs in by_rank]
+        for documents in shared:
+            placement = sp.place(sum(documents), documents)
+            starts = torch.tensor(Mask.documents_of(documents), device="cpu")
+            ulysses, holding = sp.sharding.ulysses(placement), torch.zeros_like(starts)
+            for rank in range(placement.shards.size):
+                at = positions_held(placement.shards, 1, rank)
+                of = torch.searchsorted(starts, at, right=True) - 1
+                holding[of.unique()] += 1
+                work = float((pair * (at - starts[of] + 1) + token).sum()) / ulysses
+                for number in range(rank * ulysses, (rank + 1) * ulysses):
+                    works[number] += work
+            cut += int((holding > 1).sum())
+            received += self.costs.received(documents, ulysses, sp.rank)
+        of_groups = [
+            sum(costs[sample] for pack in (*packs, *itertools.chain(*whole)) for sample in pack)
+            for packs, whole in zip(dealt.shared, dealt.whole, strict=True)
+        ]
+        most, count = maximum(sp.control_world, received, "bytes of packs"), sum(map(len, shared))
+        count += sum(len(pack) for packs in by_rank for pack in packs)
         log_once(
-            f"sequence_parallel: the first step's work, most over mean: {_most(by_group):.3f} over {len(by_group)} "
-            f"groups; {_most(works):.3f} over the {len(works)} CP ranks of its first pack, which has {sum(documents)} "
-            f"tokens, and of whose {len(documents)} documents {cut} are cut"
+            f"sequence_parallel: the first step's work, most over mean: {_most(of_groups):.3f} over {len(of_groups)} "
+            f"groups, {_most(works):.3f} over the {len(works)} ranks of the first one; {cut} of its {count} documents "
+            f"are cut ({cut / max(count, 1):.1%}); in attention a rank receives {most / 2**20:.3g} MiB at most"
         )
         self.has_said = True
 

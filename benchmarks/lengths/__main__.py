@@ -67,7 +67,7 @@ COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB",
 
 def main() -> None:
     on_ranks.end_by_exit()
-    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=200, thinner=8,
+    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=1000, thinner=8,
                            rounds=1, real=False, scale=16, patience=300.0)  # fmt: skip
     args = parser.parse_args()
     tables.head(*COLUMNS)
@@ -75,10 +75,11 @@ def main() -> None:
         tables.row(*cells)
 
 
-def samples(kind: str, times: int = 1, scale: int = 1) -> list[int]:
-    """Tokens of a step's samples, shuffled; between quantiles they grow by equal factors, of a uniform kind equally."""
-    quantiles, count = KINDS[kind]
-    count *= times
+def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[int]:
+    """Tokens of a step's samples, or of `count`, shuffled. Between quantiles they grow by equal factors, of a uniform
+    kind equally."""
+    quantiles, of_step = KINDS[kind]
+    count = (count or of_step) * times
     places, found = sorted(quantiles), []
     for number in range(count):
         at = number / (count - 1)
@@ -107,7 +108,7 @@ def contenders(lengths: Sequence[int], costs: Costs) -> dict[str, list[Pack]]:
             Pack(tuple(tuple(lengths[x] for x in pack) for pack in row)) for row in zip(*dealt, strict=True)
         ]
     found["b: packs, Ulysses 8"] = [Pack(pack, RANKS) for pack in packs]
-    ours = deal_by_length(lengths, of, 1, RANKS, CAP)
+    ours = deal_by_length(lengths, of, 1, RANKS, CAP, costs.sharing(CAP))
     packs = [tuple(lengths[x] for x in pack) for pack in ours.shared[0]]
     found["ours"] = [Pack(pack, costs.ulysses(pack, costs.ulysses_sizes)) for pack in packs]
     found["ours"] += [Pack(tuple(tuple(lengths[x] for x in pack) or (1,) for pack in row), 1) for row in ours.whole[0]]
@@ -187,7 +188,7 @@ def of_groups(kind: str, costs: Costs) -> float:
     """Most over mean of the work of 4 groups."""
     lengths = samples(kind, 4)
     of = [costs.seconds([n]) for n in lengths]
-    dealt = deal_by_length(lengths, of, 4, RANKS, CAP)
+    dealt = deal_by_length(lengths, of, 4, RANKS, CAP, costs.sharing(CAP))
     of_all = [[*shared, *itertools.chain(*whole)] for shared, whole in zip(*dealt, strict=True)]
     return most([sum(of[x] for pack in packs for x in pack) for packs in of_all])
 

@@ -94,6 +94,14 @@ def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention
     return Attention(*map(max, zip(*found, strict=True)))
 
 
+def received(step: TrainingStep, machine: Machine, rank: int) -> int:
+    """Return the bytes that a rank of the first sequence receives in attention of all layers, in both directions."""
+    topology = step.config.topology(step.world)
+    ranks = topology.group(0, "ulysses", *topology.cp_axes)
+    forward, backward = (_followed(step, machine, direction, topology, ranks[rank]) for direction in DIRECTIONS)
+    return step.model.attending * (forward.received * _forwards(step) + backward.received)
+
+
 def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
     """Follow one rank, whose peers do the same at the same time. A link carries one transfer after another, and each
     has its latency once."""

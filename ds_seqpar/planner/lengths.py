@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..core.compiler.sharding.heads import even_ulysses
 from ..core.compiler.sharding.masks import Mask
 from ..core.settings import SequenceParallelConfig
-from .estimate import Work, estimate, work
+from .estimate import Work, estimate, received, work
 from .machine import Machine
 from .request import Job, TrainingStep, visible_pairs
 
@@ -56,8 +56,21 @@ class Costs:
         """Return the one of some Ulysses sizes with which a pack takes the least time; of equal ones the smallest."""
         return min(sizes, key=lambda ulysses: (self._of_pack(documents, ulysses), ulysses))
 
+    def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
+        """Return the bytes that a rank of a group receives in attention of all layers, for a pack that it shares."""
+        return received(self._step(documents, ulysses), self.machine, rank)
+
+    def sharing(self, cap: int) -> float:
+        """Return what samples that fit a rank's `cap` tokens cost if ranks share them, over what they cost if not."""
+        size = self.step.config.size
+        documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
+        least = min(self._of_pack(documents, ulysses) for ulysses in self.ulysses_sizes)
+        return max(1.0, least * size / self.seconds(documents))
+
     def _of_pack(self, documents: tuple[int, ...], ulysses: int) -> float:
+        return estimate(self._step(documents, ulysses), self.machine).seconds
+
+    def _step(self, documents: tuple[int, ...], ulysses: int) -> TrainingStep:
         config, mask = self.step.config, Mask(window=self.window, documents=Mask.documents_of(documents))
         config = dataclasses.replace(config, ulysses=ulysses)
-        step = dataclasses.replace(self.step, config=config, seq=sum(documents), mask=mask)
-        return estimate(step, self.machine).seconds
+        return dataclasses.replace(self.step, config=config, seq=sum(documents), mask=mask)

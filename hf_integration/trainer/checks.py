@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -170,16 +170,17 @@ def text_of(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return forward.text_of(trainer.model, batch)
 
 
-def has_custom_loss(trainer: Any) -> bool:
+def has_custom_loss(trainer: Any, but: Collection[str] = ()) -> bool:
     """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
-    compute_loss, trl's trainers of preferences and rollouts, or a model whose own forward may add to it."""
+    compute_loss, trl's trainers of preferences and rollouts `but` some, or a model whose own forward may add to it."""
     if (patch := patch_of(unwrapped(trainer.model))) is not None and patch.above:
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
-    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in LOSS_OF_WHOLE for base in classes)
+    of_whole = {*LOSS_OF_WHOLE}.difference(but)
+    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in of_whole for base in classes)
 
 
 def unseen_file() -> ConfigError:
