@@ -249,7 +249,7 @@ class Pieces:
             return {key: self._mapped(name, value, function) for key, value in x.items()}
         if isinstance(x, tuple | list):
             return type(x)(self._mapped(name, value, function) for value in x)
-        if not isinstance(x, Tensor) or name in WHOLE:
+        if not isinstance(x, Tensor) or not x.dim() or name in WHOLE:
             return x
         axes = [x.dim() - 1] if name == "position_ids" else range(min(1, x.dim() - 1), min(3, x.dim()))
         axis = next((axis for axis in axes if x.shape[axis] == self.tokens), None)

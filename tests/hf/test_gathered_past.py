@@ -161,6 +161,15 @@ def test_weights_of_an_index_need_under_ddp_what_those_of_the_plain_model_need()
     assert gap(gradients(shared), gradients(plain)) < 1e-5
 
 
+@on_each_of(2)
+def test_a_layer_may_get_what_has_no_dims():
+    """As the Trainer's number of labels, where a model hands all that it gets to its layers."""
+    plain, shared = tiny("deepseek_v4"), patch_attention(tiny("deepseek_v4"), make(prove="never"))
+    ids, number = torch.arange(3, 29)[None], torch.tensor(20)
+    losses = [model(ids, labels=ids, num_items_in_batch=number).loss.item() for model in (plain, shared)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_the_proof_compares_documents_between_padding_more_than_once():
     """The second run judges what rounding changes; it could not be compared where it had another shape."""
     model, ids = tiny("bloom").train(), torch.arange(3, 15).view(2, 6)
