@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
 
@@ -153,13 +153,15 @@ def dense(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`sparse_attention` as one product with a mask."""
+    """`sparse_attention` as one product with a mask. Values are as wide as keys, so torch keeps no scores."""
     widths, tokens = [q.shape[3], matrix.shape[2] - q.shape[3]], latent.shape[1]
     k, v = torch.einsum("btc,hce->bhte", latent, matrix).split(widths, 3)
     positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])[:, None]
     at = picks.where(picks <= positions, tokens)
     mask = torch.zeros(*picks.shape[:2], tokens + 1, dtype=torch.bool).scatter_(2, at, True)[:, None, :, :tokens]
-    return scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    wide = functional.pad(v, (0, widths[0] - widths[1]))
+    out = functional.scaled_dot_product_attention(q.transpose(1, 2), k, wide, attn_mask=mask, scale=scale)
+    return out[..., : widths[1]].transpose(1, 2)
 
 
 def title(args: argparse.Namespace) -> str:
