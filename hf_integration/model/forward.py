@@ -92,7 +92,7 @@ def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch that a patched model is to be called with, without its media. Raises where it cannot take them."""
     inner: Any = unwrapped(model)
     patch = patch_of(inner)
-    return batch if patch is None else media.text_of(patch.facts, batch, inner.config.model_type)
+    return batch if patch is None else media.text_of(patch.facts, batch, inner.config)
 
 
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
@@ -284,9 +284,8 @@ def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardConte
 
 def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
     """Compare the arguments of a call with media, and return its context. The stack inside will shard its own."""
-    names = media.names_of(patch.facts, inputs)
-    error = media.error_of(patch.facts, names, inner.config.model_type)
-    whole_calls.compare_inputs(patch.agreement, inner, inputs, names, error)
+    error = media.error_of(patch.facts, inputs, inner.config)
+    whole_calls.compare_inputs(patch.agreement, inner, inputs, media.names_of(patch.facts, inputs), error)
     return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2], torch_states(patch.sp.device)))
 
 
