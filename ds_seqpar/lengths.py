@@ -22,26 +22,22 @@ from .base.errors import SECTION, ConfigError, InputError, SeqParError
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
 from .base.on_devices import to_device
-from .core.compiler import schedules
-from .core.compiler.sharding.layout import Run, Runs
-from .core.compiler.sharding.masks import Mask
-from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
-from .data.balance import shards_of
-from .data.batch_layout import positions_held
 from .data.batches import lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Dealt, deal, deal_by_length
+from .data.dealing import Dealt
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
+from .data.placing import Pack
 from .data.value_checks import fingerprint_of
 from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
+from .planner.lengths import most
 
 REMEMBERED = 4096  # packs whose shards are known; others are as without packs
 CALL = "sp.packs"
@@ -96,7 +92,6 @@ class StepDealer:
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
                 sp.runtimes[sp.size // ulysses] = _runtime(sp, ulysses)
-        self.sharing = self.costs.sharing(sp.config.tokens_per_rank) if self._chooses else 1.0
         self.has_said = False
 
     def packs(self, samples: Sequence[Any], error: SeqParError | None = None) -> list[dict[str, Any]]:
@@ -119,7 +114,7 @@ class StepDealer:
         with together(sp.control_world, action, name, error=error, call=CALL, advice=_advice) as agreed:
             rows = [self._row(sample) for sample in samples]
             of_rows = [self.costs.seconds(row.documents) for row in rows]
-            dealt = self._deal([row.tokens for row in rows], of_rows)
+            dealt = self.costs.deal([row.tokens for row in rows], of_rows, sp.data_size, self._chooses)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
             batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt.shared[sp.data_rank]]
             batches += [
@@ -163,37 +158,25 @@ class StepDealer:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
         if self._chooses and documents not in self.sp.sharding.shards_of:
-            ulysses = self.costs.ulysses(documents, self.sizes)
-            self._place(documents, shards_of(self.sp.config.layout, documents, self.sp.size // ulysses))
+            self._place(self.costs.pack(documents, self.sizes))
         return _joined(pack, documents)
 
     def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Tensor]:
         """Return a batch of one row in which each rank has the documents of one pack."""
-        all_rows, end, runs = [row for pack in packs for row in pack], 0, list[Runs]()
+        all_rows = [row for pack in packs for row in pack]
         packs = [pack or [_filler(all_rows, 1)] for pack in packs]
-        for tokens in (sum(row.tokens for row in pack) for pack in packs):
-            runs.append((Run(end, 1, tokens),))
-            end += tokens
-        pack = [row for pack in packs for row in pack]
-        documents = tuple(length for row in pack for length in row.documents)
-        self._place(documents, UnevenShards(runs))
-        return _joined(pack, documents)
+        placed = Pack.of_whole([[length for row in pack for length in row.documents] for pack in packs])
+        self._place(placed)
+        return _joined([row for pack in packs for row in pack], placed.documents)
 
     @property
     def _chooses(self) -> bool:
         """Whether packs have shards of their own: not where the mesh of the configured size was given to somebody."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
-    def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
-        sp = self.sp
-        if self._chooses and 0 < max(tokens, default=0) <= self.cap:
-            cap = sp.config.tokens_per_rank
-            return deal_by_length(tokens, costs, sp.data_size, sp.size, cap, self.sharing)
-        return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
-
-    def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:
+    def _place(self, pack: Pack) -> None:
         known = self.sp.sharding.shards_of
-        known[documents] = shards
+        known[pack.documents] = pack.shards
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
@@ -205,32 +188,26 @@ class StepDealer:
             costs: Of its samples.
             shared: The documents of each pack that this group shares.
         """
-        sp, (pair, token), cut, received = self.sp, self.costs.work, 0, 0
+        sp, cut, received = self.sp, 0, 0
         by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
         works = [sum(costs[sample] for pack in packs for sample in pack) for packs in by_rank]
         for documents in shared:
             placement = sp.place(sum(documents), documents)
-            starts = torch.tensor(Mask.documents_of(documents), device="cpu")
-            ulysses, holding = sp.sharding.ulysses(placement), torch.zeros_like(starts)
-            for rank in range(placement.shards.size):
-                at = positions_held(placement.shards, 1, rank)
-                of = torch.searchsorted(starts, at, right=True) - 1
-                holding[of.unique()] += 1
-                work = float((pair * (at - starts[of] + 1) + token).sum()) / ulysses
-                for number in range(rank * ulysses, (rank + 1) * ulysses):
-                    works[number] += work
-            cut += int((holding > 1).sum())
-            received += self.costs.received(documents, ulysses, sp.rank)
+            pack = Pack(documents, placement.shards, sp.sharding.ulysses(placement))
+            of_cp_ranks = self.costs.works(pack)
+            works = [work + of_cp_ranks[rank // pack.ulysses] / pack.ulysses for rank, work in enumerate(works)]
+            cut += len(pack.cut)
+            received += self.costs.received(documents, pack.ulysses, sp.rank)
         of_groups = [
             sum(costs[sample] for pack in (*packs, *itertools.chain(*whole)) for sample in pack)
             for packs, whole in zip(dealt.shared, dealt.whole, strict=True)
         ]
-        most, count = maximum(sp.control_world, received, "bytes of packs"), sum(map(len, shared))
+        bytes_most, count = maximum(sp.control_world, received, "bytes of packs"), sum(map(len, shared))
         count += sum(len(pack) for packs in by_rank for pack in packs)
         log_once(
-            f"sequence_parallel: the first step's work, most over mean: {_most(of_groups):.3f} over {len(of_groups)} "
-            f"groups, {_most(works):.3f} over the {len(works)} ranks of the first one; {cut} of its {count} documents "
-            f"are cut ({cut / max(count, 1):.1%}); in attention a rank receives {most / 2**20:.3g} MiB at most"
+            f"sequence_parallel: the first step's work, most over mean: {most(of_groups):.3f} over {len(of_groups)} "
+            f"groups, {most(works):.3f} over the {len(works)} ranks of the first one; {cut} of its {count} documents "
+            f"are cut ({cut / max(count, 1):.1%}); in attention a rank receives {bytes_most / 2**20:.3g} MiB at most"
         )
         self.has_said = True
 
@@ -284,14 +261,11 @@ def _model(sp: Any) -> Any:
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
     """Return the Ulysses sizes that a pack may have; the configured one alone where another would not fit."""
-    config, model, sizes = sp.config, costs.step.model, [sp.config.ulysses]
+    config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
-        "layers have a state, or send latents": model.states is not None or model.latent_projections is not None,
         "device_mesh was given out": "device_mesh" in vars(sp),
-        "a schedule, a layout, a rank order or head chunks are set": config.layout != "balanced"
-        or (config.schedule, config.schedule_options, config.rank_order) != (schedules.DEFAULT, (), "auto")
-        or config.head_chunks == "auto",
+        costs.fixed: costs.fixed != "",
     }
     if fixed := [reason for reason, holds in why.items() if holds]:
         log_once(f"sequence_parallel: all packs have ulysses {config.ulysses}, since {fixed[0]}")
@@ -308,11 +282,6 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
         dist.barrier(world)
     comm = TorchComm(made, explaining_failure)
     return Runtime(config, topology, made.cp_rank, comm, topology.index(rank, "ulysses"), of=sp.runtime)
-
-
-def _most(works: Sequence[float]) -> float:
-    """Return the most over the mean."""
-    return max(works) * len(works) / (sum(works) or 1.0)
 
 
 def _filler(pack: Sequence[Row], tokens: int) -> Row:

@@ -310,9 +310,7 @@ def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
 Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
-def in_pieces(
-    call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, keep: Keep | None = None
-) -> Any:
+def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, keep: Keep | None = None) -> Any:
     """Run a module on pieces of this rank's tokens, as if each went on with a cache.
 
     Args:

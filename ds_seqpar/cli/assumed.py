@@ -56,7 +56,7 @@ class Answer(NamedTuple):
             "optimizer": self.optimizer if self.optimizer.lower() in OPTIMIZER_STATES else OPTIMIZER,
             "micro_batch": job.batch or 1,
             "sequences_a_step": sequences,
-            "tokens_a_step": job.objective.batch(sequences) * self.inputs.seq,
+            "tokens_a_step": sum(self.inputs.lengths) or job.objective.batch(sequences) * self.inputs.seq,
             "reference_model": job.objective.reference,
             "trained_parameters": self.inputs.model.trained or self.inputs.model.parameters,
             "ranks": self.inputs.world,
@@ -99,7 +99,12 @@ class Answer(NamedTuple):
             content["gradient_accumulation_steps"] = self.steps
             if "train_batch_size" in content:
                 content["train_batch_size"] = self.steps * self.micro_batch
-        return {**content, SECTION: self.config.section()}
+        return {**content, SECTION: self.section(self.config)}
+
+    def section(self, config: SequenceParallelConfig) -> dict[str, Any]:
+        """Return the section of a configuration, in which packs choose Ulysses where nothing gives it."""
+        section, by_pack = config.section(), self.inputs.lengths and self.inputs.config.ulysses == "auto"
+        return {name: value for name, value in section.items() if not (by_pack and name == "ulysses")}
 
     def flags(self) -> list[str]:
         """Return the flags that a Trainer needs in addition to the JSON; the two must agree."""
@@ -119,11 +124,12 @@ class Answer(NamedTuple):
     def json_lines(self) -> list[str]:
         """Return the JSON for the user, a line per key, and how to train with it."""
         items = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in self.deepspeed_json().items()]
+        given = "train with sp.packs" if self.inputs.lengths else f"give {self.inputs.seq:,} tokens a sequence"
         calls = "call model.gradient_checkpointing_enable(), " * self.inputs.job.checkpointing
         return [
             "ds_config.json:", "", "{", *",\n".join(items).split("\n"), "}", "",
             f"with it a Trainer takes {' '.join(self.flags())}",
-            f"a loop of your own: {calls}give {self.inputs.seq:,} tokens a sequence, on {self.inputs.world} ranks",
+            f"a loop of your own: {calls}{given}, on {self.inputs.world} ranks",
             *self.auto_lines(),
         ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from ..base.errors import SECTION, ConfigError, did_you_mean
-from ..base.files import parse_json, shown
+from ..base.files import parse_json, read_text, shown
 from ..core.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..deepspeed.config import DECISIVE, DeepSpeedJson, autos
 from ..planner import limits
@@ -46,6 +46,11 @@ def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> No
     parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
 
 
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    help = "lengths of an optimizer step's samples: answer for a run with tokens_per_rank (docs/lengths.md)"
+    parser.add_argument("--lengths", metavar="FILE", help=help)
+
+
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how many ranks there are."""
     parser.add_argument("--ranks", metavar="P", help="ranks of the job; or say --nodes")
@@ -79,6 +84,7 @@ class Inputs:
     memory: int | None  # bytes of a rank; None: the machine's
     world: int  # ranks of the job
     per_node: int | None  # ranks of a node; None: not known
+    lengths: tuple[int, ...] = ()  # of the samples of an optimizer step, which become packs
 
     @classmethod
     def of(cls, args: argparse.Namespace, seq: int | None = None, machine: Machine | None = None) -> Inputs:
@@ -99,8 +105,13 @@ class Inputs:
         per_node = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node)
         if loaded is not None and per_node is not None:
             loaded = dataclasses.replace(loaded, per_node=per_node)
+        per_node = loaded.per_node if loaded else per_node
+        world, lengths = _world(args, per_node), tuple[int, ...]()
         seq = seq or (None if config.seq_len == "auto" else config.seq_len)
         seq = seq if args.seq_len is None else tokens("--seq-len", args.seq_len)
+        if getattr(args, "lengths", None) is not None:
+            lengths, seq = lengths_in("--lengths", args.lengths), _pack(args, config, world)
+            limits.check("the samples of a step", len(lengths), limits.MAX_DOCUMENTS)
         if seq is None:
             raise ConfigError(
                 "memory, plan and tune need --seq-len N; plan and tune take --documents FILE too, with the lengths of "
@@ -116,8 +127,14 @@ class Inputs:
             content=content, counted=counted, filled=filled, config=config, model=model, seq=seq, job=job,
             machine=loaded,
             memory=None if args.memory is None else gibibytes("--memory", args.memory),
-            per_node=(per_node := loaded.per_node if loaded else per_node), world=_world(args, per_node),
+            per_node=per_node, world=world, lengths=lengths,
         )  # fmt: skip
+
+    @property
+    def per_rank(self) -> int:
+        """Most tokens of a rank in a pack."""
+        assert self.config.tokens_per_rank != "auto"
+        return self.config.tokens_per_rank
 
     def request(self, job: Job | None = None) -> Request:
         """Return the planner's request of what the section leaves open, for the machine, which is known."""
@@ -127,6 +144,19 @@ class Inputs:
         free = self.config.size == "auto" and job.sequences is not None
         sizes = job.sizes(self.world) if free else ()
         return Request(job=job, machine=self.machine, world=self.world, given=given, sizes=sizes, memory=self.memory)
+
+
+def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) -> int:
+    """Return the most tokens of a pack, for --lengths."""
+    if args.seq_len is not None or getattr(args, "documents", None) is not None:
+        raise ConfigError("--lengths says how long samples are; got --seq-len or --documents too, leave them out")
+    if config.tokens_per_rank == "auto" or config.auto_fields:
+        raise ConfigError(
+            "--lengths is of a run with tokens_per_rank, whose memory settings are given; got "
+            f"{'no tokens_per_rank' if config.tokens_per_rank == 'auto' else 'memory auto'}, say --set "
+            f"tokens_per_rank=16384, and each memory setting"
+        )
+    return config.tokens_per_rank * (world if config.size == "auto" else config.size)
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:
@@ -164,6 +194,22 @@ def tokens(name: str, text: str) -> int:
     number = count(name, text, units=True)
     limits.check(name, number, limits.MAX_TOKENS)
     return number
+
+
+def lengths_in(name: str, file: str) -> tuple[int, ...]:
+    """Return the lengths in the file of an option: whole numbers, separated by blanks or line ends.
+
+    Raises:
+        ConfigError: There is something else in it.
+    """
+    words = read_text(file, name).split()
+    invalid = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
+    if (word := next(invalid, None)) is not None:
+        raise ConfigError(
+            f"{name} must be a file of lengths, whole numbers from 1 of at most {DIGITS} digits; {file} has "
+            f"{word!r:.60}"
+        )
+    return tuple(map(int, words))
 
 
 def gibibytes(name: str, text: str) -> int:
