@@ -27,15 +27,17 @@ from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
 from .data.batches import lengths_of
 from .data.checks import IGNORE, labels_of
+from .data.dealing import Dealt
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
 from .data.placing import Pack
 from .data.value_checks import fingerprint_of
-from .guards.agreement import together
+from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
+from .planner.lengths import most
 
 REMEMBERED = 4096  # packs whose shards are known; others are as without packs
 CALL = "sp.packs"
@@ -119,13 +121,9 @@ class StepDealer:
                 self._batch_of_whole([[rows[sample] for sample in pack] for pack in packs])
                 for packs in dealt.whole[sp.data_rank]
             ]
-            if not self.has_said:
-                of_groups = zip(dealt.shared, (itertools.chain(*packs) for packs in dealt.whole), strict=True)
-                works = [
-                    sum(of_rows[sample] for pack in itertools.chain(*both) for sample in pack) for both in of_groups
-                ]
-                self._say_once(works, lengths_of(batches[0]))
             items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
+        if not self.has_said:
+            self._say_once(dealt, of_rows, [lengths_of(batch) for batch in batches[: len(dealt.shared[0])]])
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
@@ -182,19 +180,34 @@ class StepDealer:
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
-    def _say_once(self, by_group: Sequence[float], documents: tuple[int, ...]) -> None:
-        """Log how equal the first step's work is for groups, and its first pack's for ranks.
+    def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
+        """Log how equal the first step's work is, and what ranks receive. Collective over the world.
 
         Args:
-            by_group: The work of each group.
-            documents: Of this group's first pack.
+            dealt: The packs of the step.
+            costs: Of its samples.
+            shared: The documents of each pack that this group shares.
         """
-        pack = Pack(documents, self.sp.place(sum(documents), documents).shards)
-        works = self.costs.works(pack)
+        sp, cut, received = self.sp, 0, 0
+        by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
+        works = [sum(costs[sample] for pack in packs for sample in pack) for packs in by_rank]
+        for documents in shared:
+            placement = sp.place(sum(documents), documents)
+            pack = Pack(documents, placement.shards, sp.sharding.ulysses(placement))
+            of_cp_ranks = self.costs.works(pack)
+            works = [work + of_cp_ranks[rank // pack.ulysses] / pack.ulysses for rank, work in enumerate(works)]
+            cut += len(pack.cut)
+            received += self.costs.received(documents, pack.ulysses, sp.rank)
+        of_groups = [
+            sum(costs[sample] for pack in (*packs, *itertools.chain(*whole)) for sample in pack)
+            for packs, whole in zip(dealt.shared, dealt.whole, strict=True)
+        ]
+        bytes_most, count = maximum(sp.control_world, received, "bytes of packs"), sum(map(len, shared))
+        count += sum(len(pack) for packs in by_rank for pack in packs)
         log_once(
-            f"sequence_parallel: the first step's work, most over mean: {_most(by_group):.3f} over {len(by_group)} "
-            f"groups; {_most(works):.3f} over the {len(works)} CP ranks of its first pack, which has {sum(documents)} "
-            f"tokens, and of whose {len(documents)} documents {len(pack.cut)} are cut"
+            f"sequence_parallel: the first step's work, most over mean: {most(of_groups):.3f} over {len(of_groups)} "
+            f"groups, {most(works):.3f} over the {len(works)} ranks of the first one; {cut} of its {count} documents "
+            f"are cut ({cut / max(count, 1):.1%}); in attention a rank receives {bytes_most / 2**20:.3g} MiB at most"
         )
         self.has_said = True
 
@@ -269,11 +282,6 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
         dist.barrier(world)
     comm = TorchComm(made, explaining_failure)
     return Runtime(config, topology, made.cp_rank, comm, topology.index(rank, "ulysses"), of=sp.runtime)
-
-
-def _most(works: Sequence[float]) -> float:
-    """Return the most over the mean."""
-    return max(works) * len(works) / (sum(works) or 1.0)
 
 
 def _filler(pack: Sequence[Row], tokens: int) -> Row:

@@ -9,12 +9,12 @@ memory is that of rows times tokens.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import inspect
 import types
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.base.errors import ConfigError, InputError
-from ds_seqpar.operators.gathered import Piece, gather, pieces_of, segments
+from ds_seqpar.base.compat import graph_task
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.operators.gathered import NAME, Piece, gather, pieces_of, segments
 from ds_seqpar.operators.states import Tied
 
 from . import sparse
@@ -32,16 +33,21 @@ from .compat import ATTENTION, attention_name
 from .context import KEYWORD, ForwardContext, current
 from .families import name_before
 from .graph_breaks import between_graphs
-from .module_patch import is_overridden, override
+from .module_patch import is_overridden, override, patched
 
 CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
-BY_KEY, WHOLE = "alibi", ("alibi", "position_bias")  # names of arguments that have no dim of queries
+BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments that have no dim of queries
+WHOLE = BY_KEY, PER_HEAD
+SHARED = "shared_kv_states"  # the name of an argument by which layers share keys
 CONVOLUTION = "convolution "  # of whose outputs keys may be made
 POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
+LAYER = "a layer that gathers keys"  # in errors
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 ROWS = 256  # tokens that a module computes at a time
 
 Inputs = dict[str, Any]
+Taken = dict[tuple[str, int], Tensor]  # (what a module gave its cache, which of its tensors) -> (B, tokens, ...)
+Keep = Callable[[Taken], Taken]
 
 
 class GatheredPast:
@@ -52,6 +58,7 @@ class GatheredPast:
         piece: Whose tokens it runs on.
         gathered: (what was taken, which of its tensors) -> that of all tokens (B, tokens, ...).
         is_alone: Whether the piece sees itself alone, but for what was gathered.
+        keep: Keeps what is taken, and returns it as `gathered`, in a step of decoding; None: nothing is kept.
 
     Attributes:
         taken: As `gathered`, of the piece alone, in the order of the module's calls.
@@ -60,11 +67,11 @@ class GatheredPast:
     is_compileable = False
 
     def __init__(
-        self, module: nn.Module, piece: Piece, gathered: Mapping[tuple[str, int], Tensor], is_alone: bool
+        self, module: nn.Module, piece: Piece, gathered: Taken, is_alone: bool, keep: Keep | None = None
     ) -> None:
-        self.module, self.piece, self.gathered = module, piece, gathered
+        self.module, self.piece, self.gathered, self.keep = module, piece, gathered, keep
         self.before = 0 if is_alone else piece.start - piece.document
-        self.taken: dict[tuple[str, int], Tensor] = {}
+        self.taken: Taken = {}
         self.keys: Tensor | None = None
 
     def _all(self, what: str, *xs: Tensor, axis: int = -2) -> list[Tensor]:
@@ -76,6 +83,8 @@ class GatheredPast:
                 found.append(found[0])
                 continue
             self.taken[key] = x.movedim(axis, 1)
+            if self.keep is not None:
+                self.gathered |= self.keep({key: self.taken[key]})
             if key in self.gathered:
                 x = self.gathered[key][:, self.piece.document : self.piece.end].movedim(1, axis).contiguous()
             found.append(x)
@@ -193,6 +202,24 @@ class Pieces:
         more.inputs = {name: self._mapped(name, x, _extended) for name, x in self.inputs.items()}
         return more
 
+    def of_rows(self, rows: slice) -> Pieces:
+        """Return the call of some rows of the batch."""
+        count, some = self.inputs[self.states].shape[0], copy.copy(self)
+
+        def cut(x: Any) -> Any:
+            if isinstance(x, Mapping) and not isinstance(x, UserDict):
+                return {name: cut(value) for name, value in x.items()}
+            if isinstance(x, tuple | list):
+                return type(x)(map(cut, x))
+            if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] in (0, 1) or x.shape[0] % count:
+                return x
+            return x.unflatten(0, (count, -1))[rows].flatten(0, 1)  # an alibi has all heads of a row, then the next's
+
+        some.inputs = {name: x if name == PER_HEAD else cut(x) for name, x in self.inputs.items()}
+        if (shared := some.inputs.get(SHARED)) is not None:
+            some.inputs[SHARED] = _OfPiece(shared, f"of {rows}")
+        return some
+
     def run(self, piece: Piece, run: str, past: GatheredPast | None = None, is_alone: bool = True) -> Any:
         """Run the module on a piece.
 
@@ -205,7 +232,7 @@ class Pieces:
         keys = piece.length if is_alone else piece.end - piece.document
         inputs: Inputs = {}
         for name, x in self.inputs.items():
-            if name == "shared_kv_states":
+            if name == SHARED:
                 inputs[name] = _OfPiece(x, run)
             elif name == "attention_mask" and isinstance(x, Tensor) and x.dim() == 4:
                 inputs[name] = self._mask(x, piece, keys)
@@ -247,7 +274,7 @@ class Pieces:
             return {key: self._mapped(name, value, function) for key, value in x.items()}
         if isinstance(x, tuple | list):
             return type(x)(self._mapped(name, value, function) for value in x)
-        if not isinstance(x, Tensor) or name in WHOLE:
+        if not isinstance(x, Tensor) or not x.dim() or name in WHOLE:
             return x
         axes = [x.dim() - 1] if name == "position_ids" else range(min(1, x.dim() - 1), min(3, x.dim()))
         axis = next((axis for axis in axes if x.shape[axis] == self.tokens), None)
@@ -269,8 +296,7 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
         return outputs[0]
     if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
         return None
-    widest = max(x.shape[2] for x in outputs)  # indices: a piece with few tokens before it has fewer
-    wide = [torch.cat([x, x[..., -1:].expand(-1, -1, widest - x.shape[2])], 2) for x in outputs]
+    wide = _as_wide(outputs)
     return torch.cat(wide, 1) if len(wide) > 1 else wide[0]
 
 
@@ -284,7 +310,7 @@ def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
 Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
-def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0) -> Any:
+def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, keep: Keep | None = None) -> Any:
     """Run a module on pieces of this rank's tokens, as if each went on with a cache.
 
     Args:
@@ -292,12 +318,13 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         pieces: All of the rank's, in order.
         gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
         count: How many pieces other ranks have. ZeRO-3 gathers parameters in each run, so ranks run equally often.
+        keep: Keeps what was gathered, and returns it with what was kept before; None: nothing is kept.
     """
-    tokens, mine, none = call.tokens, len(pieces), dict[tuple[str, int], Tensor]()
+    tokens, mine, none = call.tokens, len(pieces), Taken()
     runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
     if len(runs) > mine:
         call = call.with_one_more()
-    gathered: dict[tuple[str, int], Tensor] = {}
+    gathered: Taken = {}
     is_first = is_left = True
     while is_left:
         pasts = [GatheredPast(call.module, x, gathered if n < mine else none, True) for n, x in enumerate(runs)]
@@ -308,7 +335,8 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         is_first, is_left = False, bool(convolutions)
         keys = convolutions or keys
         local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
-        gathered |= dict(zip(keys, gather(local), strict=True))
+        new = dict(zip(keys, gather(local), strict=True))
+        gathered |= new if keep is None else keep(new)
 
     def run(number: int) -> Any:
         is_none = number >= mine
@@ -326,6 +354,28 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         return Tied.apply(output, *tied) if tied else output
     first, *others = output
     return type(output)([Tied.apply(first, *tied) if tied else first, *others])
+
+
+def in_step(call: Pieces, position: int, keep: Keep) -> Any:
+    """Run a module on one token, behind as many as were kept. Args: see `in_pieces`."""
+    piece = Piece(0, 1, position, 0)
+    return joined([call.run(piece, "step", GatheredPast(call.module, piece, {}, False, keep), False)], [piece])
+
+
+def of_all_rows(outputs: Sequence[Any]) -> Any:
+    """Return what a module returned for rows as for the batch of them."""
+    first = outputs[0]
+    if isinstance(first, tuple | list):
+        return type(first)(map(of_all_rows, zip(*outputs, strict=True)))
+    if not isinstance(first, Tensor) or first.dim() < 3 or len(outputs) == 1:
+        return first
+    return torch.cat(_as_wide(outputs))
+
+
+def _as_wide(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return outputs (B, s, W) of the same width. Those of indices have fewer where there are fewer tokens."""
+    widest = max(x.shape[2] for x in outputs)
+    return [torch.cat([x, x[..., -1:].expand(-1, -1, widest - x.shape[2])], 2) for x in outputs]
 
 
 def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather) -> Any:
@@ -347,8 +397,10 @@ def _empty(output: Any) -> Any:
 
 
 @between_graphs
-def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecting: Sequence[nn.Module]) -> Any:
-    layout = context.layout
+def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
+    layout, cached = context.layout, context.cached
+    if cached is not None and cached.is_decode:
+        return cached.gathered(call)
     if layout is not None and layout.mask.parents:
         raise InputError(
             f"layers that gather keys need documents without parents; got a layout with {layout.mask}, give each "
@@ -357,10 +409,35 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecti
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
     runtime = sp.runtime_of(of[0])
     cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
-    of_ranks, gather_all = pieces_of(cut, ROWS), functools.partial(gather, peers, segments=cut)
-    if call.module in selecting and sparse.can_run(selecting):
-        return at_once(call, of_ranks[peers.rank], gather_all)
-    return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
+    of_ranks, selecting = pieces_of(cut, ROWS), patched(call.module).selecting
+
+    def gather_all(xs: list[Tensor]) -> list[Tensor]:
+        of = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
+        sp.checker.check_deferred(NAME, {"tensors": of}, call=LAYER)
+        return gather(peers, xs, cut)
+
+    with _telling(sp, call.module):
+        if cached is not None:
+            return cached.gathered(call, of_ranks, gather_all)
+        if selecting and sparse.can_run(selecting):
+            return at_once(call, of_ranks[peers.rank], gather_all)
+        return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
+
+
+@contextlib.contextmanager
+def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
+    """Context manager of a module's run in forward, whose errors are raised on all ranks: they would wait for keys."""
+    error, is_forward = None, graph_task() < 0
+    try:
+        yield
+    except SeqParError:
+        raise
+    except Exception as reason:
+        if not is_forward:  # which may be a checkpoint that stops early
+            raise
+        error = as_seqpar_error(f"{type(module).__name__}, a layer that gathers keys, failed", reason)
+    if is_forward:
+        sp.checker.check_deferred(LAYER, {}, error=error, call=LAYER)
 
 
 def check(modules: Iterable[nn.Module]) -> None:
@@ -384,14 +461,13 @@ def check(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def share(module: Any, sp: SequenceParallel, window: int | None, selecting: Sequence[nn.Module] = ()) -> None:
+def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
     """Let an attention module run on a rank's pieces, in forwards that are not local.
 
     Args:
         module: The module.
         sp: Whose ranks share sequences.
         window: The length of the window of its mask; None without.
-        selecting: Those of the model that run at once where all of them can.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -401,7 +477,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None, selecting: Sequ
         if context.mode == "local":
             return type(self).forward(self, *args, **kwargs)
         call = Pieces(self, window, args, {name: x for name, x in kwargs.items() if name != KEYWORD})
-        return _shared(sp, context, call, selecting)
+        return _shared(sp, context, call)
 
     keep_config(module)
     override(module, "forward", types.MethodType(forward, module))

@@ -66,7 +66,7 @@ COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB",
 
 def main() -> None:
     on_ranks.end_by_exit()
-    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=200, thinner=8,
+    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=1000, thinner=8,
                            rounds=1, real=False, scale=16, patience=300.0)  # fmt: skip
     args = parser.parse_args()
     tables.head(*COLUMNS)
@@ -74,10 +74,11 @@ def main() -> None:
         tables.row(*cells)
 
 
-def samples(kind: str, times: int = 1, scale: int = 1) -> list[int]:
-    """Tokens of a step's samples, shuffled; between quantiles they grow by equal factors, of a uniform kind equally."""
-    quantiles, count = KINDS[kind]
-    count *= times
+def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[int]:
+    """Tokens of a step's samples, or of `count`, shuffled. Between quantiles they grow by equal factors, of a uniform
+    kind equally."""
+    quantiles, of_step = KINDS[kind]
+    count = (count or of_step) * times
     places, found = sorted(quantiles), []
     for number in range(count):
         at = number / (count - 1)

@@ -74,9 +74,9 @@ def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
 
 
 def mark(name: str) -> str:
-    """Return the name of an attribute that is set here for another package to read, or the other way round.
+    """Return the name of an attribute by which two packages signal each other: one sets it, the other reads it.
 
-    Its absence means something, so nothing raises where a release has another name for it.
+    A missing attribute has a meaning, so a release that renames it causes no error here.
 
     Args:
         name: "module:attribute", of the module that reads or sets it.
@@ -278,7 +278,7 @@ PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # thi
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, of which ZeRO-3 leaves nothing in the tensor itself."""
+    """Return a parameter's full shape, since ZeRO-3 leaves an empty tensor."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -57,8 +57,7 @@ def estimate(step: TrainingStep, machine: Machine) -> Estimate:
     m, config = step.model, step.config
     seconds, found = 0.0, list[Attention]()
     if m.index is not None:
-        own = math.ceil(step.seq / config.size)
-        found = [_gathered(step, m.index, machine, n) for n in m.index.received(step.seq, own, config.size)]
+        found = _gathered(step, m.index, machine)
         seconds = m.index.layers * ((1 + step.checkpointing) * found[0].seconds + found[1].seconds)
         seconds += _scores(step, machine) * visible_pairs(_lengths(step)) * step.batch / config.size
     if m.dense or not found:
@@ -130,6 +129,18 @@ def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention
     return Attention(*map(max, zip(*found, strict=True)))
 
 
+def received(step: TrainingStep, machine: Machine, rank: int) -> int:
+    """Return the bytes that a rank of the first sequence receives in attention of all layers, in both directions."""
+    topology = step.config.topology(step.world)
+    ranks = topology.group(0, "ulysses", *topology.cp_axes)
+    forward, backward = (_followed(step, machine, direction, topology, ranks[rank]) for direction in DIRECTIONS)
+    found = step.model.dense * (forward.received * _forwards(step) + backward.received)
+    if (index := step.model.index) is not None:
+        forward, backward = _gathered(step, index, machine)
+        found += index.layers * (forward.received * (1 + step.checkpointing) + backward.received)
+    return found
+
+
 def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
     """Follow one rank, whose peers do the same at the same time. A link carries one transfer after another, and each
     has its latency once."""
@@ -163,13 +174,17 @@ def _followed(step: TrainingStep, machine: Machine, direction: str, topology: To
     return Attention(now, received[False], received[True], messages)
 
 
-def _gathered(step: TrainingStep, index: Index, machine: Machine, number: int) -> Attention:
-    """Return what a rank receives in a layer with an index, as a mean, of a number of elements in all of them."""
-    size = number * step.batch * ITEMSIZE[step.dtype] // index.layers
-    others, near = step.config.size - 1, min(step.config.size, machine.per_node) - 1
-    inside = size * near // max(others, 1)
-    seconds = inside / machine.inside.rate, (size - inside) / machine.between.rate
-    return Attention(max(seconds) + _wire(machine, others > near).latency, inside, size - inside, others)
+def _gathered(step: TrainingStep, index: Index, machine: Machine) -> list[Attention]:
+    """Return what a rank receives in a layer with an index, as a mean, in forward and in backward."""
+    size, own, found = step.config.size, math.ceil(step.seq / step.config.size), list[Attention]()
+    others, near = size - 1, min(size, machine.per_node) - 1
+    for elements in index.received(step.seq, own, size):
+        received = elements * step.batch * ITEMSIZE[step.dtype] // index.layers
+        inside = received * near // max(others, 1)
+        seconds = max(inside / machine.inside.rate, (received - inside) / machine.between.rate)
+        latency = _wire(machine, others > near).latency
+        found.append(Attention(seconds + latency, inside, received - inside, others))
+    return found
 
 
 def _lengths(step: TrainingStep) -> tuple[int, ...]:

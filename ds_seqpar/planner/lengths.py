@@ -14,7 +14,7 @@ from ..core.compiler.sharding.masks import Mask
 from ..core.settings import SequenceParallelConfig
 from ..data.dealing import Dealt, deal, deal_by_length
 from ..data.placing import Pack, Part
-from .estimate import Work, estimate, work
+from .estimate import Work, estimate, received, work
 from .machine import Machine
 from .request import Job, TrainingStep, visible_pairs
 
@@ -83,7 +83,7 @@ class Costs:
         per_rank, size = self.step.config.tokens_per_rank, self.step.config.size
         assert per_rank != "auto"
         if chooses and 0 < max(lengths, default=0) <= per_rank * size:
-            return deal_by_length(lengths, seconds, groups, size, per_rank)
+            return deal_by_length(lengths, seconds, groups, size, per_rank, self.sharing)
         return Dealt(deal(lengths, seconds, groups, per_rank * size), [[]] * groups)
 
     def pack(self, documents: tuple[int, ...], sizes: Iterable[int]) -> Pack:
@@ -94,6 +94,18 @@ class Costs:
     def ulysses(self, documents: tuple[int, ...], sizes: Iterable[int]) -> int:
         """Return the one of some Ulysses sizes with which a pack takes the least time; of equal ones the smallest."""
         return min(sizes, key=lambda ulysses: (self._of_shared(documents, ulysses), ulysses))
+
+    def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
+        """Return the bytes that a rank of a group receives in attention of all layers, for a pack that it shares."""
+        return received(self._step(documents, ulysses), self.machine, rank)
+
+    @functools.cached_property
+    def sharing(self) -> float:
+        """What samples that fit a rank cost if ranks share them, over what they cost if not."""
+        size, cap = self.step.config.size, self.step.config.tokens_per_rank
+        documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
+        least = min(self._of_shared(documents, ulysses) for ulysses in self.ulysses_sizes)
+        return max(1.0, least * size / self.seconds(documents))
 
     def packed(self, lengths: Sequence[int], groups: int, chooses: bool = True) -> Packed:
         """Return a step of samples of these lengths, dealt as `StepDealer` deals them.
@@ -139,10 +151,12 @@ class Costs:
         return self._of_shared(pack.documents, pack.ulysses)
 
     def _of_shared(self, documents: tuple[int, ...], ulysses: int) -> float:
+        return estimate(self._step(documents, ulysses), self.machine).seconds
+
+    def _step(self, documents: tuple[int, ...], ulysses: int) -> TrainingStep:
         config, mask = self.step.config, Mask(window=self.window, documents=Mask.documents_of(documents))
         config = dataclasses.replace(config, ulysses=ulysses)
-        step = dataclasses.replace(self.step, config=config, seq=sum(documents), mask=mask)
-        return estimate(step, self.machine).seconds
+        return dataclasses.replace(self.step, config=config, seq=sum(documents), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 `past_key_values` stays transformers' DynamicCache; its layers are replaced by `ShardedLayer`s, which share one
 `KeptTokens`: how many tokens the rows have, and which of them each rank keeps. A layer's tensors are those that reached
 its attention, with all key/value heads, so that a rank keeps 1/size of the tokens whatever the schedule and Ulysses.
+Layers that gather keys have what was gathered, of all tokens, on every rank.
 
 Rows with padding are compacted before they are sharded: a row's real tokens come first. Padding behind them is computed
 and never seen. So each row has its own number of tokens, and of keys on each rank.
@@ -26,6 +27,7 @@ from ds_seqpar.core.compiler.sharding.layout import Run, Runs
 from ds_seqpar.core.compiler.sharding.masks import between
 from ds_seqpar.core.compiler.sharding.shards import length
 
+from ..gathered_past import Taken
 from ..look.facts import text_config
 
 BLOCK = 256  # a rank's buffers have room for a multiple of so many tokens
@@ -170,6 +172,10 @@ class Held:
             moved[:, :, : count - first] = kept[:, :, first - self.first : count - self.first]
         return moved
 
+    @property
+    def count(self) -> int:
+        return self.keys.shape[0]
+
     def part(self, rows: slice, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some of this rank's tokens: (rows, tokens, kv_heads, head_dim)."""
         place = slice(max(0, first - self.first), max(0, end - self.first))
@@ -180,13 +186,53 @@ class Held:
             self.keys, self.values = (x.index_select(0, indices.to(x.device)) for x in (self.keys, self.values))
 
 
+class Replica:
+    """What a module gave its cache, of all tokens, on every rank: by name (rows, capacity, ...)."""
+
+    def __init__(self) -> None:
+        self.kept: Taken = {}
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.kept.values()), ()))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token of one row."""
+        return sum(x[0, 0].nbytes for x in self.kept.values())
+
+    def store(self, new: Taken, rows: slice, count: int, first: int) -> Taken:
+        """Keep what rows gave, and return all that they gave so far.
+
+        Args:
+            new: (rows, new tokens, ...) by name.
+            rows: Which of the batch's rows these are.
+            count: How many the batch has.
+            first: The position of the first new token.
+        """
+        for name, x in new.items():
+            end, kept = first + x.shape[1], self.kept.get(name)
+            frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
+            if kept is None or kept.shape[1] < end or frozen:
+                capacity = -(-(end if kept is None else end + end // 4) // BLOCK) * BLOCK
+                moved = x.new_empty(count, capacity, *x.shape[2:])
+                if kept is not None:
+                    moved[:, : kept.shape[1]] = kept
+                self.kept[name] = moved
+            self.kept[name][rows, first:end] = x
+        return {name: self.kept[name][rows, : first + x.shape[1]] for name, x in new.items()}
+
+    def select(self, indices: Tensor) -> None:
+        self.kept = {name: x.index_select(0, indices.to(x.device)) for name, x in self.kept.items()}
+
+
 class ShardedLayer(CacheLayerMixin):
     """A layer of a cache in parts. Attention stores what reaches it; `update` stores nothing."""
 
     def __init__(self, kept: KeptTokens, is_first: bool) -> None:
         super().__init__()
         self.kept, self.is_first, self.is_initialized = kept, is_first, True
-        self.held: list[Held] = []  # of each attention of the layer, in the order of their calls
+        self.held: list[Held | Replica] = []  # of each attention of the layer, in the order of their calls
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -224,7 +270,7 @@ class ShardedLayer(CacheLayerMixin):
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
         """Keep the rows that a function chooses among the numbers of all rows."""
         if self.held:  # another layer's rows may have changed already
-            chosen = choose(torch.arange(self.held[0].keys.shape[0], device="cpu"))
+            chosen = choose(torch.arange(self.held[0].count, device="cpu"))
             for held in self.held:
                 held.select(chosen)
             if self.is_first:

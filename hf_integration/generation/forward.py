@@ -2,12 +2,14 @@
 
 The tokens of a prompt are sharded as an evaluation batch is. They attend to one another by the configured schedule, and
 to what the ranks have kept by a ring over all of them, in which queries or keys travel; the two results are merged.
-In a decode step all ranks compute the one new token of each row, and attend to their own part of the cache.
+In a decode step all ranks compute the one new token of each row, and attend to their own part of the cache. Layers that
+gather keys go on with what was gathered before, which every rank has.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from transformers import DynamicCache
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.errors import InputError
+from ds_seqpar.base.log import log_once
 from ds_seqpar.base.on_devices import to_device
 from ds_seqpar.core.compiler.sharding.layout import Run, Runs
 from ds_seqpar.core.compiler.sharding.masks import FULL, Mask
@@ -29,11 +32,14 @@ from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.value_checks import ValueChecks
+from ds_seqpar.operators.gathered import Piece
 
+from .. import gathered_past
+from ..gathered_past import Gather, Pieces
 from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS, TABLE, with_axes
 from ..look.facts import Facts, text_config
-from .cache import SERVES, Held, KeptTokens, Row, sharded, slices_of
+from .cache import SERVES, Held, KeptTokens, Replica, Row, sharded, slices_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -86,6 +92,11 @@ class CachedForward:
         held = self.kept.sp.sharding.held(self.tokens, self.layout, self.kept.sp.rank)
         return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
+    def mask_of_keys(self) -> Tensor:
+        """Return the mask of all tokens so far, without padding: (rows, tokens of the longest row)."""
+        longest = max(row.tokens for row in self.kept.rows) + self.tokens
+        return torch.ones(self.count, longest, dtype=torch.long, device=self.positions.device)
+
     # ---- outputs
 
     def picked(self, columns: Sequence[int]) -> tuple[int, ...]:
@@ -133,6 +144,12 @@ class CachedForward:
         kept.turn, kept.real = kept.turn + self.is_decode, self.real
         if not self.is_decode:
             kept.inner = []
+            replicas = [held for layer in self.cache.layers for held in layer.held if isinstance(held, Replica)]
+            if replicas:
+                log_once(
+                    f"sequence_parallel: {len(replicas)} layers gather keys, so each rank keeps what these are made "
+                    f"of for all tokens: {sum(x.bytes_per_token for x in replicas):,} bytes a token in past_key_values"
+                )
 
     # ---- attention
 
@@ -158,16 +175,47 @@ class CachedForward:
             chunk: The length of chunks that see only themselves; None: there are none.
             masks: That of each row's new tokens among one another, where these have blocks.
         """
-        held, number = self.cache.layers[layer].held, self.calls[layer]
-        self.calls[layer] += 1
-        if number == len(held):
-            held.append(Held())
-        given = held[number], q, k, v, options, chunk
+        given = self._held(layer, Held), q, k, v, options, chunk
         with torch.no_grad():
             out = self._decode(*given) if self.is_decode else self._prefill(*given, masks)
         if not torch.is_grad_enabled():
             return out
         return _WithoutGradient.apply(out, q, k, v)
+
+    def _held(self, layer: int, kind: type) -> Any:
+        """Return what is kept of the layer's next attention."""
+        held, number = self.cache.layers[layer].held, self.calls[layer]
+        self.calls[layer] += 1
+        if number == len(held):
+            held.append(kind())
+        return held[number]
+
+    def gathered(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = (), gather: Gather = list) -> Any:
+        """Run a module that gathers keys, and keep what it gathers.
+
+        Args:
+            call: The module's call, with this rank's tokens, or in a decode step the new ones.
+            of_ranks: The pieces of each rank's tokens.
+            gather: Returns tensors of all new tokens, of those of the rank's.
+        """
+        store: Replica = self._held(getattr(call.module, "layer_idx", None) or 0, Replica)
+        # rows that have as many tokens are computed together
+        before, outputs = self.kept.rows, []
+        with torch.no_grad():
+            for rows, row in zip(slices_of(before), before, strict=True):
+                part = call if len(before) == 1 else call.of_rows(rows)
+                keep = functools.partial(store.store, rows=rows, count=self.count, first=row.tokens)
+                if self.is_decode:
+                    outputs.append(gathered_past.in_step(part, row.tokens, keep))
+                    continue
+                pieces = [x._replace(start=x.start + row.tokens) for x in of_ranks[self.kept.sp.rank]]
+                outputs.append(gathered_past.in_pieces(part, pieces, gather, max(map(len, of_ranks)), keep))
+        output = gathered_past.of_all_rows(outputs)
+        if not torch.is_grad_enabled():
+            return output
+        first, *others = output if isinstance(output, tuple | list) else (output,)
+        first = _WithoutGradient.apply(first, call.inputs[call.states])
+        return type(output)([first, *others]) if isinstance(output, tuple | list) else first
 
     def _decode(
         self, held: Held, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None

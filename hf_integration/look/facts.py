@@ -43,7 +43,7 @@ class Facts:
     @property
     def uncached(self) -> str:
         """What layers have that no cache in parts keeps; "" for nothing."""
-        return "layers with a state" if self.mixers else "layers that gather keys" if self.gathered else ""
+        return "layers with a state" if self.mixers else ""
 
 
 def starred(name: str) -> str:

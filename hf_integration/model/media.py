@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.runtime.operator import describe
+from ds_seqpar.data.batches import checked_mask, documents_in
 from ds_seqpar.data.inputs import INPUTS, LAYOUT
 
 from ..generation.forward import CachedForward, has_cache
 from ..inputs import MEDIA, POSITIONS, TYPES
 from ..look.facts import Facts
+from ..look.media import placeholders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +101,11 @@ def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 
 
-def text_of(facts: Facts, batch: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) -> Mapping[str, Any]:
     """Return a batch without its media. Raises where a model cannot take them."""
-    if not (names := names_of(facts, batch)):
+    if not names_of(facts, batch):
         return batch
-    if error := error_of(facts, names, model_type):
+    if error := error_of(facts, batch, config):
         raise error
     text = {name: x for name, x in batch.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
     return text | begin(batch, (0, 0), []).layout
@@ -124,13 +127,30 @@ def begin(inputs: Mapping[str, Any], shape: tuple[int, int], states: list[Tensor
     return MediaCall(shape, layout, states)
 
 
-def error_of(facts: Facts, names: list[str], model_type: str) -> ConfigError | None:
-    """Return why a model cannot be called with media; None where it can."""
-    if not facts.no_media or not names:
+def error_of(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -> SeqParError | None:
+    """Return why a model cannot be called with its media; None where it can, or has none."""
+    if not (names := names_of(facts, inputs)):
         return None
-    return ConfigError(
-        f"ranks that share a {model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, leave "
-        "pictures, films and sounds out of the batch"
+    if facts.no_media:
+        return ConfigError(
+            f"ranks that share a {config.model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, "
+            "leave pictures, films and sounds out of the batch"
+        )
+    ids, layout = inputs.get("input_ids"), begin(inputs, (0, 0), []).layout
+    if ids is None or has_cache(inputs) or not layout.keys() - {"attention_mask"}:
+        return None
+    try:
+        documents = documents_in(layout, checked_mask(layout.get("attention_mask"), ids.shape), *ids.shape) or ()
+    except SeqParError as error:
+        return error
+    starts = torch.tensor([0, *documents[:-1]], device="cpu").cumsum(0)
+    starts = starts[starts % ids.shape[1] > 0].to(ids.device)
+    is_place = torch.isin(ids.flatten(), ids.new_tensor(placeholders(config)))
+    if not len(cut := starts[is_place[starts] & is_place[starts - 1]]):
+        return None
+    return InputError(
+        "a document of a pack must hold whole pictures, films and sounds; got one that begins behind a token of them, "
+        f"with another, at token {int(cut[0])}, cut packs between documents, and begin each with a token of text"
     )
 
 
