@@ -193,6 +193,10 @@ class Pieces:
         self.states = next(name for name, x in self.inputs.items() if isinstance(x, Tensor))
         self.tokens = self.inputs[self.states].shape[1]
 
+    @property
+    def layer(self) -> int:
+        return getattr(self.module, "layer_idx", None) or 0
+
     def with_one_more(self) -> Pieces:
         """Return the call with a further token, for ranks that run as often as others."""
         more = copy.copy(self)
@@ -308,9 +312,7 @@ def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
 Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
-def in_pieces(
-    call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, keep: Keep | None = None
-) -> Any:
+def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, keep: Keep | None = None) -> Any:
     """Run a module on pieces of this rank's tokens, as if each went on with a cache.
 
     Args:
@@ -362,28 +364,41 @@ def in_step(call: Pieces, position: int, keep: Keep) -> Any:
     return joined([call.run(piece, "step", GatheredPast(call.module, piece, {}, False, keep), False)], [piece])
 
 
-def of_all_rows(outputs: Sequence[Any]) -> Any:
-    """Return what a module returned for rows as for the batch of them."""
+def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
+    """Return what a module returned for rows as for the batch of them.
+
+    Args:
+        outputs: Of the rows, in order.
+        fill: What rows with fewer indices have in place of more; None: an index again.
+    """
     first = outputs[0]
     if isinstance(first, tuple | list):
-        return type(first)(map(of_all_rows, zip(*outputs, strict=True)))
+        return type(first)(of_all_rows(x, fill) for x in zip(*outputs, strict=True))
     if not isinstance(first, Tensor) or first.dim() < 3 or len(outputs) == 1:
         return first
-    return torch.cat(_as_wide(outputs))
+    return torch.cat(_as_wide(outputs, fill))
 
 
-def _as_wide(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _as_wide(outputs: Sequence[Tensor], fill: int | None = None) -> list[Tensor]:
     """Return outputs (B, s, W) of the same width. Those of indices have fewer where there are fewer tokens."""
     widest = max(x.shape[2] for x in outputs)
-    return [torch.cat([x, x[..., -1:].expand(-1, -1, widest - x.shape[2])], 2) for x in outputs]
+    fills = [x[..., -1:] if fill is None else x.new_full((*x.shape[:2], 1), fill) for x in outputs]
+    return [torch.cat([x, y.expand(-1, -1, widest - x.shape[2])], 2) for x, y in zip(outputs, fills, strict=True)]
 
 
-def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather) -> Any:
-    """Run a module that `sparse` can on all of this rank's tokens. The arguments are those of `in_pieces`."""
-    selection = sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens)
-    inputs = call.inputs if pieces else call.with_one_more().inputs
-    output = sparse.run(call.module, {**inputs, "attention_mask": selection, call.cache: selection})
+def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.Keep | None = None) -> Any:
+    """Run a module that `sparse` can on all of this rank's tokens. The arguments are those of `in_pieces`, and `keep`
+    of `sparse.Selection`."""
+    output = selected(
+        call if pieces else call.with_one_more(),
+        sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens, keep),
+    )
     return output if pieces else _empty(output)
+
+
+def selected(call: Pieces, selection: sparse.Selection) -> Any:
+    """Run a module that `sparse` can with a selection."""
+    return sparse.run(call.module, {**call.inputs, "attention_mask": selection, call.cache: selection})
 
 
 def _empty(output: Any) -> Any:
@@ -399,8 +414,9 @@ def _empty(output: Any) -> Any:
 @between_graphs
 def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecting: Sequence[nn.Module]) -> Any:
     layout, cached = context.layout, context.cached
+    selects = call.module in selecting and sparse.can_run(selecting)
     if cached is not None and cached.is_decode:
-        return cached.gathered(call)
+        return cached.selected(call) if selects else cached.gathered(call)
     if layout is not None and layout.mask.parents:
         raise InputError(
             f"layers that gather keys need documents without parents; got a layout with {layout.mask}, give each "
@@ -411,8 +427,8 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecti
     cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
     of_ranks, gather_all = pieces_of(cut, ROWS), functools.partial(gather, peers, segments=cut)
     if cached is not None:
-        return cached.gathered(call, of_ranks, gather_all)
-    if call.module in selecting and sparse.can_run(selecting):
+        return cached.selected(call, of_ranks) if selects else cached.gathered(call, of_ranks, gather_all)
+    if selects:
         return at_once(call, of_ranks[peers.rank], gather_all)
     return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
 

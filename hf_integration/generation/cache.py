@@ -270,7 +270,7 @@ class ShardedLayer(CacheLayerMixin):
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
         """Keep the rows that a function chooses among the numbers of all rows."""
         if self.held:  # another layer's rows may have changed already
-            chosen = choose(torch.arange(self.held[0].count, device="cpu"))
+            chosen = choose(torch.arange(max(held.count for held in self.held), device="cpu"))
             for held in self.held:
                 held.select(chosen)
             if self.is_first:
