@@ -1,7 +1,11 @@
 """`generate` of models whose layers gather keys, or pick them by an index: the plain model's tokens, on all ranks."""
 
 import pytest
+import torch
+from torch.nn import functional
 
+from ds_seqpar.operators import sparse
+from ds_seqpar.operators.gathered import Piece
 from tests.dist.ranks import make, refusal
 from tests.hf import sparse_generation
 from tests.hf.sparse_generation import CASES, EXACT, INDEXED, OWN, PICKED, STATES, conversation, model_of, prompts
@@ -33,18 +37,14 @@ def test_a_step_picks_and_attends_as_if_one_rank_had_all_keys():
     rows = [(drawn(1, sum(n), width), drawn(1, sum(n), width + rope)) for n in counts]  # keys of the index, latents
     own = [n[runtime.rank] for n in counts]
     first = [sum(n[: runtime.rank]) for n in counts]
-    mine = [
-        torch.cat(
-            [
-                functional.pad(x[i][:, a : a + n], (0, 0, 0, max(own) - n))
-                for x, a, n in zip(rows, first, own, strict=True)
-            ]
-        )
-        for i in range(2)
-    ]
-    picks = sparse.top_kept(runtime, q, weights, mine[0], own, count, 0.3)
+
+    def part(number):
+        parts = [row[number][:, a : a + n] for row, a, n in zip(rows, first, own, strict=True)]
+        return torch.cat([functional.pad(x, (0, 0, 0, max(own) - x.shape[1])) for x in parts])
+
+    picks = sparse.top_kept(runtime, q, weights, part(0), own, count, 0.3)
     for given in (None, sinks):
-        found = sparse.attention_to_kept(runtime, queries, mine[1], matrix, picks, 0.2, given)
+        found = sparse.attention_to_kept(runtime, queries, part(1), matrix, picks, 0.2, given)
         for row, (keys, latent) in enumerate(rows):
             one, pieces = slice(row, row + 1), [Piece(0, 1, keys.shape[1] - 1, 0)]
             all_picks = sparse.top_keys(q[one], weights[one], keys, pieces, count, 0.3)
