@@ -161,14 +161,14 @@ def attention_to_kept(
     part = q.new_zeros(*q.shape[:3], width + 1, dtype=sum_dtype(q.dtype))
     part[..., -1] = -torch.inf
     if tokens:
-        hidden = picks == tokens
-        rows = latent.gather(1, picks.masked_fill(hidden, 0).long()[:, 0, :, None].expand(-1, -1, latent.shape[2]))[
-            :, None
-        ]
         of_keys, of_values = matrix.split([q.shape[3], width], dim=2)
-        scores = _scores(hidden, scale, q, rows, of_keys)
-        weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN where another rank has all that is picked
-        part = torch.cat([_values(weights, rows, of_values), scores.logsumexp(3, keepdim=True)], 3).to(part.dtype)
+        hidden = picks == tokens
+        at = picks.masked_fill(hidden, 0).long().transpose(1, 2)
+        rows = latent.gather(1, at.expand(-1, -1, latent.shape[2]))[:, None]
+        with torch.autocast(q.device.type, enabled=False):
+            scores = _scores(hidden, scale, q, rows, of_keys)
+            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN where another rank has all that is picked
+            part[..., :-1], part[..., -1] = _values(weights, rows, of_values), scores.logsumexp(3)
     if sinks is not None and runtime.rank == 0:
         merge_sinks_(part[..., :-1], part[..., -1], sinks)
     return merged_by_all(runtime, part).to(q.dtype)

@@ -42,7 +42,7 @@ from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS, TABLE, with_axes
 from ..look.facts import Facts, text_config
 from ..sparse import INDEX, LATENT, StepSelection
-from .cache import SERVES, Held, KeptTokens, Replica, Row, sharded, slices_of
+from .cache import SERVES, Held, KeptRows, KeptTokens, Replica, Row, sharded, slices_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -147,11 +147,12 @@ class CachedForward:
         kept.turn, kept.real = kept.turn + self.is_decode, self.real
         if not self.is_decode:
             kept.inner = []
-            replicas = [held for layer in self.cache.layers for held in layer.held if isinstance(held, Replica)]
+            replicas = [x for layer in self.cache.layers for x in layer.held if isinstance(x, Replica)]
             if replicas:
+                size = sum(x.bytes_per_token for x in replicas)
                 log_once(
-                    f"sequence_parallel: {len(replicas)} layers gather keys, so each rank keeps what these are made "
-                    f"of for all tokens: {sum(x.bytes_per_token for x in replicas):,} bytes a token in past_key_values"
+                    f"sequence_parallel: past_key_values of {len(replicas)} layers that gather keys is whole on each "
+                    f"rank, {size:,.0f} bytes a token"
                 )
 
     # ---- attention
@@ -185,12 +186,12 @@ class CachedForward:
             return out
         return _WithoutGradient.apply(out, q, k, v)
 
-    def _held(self, layer: int, kind: type) -> Any:
+    def _held(self, layer: int, make: Callable[[], Any]) -> Any:
         """Return what is kept of the layer's next attention."""
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
-            held.append(kind())
+            held.append(make())
         return held[number]
 
     def gathered(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = (), gather: Gather = list) -> Any:
@@ -201,16 +202,19 @@ class CachedForward:
             of_ranks: The pieces of each rank's tokens.
             gather: Returns tensors of all new tokens, of those of the rank's.
         """
-        store: Replica = self._held(call.layer, Replica)
+        make = functools.partial(Replica, gathered_past.rate_of(call.module))
+        replica: Replica = self._held(call.layer, make)
 
         def run(part: Pieces, rows: slice, row: Row) -> Any:
-            keep = functools.partial(store.store, rows=rows, count=self.count, first=row.tokens)
+            kept = KeptRows(replica, rows, self.count, row.tokens, self.tokens)
             if self.is_decode:
-                return gathered_past.in_step(part, row.tokens, keep)
+                return gathered_past.in_step(part, kept)
             pieces = self._pieces(of_ranks, row)
-            return gathered_past.in_pieces(part, pieces, gather, max(map(len, of_ranks)), keep)
+            return gathered_past.in_pieces(part, pieces, gather, max(map(len, of_ranks)), kept)
 
-        return self._by_row(call, run)
+        output = self._by_row(call, run)
+        replica.drop([row.tokens for row in self.rows], call.window)
+        return output
 
     def selected(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = ()) -> Any:
         """Run a module that picks latents by an index. Each rank keeps latents and index keys of its own tokens.
