@@ -70,7 +70,7 @@ def test_so_they_are_for_every_type(name):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ("dots3_note_text", "bloom", "deepseek_v4"))
+@pytest.mark.parametrize("name", ["dots3_note_text", "bloom", "deepseek_v4"])
 @on_each_of(4)
 def test_so_they_are_on_more_ranks(name):
     check(name, tuple(CASES))
