@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import multiprocessing
+import multiprocessing.util  # before `_close_kept` is registered
 import os
 import socket
 import sys

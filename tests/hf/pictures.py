@@ -9,11 +9,12 @@ import sys
 import torch
 
 from hf_integration import patch_attention
+from hf_integration.look.in_fp64 import fp64
 from hf_integration.look.media import media_batch, padded
 from hf_integration.look.small import call, small_copy, tokens_for
 from tests.dist.ranks import make
 from tests.hf.conformance import _errors, _gradients, _merged, _outcome, _whole
-from tests.hf.in_fp64 import fp64, limit_beside, throughout
+from tests.hf.in_fp64 import limit_beside, throughout
 from tests.hf.llama import array
 from tests.hf.media_types import TYPES, model_of
 from tests.launch import on_ranks
