@@ -636,6 +636,16 @@ def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
 # ---- the loss
 
 
+def divides_by_items(model: PreTrainedModel) -> bool:
+    """Return whether a model's loss of whole batches is a sum of token losses over `num_items_in_batch`."""
+    small = small_copy(model)[0]
+    ids, items = tokens_for(small.config, ROWS, TOKENS), 2.0 * ROWS * TOKENS
+    shifted = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
+    if not takes(small, "num_items_in_batch"):
+        return False
+    return _balances(small, ids, shifted, items, num_items_in_batch=torch.tensor(items)) is not None
+
+
 def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     """Return the facts of a head's loss."""
     switch_attention(model, "eager")
@@ -652,7 +662,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     return {"shift_labels": plain is not None and plain == taken, "balance": bool(balance)}
 
 
-def _balances(model: Any, ids: Tensor, labels: Tensor, items: int, **given: Any) -> bool | None:
+def _balances(model: Any, ids: Tensor, labels: Tensor, items: float, **given: Any) -> bool | None:
     """Return whether a loss has a part that balances experts; None where it is not token losses over `items` else."""
     with torch.no_grad():
         output = call(model, ids, labels=ids, **given)
