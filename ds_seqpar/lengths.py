@@ -26,7 +26,7 @@ from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
 from .data.batches import fingerprint, lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Dealt
+from .data.dealing import Dealt, most
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
@@ -35,7 +35,6 @@ from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
-from .planner.lengths import most
 
 REMEMBERED = 4096  # packs whose shards are known; others are as without packs
 CALL = "sp.packs"

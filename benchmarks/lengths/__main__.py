@@ -42,9 +42,9 @@ from benchmarks.memory.ranks import Model as Small
 from benchmarks.turns import order
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.data import placing
-from ds_seqpar.data.dealing import deal
+from ds_seqpar.data.dealing import deal, most
 from ds_seqpar.planner.estimate import Work
-from ds_seqpar.planner.lengths import Costs, most
+from ds_seqpar.planner.lengths import Costs
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.request import Job, Model
 from tests.launch import on_ranks as launched
