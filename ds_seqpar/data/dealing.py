@@ -77,27 +77,27 @@ def deal_by_length(
         groups: how many there are.
         size: ranks of a group.
         cap: most tokens of a rank in a pack.
-        sharing: what a sample costs that ranks share, over what it costs on one of them.
+        sharing: what a sample that fits a rank costs if ranks share it, over what it costs on one of them.
 
     Raises:
         InputError: a sample has more tokens than a pack.
     """
     order = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
-    least = sum(count > cap for count in tokens)
-    apart = sum(costs[x] for x in order[:least]) * (sharing - 1)
-    even, best = WHOLE * (sum(costs) + apart) / (groups * size), list[tuple[float, Dealt]]()
+    least, even = sum(count > cap for count in tokens), WHOLE * sum(costs) / (groups * size)
+    best: tuple[float, Dealt] | None = None
     for number in [*range(least, min(least + TRIED * size, len(order))), len(order)]:
         longest, samples = sorted(order[:number]), sorted(order[number:])
-        of_longest = [costs[x] for x in longest]
+        of_longest = [costs[x] * (sharing if tokens[x] <= cap else 1) for x in longest]
         shared = deal([tokens[x] for x in longest], of_longest, groups, cap * size) if longest else [[]] * groups
-        taken = [sharing * cost / size for cost in of_groups(shared, of_longest)]
+        taken = [cost / size for cost in of_groups(shared, of_longest)]
         whole = _whole(samples, tokens, costs, taken, size, cap)
         most = max(own + _seconds(packs, costs) for own, packs in zip(taken, whole, strict=True))
-        if not best or most < best[0][0]:
-            best = [(most, Dealt([[[longest[x] for x in pack] for pack in packs] for packs in shared], whole))]
+        if best is None or most < best[0]:
+            best = most, Dealt([[[longest[x] for x in pack] for pack in packs] for packs in shared], whole)
         if most <= even:
             break
-    return best[0][1]
+    assert best is not None
+    return best[1]
 
 
 def of_groups(dealt: Sequence[list[Pack]], costs: Sequence[float]) -> list[float]:
