@@ -37,6 +37,7 @@ class Packing(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs, size: int, machine: Machine) -> Packing:
         """Return the prediction for groups of so many ranks."""
+        limits.check("ranks that share packs", size, limits.MAX_COMPARED_RANKS, "say --set size=8, or what is meant")
         config = dataclasses.replace(inputs.config, size=size)
         config = config.resolve(inputs.world, (inputs.model.heads, inputs.model.kv_heads), machine.per_node)
         costs = Costs.of(config, inputs.job, inputs.world, machine)
@@ -78,42 +79,30 @@ def run_plan(inputs: Inputs, window: int | None, as_json: bool) -> None:
             f"tokens, a pack; got {', '.join(needs) or f'{inputs.world} ranks with {inputs.per_rank} tokens each'}, "
             f"{'lower' if needs else 'raise'} tokens_per_rank, or take more ranks"
         )
-    answer = Answer(inputs, fitting[0].config, len(inputs.lengths))
+    answer, total = Answer(inputs, fitting[0].config, len(inputs.lengths)), sum(inputs.lengths)
+    ranked, rows = list[dict[str, object]](), [HEAD]
+    for config, packed, memory in fitting:
+        one = packed.costs.seconds_one_a_group(inputs.lengths, inputs.world // config.size)
+        ranked.append({
+            "section": answer.section(config), "seconds_a_step": packed.seconds, "one_sample_a_group": one,
+            "memory": memory.peak.total, "work_of_ranks": packed.of_ranks, "work_of_groups": packed.of_groups,
+            "cut": packed.cut, "ulysses": {str(size): number for size, number in packed.ulysses.items()},
+        })  # fmt: skip
+        slower = f"one sample a group of {config.size}: {one / packed.seconds:.2f} times as long"
+        for seconds, gib, text in (
+            (packed.seconds, f"{memory.peak.total / GIB:.1f}", f"packs of {config.size} x {inputs.per_rank:,} tokens"),
+            (one, "", slower),
+        ):
+            rows.append([f"{seconds:.3g}", f"{total / seconds:,.0f}", gib, text])
     if as_json:
-        ranked = [{**_numbers(x), "memory": x.memory.peak.total, "section": answer.section(x.config)} for x in fitting]
         print(json.dumps({"ranked": ranked, **answer.for_json()}))
         return
-    total = sum(inputs.lengths)
-    rows = []
-    for packing in fitting:
-        seconds, size = packing.packed.seconds, packing.config.size
-        one = packing.packed.costs.seconds_one_a_group(inputs.lengths, inputs.world // size)
-        rows += [
-            [
-                f"{seconds:.3g}",
-                f"{total / seconds:,.0f}",
-                f"{packing.memory.peak.total / GIB:.1f}",
-                f"packs of {size} x {inputs.per_rank:,} tokens",
-            ],
-            [
-                f"{one:.3g}",
-                f"{total / one:,.0f}",
-                "",
-                f"one sample a group of {size}: {one / seconds:.2f} times as long",
-            ],
-        ]
     print("\n".join([
         f"{len(inputs.lengths)} samples a step, {total:,} tokens, the longest {max(inputs.lengths):,}, on "
         f"{inputs.world} ranks of {machine.name} ({machine.about})",
-        *answer.lines(), "", *columns([HEAD, *rows]), "",
-        f"the first: {'; '.join(summary(fitting[0].packed))}", "", *answer.json_lines(),
+        *answer.lines(), "", *columns(rows), "", f"the first: {'; '.join(summary(fitting[0].packed))}", "",
+        *answer.json_lines(),
     ]))  # fmt: skip
-
-
-def _numbers(packing: Packing) -> dict[str, object]:
-    packed = packing.packed
-    return {"seconds_a_step": packed.seconds, "work_of_ranks": packed.of_ranks, "work_of_groups": packed.of_groups,
-            "cut": packed.cut, "ulysses": {str(size): number for size, number in packed.ulysses.items()}}  # fmt: skip
 
 
 def summary(packed: Packed) -> list[str]:
@@ -121,7 +110,7 @@ def summary(packed: Packed) -> list[str]:
     documents = sum(len(pack.documents) for packs in packed.packs for pack in packs)
     sizes = [f"{number} with Ulysses {ulysses}" for ulysses, number in packed.ulysses.items()]
     return [
-        f"{max(map(len, packed.packs))} micro-batches of each group; packs: {', '.join(sizes)}",
+        f"micro-batches of each group: {max(map(len, packed.packs))}; packs: {', '.join(sizes)}",
         f"work, most over mean: {packed.of_ranks:.3f} of ranks, {packed.of_groups:.3f} of groups",
         f"documents on several CP ranks: {packed.cut} of {documents} ({packed.cut / documents:.1%})",
     ]
