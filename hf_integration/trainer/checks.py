@@ -173,7 +173,7 @@ def text_of(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 def has_custom_loss(trainer: Any, but: Collection[str] = ()) -> bool:
     """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
     compute_loss, trl's trainers of preferences and rollouts `but` some, or a model whose own forward may add to it."""
-    if (patch := patch_of(unwrapped(trainer.model))) is not None and patch.above:
+    if not base_of_trl(type(trainer), *but) and (patch := patch_of(unwrapped(trainer.model))) and patch.above:
         return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
