@@ -268,12 +268,12 @@ class CachedForward:
     def _by_row(self, call: Pieces, run: Callable[[Pieces, slice, Row], Any], fill: int | None = None) -> Any:
         """Run a module on all rows at once where they have as many tokens, else on one after the other."""
         before = self.kept.rows
-        if len(before) == 1:
-            return self._without_gradient(call, lambda: run(call, slice(None), before[0]))
-        rows = [*zip(slices_of(before), before, strict=True)]
-        return self._without_gradient(
-            call, lambda: gathered_past.of_all_rows([run(call.of_rows(own), own, row) for own, row in rows], fill)
-        )
+
+        def run_all() -> Any:
+            parts = [call] if len(before) == 1 else map(call.of_rows, slices_of(before))
+            return gathered_past.of_all_rows([*map(run, parts, slices_of(before), before)], fill)
+
+        return self._without_gradient(call, run_all)
 
     def _without_gradient(self, call: Pieces, run: Callable[[], Any]) -> Any:
         with torch.no_grad():
