@@ -21,21 +21,17 @@ from .base.errors import SECTION, ConfigError, InputError, SeqParError
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
 from .base.on_devices import to_device
-from .core.compiler import schedules
-from .core.compiler.sharding.layout import Run, Runs
-from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
-from .data.balance import shards_of
-from .data.batch_layout import positions_held
 from .data.batches import fingerprint, lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Dealt, deal, deal_by_length
+from .data.dealing import Dealt, most
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
-from .guards.agreement import together
+from .data.placing import Pack
+from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
@@ -121,20 +117,16 @@ class StepDealer:
                 names = " and ".join(sorted({", ".join(sorted(row.tensors)) for row in rows}))
                 raise InputError(f"the samples of a step must have the same entries for tokens; got {names}")
             of_rows = [self.costs.seconds(row.documents) for row in rows]
-            dealt = self._deal([row.tokens for row in rows], of_rows)
+            dealt = self.costs.deal([row.tokens for row in rows], of_rows, sp.data_size, self._chooses)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
             batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt.shared[sp.data_rank]]
             batches += [
                 self._batch_of_whole([[rows[sample] for sample in pack] for pack in packs])
                 for packs in dealt.whole[sp.data_rank]
             ]
-            if not self.has_said:
-                of_groups = zip(dealt.shared, (itertools.chain(*packs) for packs in dealt.whole), strict=True)
-                works = [
-                    sum(of_rows[sample] for pack in itertools.chain(*both) for sample in pack) for both in of_groups
-                ]
-                self._say_once(works, lengths_of(batches[0]))
             items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
+        if not self.has_said:
+            self._say_once(dealt, of_rows, [lengths_of(batch) for batch in batches[: len(dealt.shared[0])]])
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
@@ -175,21 +167,16 @@ class StepDealer:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
         if self._chooses and documents not in self.sp.sharding.shards_of:
-            ulysses = self.costs.ulysses(documents, self.sizes)
-            self._place(documents, shards_of(self.sp.config.layout, documents, self.sp.size // ulysses))
+            self._place(self.costs.pack(documents, self.sizes))
         return self._joined(pack, documents)
 
     def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Any]:
         """Return a batch of one row in which each rank has the documents of one pack."""
-        all_rows, end, runs = [row for pack in packs for row in pack], 0, list[Runs]()
+        all_rows = [row for pack in packs for row in pack]
         packs = [pack or [_filler(all_rows, 1)] for pack in packs]
-        for tokens in (sum(row.tokens for row in pack) for pack in packs):
-            runs.append((Run(end, 1, tokens),))
-            end += tokens
-        pack = [row for pack in packs for row in pack]
-        documents = tuple(length for row in pack for length in row.documents)
-        self._place(documents, UnevenShards(runs))
-        return self._joined(pack, documents)
+        placed = Pack.of_whole([[length for row in pack for length in row.documents] for pack in packs])
+        self._place(placed)
+        return self._joined([row for pack in packs for row in pack], placed.documents)
 
     def _joined(self, pack: list[Row], documents: tuple[int, ...]) -> dict[str, Any]:
         batch: dict[str, Any] = {name: torch.cat([row.tensors[name] for row in pack], 1) for name in pack[0].tensors}
@@ -207,35 +194,40 @@ class StepDealer:
         """Whether packs have shards of their own: not where the mesh of the configured size was given to somebody."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
-    def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
-        sp = self.sp
-        if self._chooses and 0 < max(tokens, default=0) <= self.cap:
-            return deal_by_length(tokens, costs, sp.data_size, sp.size, sp.config.tokens_per_rank)
-        return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
-
-    def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:
+    def _place(self, pack: Pack) -> None:
         known = self.sp.sharding.shards_of
-        known[documents] = shards
+        known[pack.documents] = pack.shards
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
-    def _say_once(self, by_group: Sequence[float], documents: tuple[int, ...]) -> None:
-        """Log how equal the first step's work is for groups, and its first pack's for ranks.
+    def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
+        """Log how equal the first step's work is, and what ranks receive. Collective over the world.
 
         Args:
-            by_group: The work of each group.
-            documents: Of this group's first pack.
+            dealt: The packs of the step.
+            costs: Of its samples.
+            shared: The documents of each pack that this group shares.
         """
-        placement, (pair, token) = self.sp.place(sum(documents), documents), self.costs.work
-        starts, shards = torch.tensor(placement.mask.documents or (0,), device="cpu"), placement.shards
-        held = [positions_held(shards, 1, rank) for rank in range(shards.size)]
-        of_documents = [torch.searchsorted(starts, positions, right=True) - 1 for positions in held]
-        works = [float((pair * (at - starts[of] + 1) + token).sum()) for at, of in zip(held, of_documents, strict=True)]
-        cut = int((torch.cat([of.unique() for of in of_documents]).bincount() > 1).sum())
+        sp, cut, received = self.sp, 0, 0
+        by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
+        works = [sum(costs[sample] for pack in packs for sample in pack) for packs in by_rank]
+        for documents in shared:
+            placement = sp.place(sum(documents), documents)
+            pack = Pack(documents, placement.shards, sp.sharding.ulysses(placement))
+            of_cp_ranks = self.costs.works(pack)
+            works = [work + of_cp_ranks[rank // pack.ulysses] / pack.ulysses for rank, work in enumerate(works)]
+            cut += len(pack.cut)
+            received += self.costs.received(documents, pack.ulysses, sp.rank)
+        of_groups = [
+            sum(costs[sample] for pack in (*packs, *itertools.chain(*whole)) for sample in pack)
+            for packs, whole in zip(dealt.shared, dealt.whole, strict=True)
+        ]
+        bytes_most, count = maximum(sp.control_world, received, "bytes of packs"), sum(map(len, shared))
+        count += sum(len(pack) for packs in by_rank for pack in packs)
         log_once(
-            f"sequence_parallel: the first step's work, most over mean: {_most(by_group):.3f} over {len(by_group)} "
-            f"groups; {_most(works):.3f} over the {len(works)} CP ranks of its first pack, which has {sum(documents)} "
-            f"tokens, and of whose {len(documents)} documents {cut} are cut"
+            f"sequence_parallel: the first step's work, most over mean: {most(of_groups):.3f} over {len(of_groups)} "
+            f"groups, {most(works):.3f} over the {len(works)} ranks of the first one; {cut} of its {count} documents "
+            f"are cut ({cut / max(count, 1):.1%}); in attention a rank receives {bytes_most / 2**20:.3g} MiB at most"
         )
         self.has_said = True
 
@@ -289,14 +281,11 @@ def _model(sp: Any) -> Any:
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
     """Return the Ulysses sizes that a pack may have; the configured one alone where another would not fit."""
-    config, model, sizes = sp.config, costs.step.model, [sp.config.ulysses]
+    config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
-        "layers have a state, or send latents": model.states is not None or model.latent_projections is not None,
         "device_mesh was given out": "device_mesh" in vars(sp),
-        "a schedule, a layout, a rank order or head chunks are set": config.layout != "balanced"
-        or (config.schedule, config.schedule_options, config.rank_order) != (schedules.DEFAULT, (), "auto")
-        or config.head_chunks == "auto",
+        costs.fixed: costs.fixed != "",
     }
     if fixed := [reason for reason, holds in why.items() if holds]:
         log_once(f"sequence_parallel: all packs have ulysses {config.ulysses}, since {fixed[0]}")
@@ -313,11 +302,6 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
         dist.barrier(world)
     comm = TorchComm(made, explaining_failure)
     return Runtime(config, topology, made.cp_rank, comm, topology.index(rank, "ulysses"), of=sp.runtime)
-
-
-def _most(works: Sequence[float]) -> float:
-    """Return the most over the mean."""
-    return max(works) * len(works) / (sum(works) or 1.0)
 
 
 def _filler(pack: Sequence[Row], tokens: int) -> Row:

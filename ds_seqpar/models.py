@@ -100,12 +100,12 @@ def required_patcher(model: nn.Module) -> ModelPatcher:
 def numbers_of(place: str) -> Model:
     """Return the sizes of a model, from the folder or the file of its config. Raises ConfigError for another file, and
     for a family that is not known."""
-    return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").numbers_of(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").numbers_of(place)
 
 
 def random_model(place: str) -> Any:
     """Return a model with random weights, of the configuration that `numbers_of` reads. Raises what that raises."""
-    return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").random_model(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").random_model(place)
 
 
 def doctor_of_models() -> Any:

@@ -444,5 +444,5 @@ def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
     They must be equal on all ranks of a sequence.
     """
     if isinstance(batch, list):  # an object's repr may have its address
-        return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-f]+', '', repr(batch)))}"}
+        return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-fA-F]+', '', repr(batch)))}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

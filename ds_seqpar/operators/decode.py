@@ -96,11 +96,7 @@ def decode(
         part = _part(kernel, scores, q, k, v, counts)
     if options.sinks is not None and runtime.rank == 0:  # one more score a head, whose value is 0
         merge_sinks_(part[..., :-1], part[..., -1], options.sinks)
-    out = _merged_by_all(runtime, part).to(q.dtype)
-    if not q.is_cpu:
-        for observer in runtime.observers:
-            observer.sent(q.device, _program(runtime.rank, runtime.size), [None], runtime.comm)
-    return out
+    return merged_by_all(runtime, part).to(q.dtype)
 
 
 def _part(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None) -> Tensor:
@@ -127,8 +123,16 @@ def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> 
     return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
 
 
-def _merged_by_all(runtime: Runtime, part: Tensor) -> Tensor:
-    """Return the output (rows, 1, heads, v_dim) of all ranks' parts (rows, 1, heads, v_dim + 1)."""
+def merged_by_all(runtime: Runtime, part: Tensor) -> Tensor:
+    """Return the output (rows, 1, heads, v_dim) of all ranks' parts (rows, 1, heads, v_dim + 1), in their dtype."""
+    merged = _exchanged(runtime, part)
+    if not part.is_cpu:
+        for observer in runtime.observers:
+            observer.sent(part.device, _program(runtime.rank, runtime.size), [None], runtime.comm)
+    return merged
+
+
+def _exchanged(runtime: Runtime, part: Tensor) -> Tensor:
     comm, size, width = runtime.comm, runtime.size, part.shape[-1]
     if size <= 2 or part.nbytes <= MOST:
         return _merged(comm.parts_of_all(part.view(-1), STEP).view(size, *part.shape))

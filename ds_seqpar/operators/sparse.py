@@ -3,6 +3,9 @@
 An index scores a key by the sum over its heads of w relu(q k). The greatest are found in blocks of rows and of keys,
 so that those of single heads are never kept. Attention reads what was picked of the latents, in blocks of rows, with
 queries that are absorbed into the latent's space. Backward computes each block again.
+
+In a decode step each rank has the new token's queries, and a part of the keys and the latents. Each finds the best of
+its own keys, all find the best of these, and each attends to those that are its own.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ..core.runtime.buffers import sum_dtype
+from ..core.runtime.kernels.accumulate import merge_sinks_
+from ..core.runtime.runtime import Runtime
+from .decode import STEP, merged_by_all
 from .gathered import Context, Piece
+from .segments import COLUMNS
 
-COLUMNS = 2**16  # keys whose scores are compared at a time; the choice among more is merged
 ELEMENTS = 2**24  # numbers of the largest tensor in a block
 
 
@@ -42,13 +49,45 @@ def top_keys(
     picks = torch.full((*q.shape[:2], width), keys.shape[1], device=q.device)
     for piece in pieces:
         own = slice(piece.place, piece.place + piece.length)
-        best = _best(q[:, own], weights[:, own, None], keys[:, piece.document : piece.end], count, scale)
+        _, best = _best(q[:, own], weights[:, own, None], keys[:, piece.document : piece.end], count, scale)
         picks[:, own, : best.shape[2]] = best
     return picks
 
 
-def _best(q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
-    """Return the picks of queries (B, r, heads, D), the last of whom sees all keys (B, n, D)."""
+@torch.no_grad()
+def top_kept(
+    runtime: Runtime, q: Tensor, weights: Tensor, keys: Tensor, counts: Sequence[int], count: int, scale: float
+) -> Tensor:
+    """Return those of a rank's keys that an index picks of all ranks' for the new token of each row. Collective.
+
+    Args:
+        runtime: This rank's among all that share the sequence (`Runtime.one_ring`).
+        q: The index's queries (B, 1, heads, D), the same on all ranks.
+        weights: Of the heads (B, 1, heads).
+        keys: The index's keys of this rank (B, n, D).
+        counts: How many of these each row has; one number: as many in all rows.
+        count: How many keys of all ranks' a row picks, at most.
+        scale: Of a head's scores.
+
+    Returns:
+        (B, 1, count) int64: numbers among this rank's keys, n where another rank has the key.
+    """
+    values, places = q.new_full((len(q), count), -torch.inf), q.new_zeros(len(q), count, dtype=torch.long)
+    for row, own in enumerate(counts):
+        if own:
+            rows = slice(row, row + 1) if len(counts) > 1 else slice(None)
+            best, at = _best(q[rows], weights[rows, :, None], keys[rows, :own], count, scale)
+            values[rows, : best.shape[2]], places[rows, : best.shape[2]] = best[:, 0], at[:, 0]
+    sent = functional.pad(values.flatten(), (0, 1), value=runtime.rank)
+    parts = runtime.comm.parts_of_all(sent, STEP)
+    ranks, of_all = parts[:, -1], parts[:, :-1].view(-1, len(q), count).transpose(0, 1).flatten(1)
+    greatest, at = of_all.topk(count)
+    mine = (ranks[at // count] == runtime.rank) & (greatest > -torch.inf)
+    return places.gather(1, at % count).masked_fill(~mine, keys.shape[1])[:, None]
+
+
+def _best(q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return (scores, picks) of queries (B, r, heads, D), the last of whom sees all keys (B, n, D)."""
     (batch, rows, heads, _), tokens = q.shape, keys.shape[1]
     positions = torch.arange(tokens - rows, tokens, device=q.device)[:, None]
     flat, step = q.flatten(1, 2), max(1, ELEMENTS // (batch * rows * heads))
@@ -66,7 +105,7 @@ def _best(q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) ->
         if first:
             values, at = values.topk(min(count, values.shape[2]))
             picks = picks.gather(2, at)
-    return picks
+    return values, picks
 
 
 def sparse_attention(
@@ -93,6 +132,46 @@ def sparse_attention(
         (B, s, H, Dv), with gradients to q, latent, matrix and sinks.
     """
     return _Sparse.apply(q, latent, matrix, sinks, picks, pieces, scale)
+
+
+def attention_to_kept(
+    runtime: Runtime,
+    q: Tensor,
+    latent: Tensor,
+    matrix: Tensor,
+    picks: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of the new token of each row to what was picked of all ranks' latents. Collective.
+
+    Args:
+        runtime: As for `top_kept`.
+        q: The queries (B, 1, H, D), the same on all ranks.
+        latent: The latents of this rank (B, n, R).
+        matrix: As for `sparse_attention`.
+        picks: As from `top_kept` (B, 1, count).
+        scale: Of scores.
+        sinks: As for `sparse_attention`.
+
+    Returns:
+        (B, 1, H, Dv), the same on all ranks.
+    """
+    tokens, width = latent.shape[1], matrix.shape[2] - q.shape[3]
+    part = q.new_zeros(*q.shape[:3], width + 1, dtype=sum_dtype(q.dtype))
+    part[..., -1] = -torch.inf
+    if tokens:
+        of_keys, of_values = matrix.split([q.shape[3], width], dim=2)
+        hidden = picks == tokens
+        at = picks.masked_fill(hidden, 0).long().transpose(1, 2)
+        rows = latent.gather(1, at.expand(-1, -1, latent.shape[2]))[:, None]
+        with torch.autocast(q.device.type, enabled=False):
+            scores = _scores(hidden, scale, q, rows, of_keys)
+            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN where another rank has all that is picked
+            part[..., :-1], part[..., -1] = _values(weights, rows, of_values), scores.logsumexp(3)
+    if sinks is not None and runtime.rank == 0:
+        merge_sinks_(part[..., :-1], part[..., -1], sinks)
+    return merged_by_all(runtime, part).to(q.dtype)
 
 
 class _Sparse(torch.autograd.Function):
@@ -154,9 +233,17 @@ def _attention(
 ) -> Tensor:
     """Return the attention of queries (B, r, H, D) to rows of latents (B, r, n, R), of which some are hidden."""
     of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
-    scores = (torch.einsum("brhd,hcd->brhc", q, of_keys) @ rows.mT).to(sum_dtype(q.dtype)) * scale
-    scores = scores.masked_fill(hidden[:, :, None], -torch.inf)
+    scores = _scores(hidden, scale, q, rows, of_keys)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None].expand(*scores.shape[:3], 1)], dim=3)
     weights = scores.softmax(3)[..., : rows.shape[2]].to(rows.dtype)
+    return _values(weights, rows, of_values)
+
+
+def _scores(hidden: Tensor, scale: float, q: Tensor, rows: Tensor, of_keys: Tensor) -> Tensor:
+    scores = (torch.einsum("brhd,hcd->brhc", q, of_keys) @ rows.mT).to(sum_dtype(q.dtype)) * scale
+    return scores.masked_fill(hidden[:, :, None], -torch.inf)
+
+
+def _values(weights: Tensor, rows: Tensor, of_values: Tensor) -> Tensor:
     return torch.einsum("brhc,hcd->brhd", weights @ rows, of_values)

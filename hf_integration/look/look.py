@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.data.random_states import random_state, unchanged
 from ds_seqpar.operators.gathered import Piece
@@ -447,7 +448,9 @@ def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:
         found = watch(ids) if sparse.can_run(watch.selecting) else None
-    except Exception:  # of steps that our objects do not follow
+    except Exception as error:  # of steps that our objects do not follow
+        kind, said = type(watch.small).__name__, " ".join(str(error).split())
+        log_once(f"{kind}: an index runs in pieces, since at once it raised {type(error).__name__}: {said:.200}")
         return False
     base = watch.names[watch.base]
     return found is not None and not _differs(plain.states(base), found.states(base))

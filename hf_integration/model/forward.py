@@ -38,7 +38,7 @@ from ..inputs import TABLE
 from ..look.facts import Facts, text_config
 from ..module_patch import patched
 from ..noise import OwnNoise, drawn_since
-from . import checkpointing, media, whole_calls
+from . import checkpointing, media, rope, whole_calls
 from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_of, wrong_inputs
 from .losses import ExpertBalance, check_loss, check_output
 from .prompts import may_share
@@ -48,6 +48,12 @@ NO_MASK = torch.empty(1, 1, 0, 0)
 WHOLE_COMPILED = (
     "a model in torch.compile needs batches of sp.shard_batches; got a whole batch, or a kv cache, compile its layers "
     "instead (layer.compile()), which take any"
+)
+
+
+NUMBERED = (
+    "a cache of {0}, whose positions are one list for all rows, needs rows without padding; got some, give it prompts "
+    "of one length"
 )
 
 
@@ -199,6 +205,8 @@ def _complete(
     elif context.mode == "decode":
         context = whole_calls.with_cache(patch.agreement, patch.facts, inputs, context)
     layout, rope_tokens, cached = None, None, context.cached
+    if cached is not None and len(cached.rows) > 1 and any(map(rope.counts, patch.ropes)):
+        wrong = NUMBERED.format(unwrapped(module).config.model_type)
     if context.mode == "decode":
         assert context.compared is not None
         patch.agreement.agree_on_step(inputs, context.compared)
@@ -356,6 +364,8 @@ def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: Forw
     inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": mask}
     if (cached := context.cached) is not None:
         inputs |= {"use_cache": True, "past_key_values": cached.cache}
+        if patch.takes_keys:
+            inputs["attention_mask"] = cached.mask_of_keys()
         return inputs | ({"position_ids": cached.positions} if cached.is_decode else {})
     if not module.training and inputs.get("use_cache") is None and getattr(module.config, "use_cache", False):
         log_once("sequence_parallel: use_cache is switched off where ranks share sequences, so past_key_values is None")

@@ -38,6 +38,16 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
     return setting is True or not _refusal(model, facts, inputs)
 
 
+def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> ConfigError | None:
+    """Return why the rows of a call whose head gets whole outputs cannot share prompts; None where none must."""
+    if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
+        return None
+    return ConfigError(
+        f"{SECTION}.shared_prompts true needs a causal language model, and rows without pictures; got a "
+        f'{type(model).__name__}, around whose stack rows are whole, leave the setting out, or say "auto"'
+    )
+
+
 def prompts_of_call(
     sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor]
 ) -> SharedPrompts | None:
@@ -86,8 +96,8 @@ def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
 
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
     """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for others."""
-    if facts.uncached:
-        return f"a model without {facts.uncached}; got one that has some"
+    if facts.mixers or facts.gathered:
+        return "layers without a state, which do not gather keys either; got a model that has others"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
     if narrow := [length for _, length in masks(model, facts) if length is not None and length < columns]:
         return f"windows and chunks of {columns} tokens or more, as rows have; got one of {narrow[0]}"

@@ -25,10 +25,11 @@ def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the embeddings of a base model that a rank alone would get wrong."""
     numbers = "position_ids" not in inspect.signature(type(model).forward).parameters
     modules = [(module, bool({*ROPE_TYPES} & _rope_types(module))) for module in model.modules()]
-    return tuple(module for module, is_rope in modules if is_rope or (numbers and _counts(module)))
+    return tuple(module for module, is_rope in modules if is_rope or (numbers and counts(module)))
 
 
-def _counts(module: nn.Module) -> bool:
+def counts(module: nn.Module) -> bool:
+    """Return whether an embedding numbers tokens from those of a cache on."""
     return {COUNTED, "position_ids"} <= {*inspect.signature(type(module).forward).parameters}
 
 
@@ -39,7 +40,7 @@ def _rope_types(module: nn.Module) -> set[Any]:
 
 def hook(module: nn.Module) -> tuple[RemovableHandle, ...]:
     """Hook an embedding, so that it gets what it needs in forwards that are not local."""
-    if _counts(module):
+    if counts(module):
         return (module.register_forward_pre_hook(_number, with_kwargs=True),)
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)
 

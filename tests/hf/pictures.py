@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from hf_integration import patch_attention
+from hf_integration.look.in_fp64 import fp64
 from hf_integration.look.media import joined, media_batch, padded
 from hf_integration.look.small import call, small_copy, tokens_for
 from hf_integration.media import towers
 from hf_integration.trainer.samples import positions_of
 from tests.dist.ranks import make
 from tests.hf.conformance import _errors, _gradients, _merged, _outcome, _whole
-from tests.hf.in_fp64 import fp64, limit_beside, throughout
+from tests.hf.in_fp64 import limit_beside, throughout
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import TYPES, model_of
 from tests.launch import on_ranks
