@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ class PackingCollator:
                     f"a document needs one token or more and a label for each; got {len(tokens)} tokens and "
                     f"{len(targets)} labels"
                 )
-            if media := [name for name, x in document.items() if _is_nested(x) and len(_tokens(x)) != len(tokens)]:
+            shapes = {name: _shape(x) for name, x in document.items()}
+            if media := [name for name, shape in shapes.items() if len(shape) > 1 and math.prod(shape) != len(tokens)]:
                 raise InputError(
                     f"this collator packs what has a number for each token; got {media[0]}, pack samples with pictures "
                     "by tokens_per_rank (docs/lengths.md)"
@@ -120,8 +122,11 @@ def _ids_of(document: Example) -> Any:
     return document["input_ids"]
 
 
-def _is_nested(x: Any) -> bool:
-    return (isinstance(x, list) and bool(x) and isinstance(x[0], list)) or getattr(x, "ndim", 1) > 1
+def _shape(x: Any) -> tuple[int, ...]:
+    """Return the dims of numbers in a tensor, an array or lists; () for others."""
+    if isinstance(x, list):
+        return () if not x or isinstance(x[0], str | Mapping) else (len(x), *_shape(x[0]))
+    return tuple(getattr(x, "shape", ()))
 
 
 def _tokens(x: Any) -> Tensor:
