@@ -46,8 +46,8 @@ def batches_of(model):
 
 
 def packed(model):
-    """Return documents with one and two pictures, and the pack of them."""
-    documents = [media_batch(model, rows=(row,))[0] for row in ((0,), (1, 0))]
+    """Return documents with two and three pictures, and the pack of them."""
+    documents = [media_batch(model, rows=(row,))[0] for row in ((1, 0), (0, 1, 0))]  # one alone may be of another class
     for document in documents:
         document["labels"][:, 0] = IGNORE  # which no token predicts
     by_token = {name for name, x in documents[0].items() if x.shape == documents[0]["input_ids"].shape}
