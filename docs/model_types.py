@@ -1,5 +1,5 @@
 """Writes model_types.md, from what every causal and every multimodal type of transformers does on two ranks:
-python docs/model_types.py [causal] [media] [--types TYPES, whose rows of "media" are made anew; "new": without a row]"""
+python docs/model_types.py [causal] [media] [--types TYPES, whose rows of "media" are made; "new": all without a row]"""
 
 import argparse
 import itertools
