@@ -54,7 +54,9 @@ def packed(model):
     pack = {name: torch.cat([x[name] for x in documents], 1) for name in by_token}
     pack |= joined([{name: x for name, x in each.items() if name not in by_token} for each in documents])
     positions = torch.cat([positions_of(model, document) for document in documents], -1)
-    return documents, pack | {"position_ids": positions if len(positions) > 1 else positions[0]}
+    # some place tokens on several axes where there is a mask
+    alone = [document | {"attention_mask": torch.ones_like(document["input_ids"])} for document in documents]
+    return alone, pack | {"position_ids": positions if len(positions) > 1 else positions[0]}
 
 
 @throughout
