@@ -47,7 +47,6 @@ def test_it_is_so_on_four_ranks(model_type, layout):
     assert by_kind(found) == {model_type: dict.fromkeys(KINDS, EXACT)}
 
 
-@pytest.mark.whole
 def test_the_table_is_of_this_transformers():
     """Else: python docs/model_types.py media"""
     assert (version_of(MEDIA), sorted(TABLE)) == (transformers.__version__, [*ALL])
