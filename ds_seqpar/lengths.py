@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,19 +24,17 @@ from .base.on_devices import to_device
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
-from .data.batches import lengths_of
+from .data.batches import fingerprint, lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Dealt
+from .data.dealing import Dealt, most
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
 from .data.placing import Pack
-from .data.value_checks import fingerprint_of
 from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
-from .planner.lengths import most
 
 REMEMBERED = 4096  # packs whose shards are known; others are as without packs
 CALL = "sp.packs"
@@ -48,6 +45,8 @@ class Row(NamedTuple):
 
     tensors: dict[str, Tensor]  # by name, (1, its tokens, ...)
     documents: tuple[int, ...]  # lengths
+    media: Mapping[str, Any] = {}  # what has no entry for each token, such as pictures
+    positions: Tensor | None = None  # (axes, 1, its tokens), of a sample with media
 
     @property
     def tokens(self) -> int:
@@ -87,7 +86,8 @@ class StepDealer:
         model = _model(sp)
         patcher, dtype = patcher_of_class(model), str(next(model.parameters()).dtype).removeprefix("torch.")
         assert patcher is not None  # which has patched the model
-        self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, partial(patcher.job_of, model))
+        self.packing = patcher.packing(model)
+        self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, self.packing.job_of)
         self.sizes = sp.sharding.ulysses_sizes = _ulysses_sizes(sp, self.costs)
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
@@ -113,6 +113,9 @@ class StepDealer:
         action, name = "packing the samples of a step", "samples of a step"
         with together(sp.control_world, action, name, error=error, call=CALL, advice=_advice) as agreed:
             rows = [self._row(sample) for sample in samples]
+            if len({frozenset(row.tensors) for row in rows}) > 1:
+                names = " and ".join(sorted({", ".join(sorted(row.tensors)) for row in rows}))
+                raise InputError(f"the samples of a step must have the same entries for tokens; got {names}")
             of_rows = [self.costs.seconds(row.documents) for row in rows]
             dealt = self.costs.deal([row.tokens for row in rows], of_rows, sp.data_size, self._chooses)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
@@ -138,9 +141,9 @@ class StepDealer:
         if not all(documents):
             raise InputError("packs are made of samples with one token or more; got one with none, leave it out")
         kept = slice(None) if mask is None else mask[0].bool().cpu()
-        tensors = {}
+        tensors, media = {}, self.packing.media_of(sample)
         for name, x in sample.items():
-            if name in READ or table.get(name) == LAYOUT or x is None:
+            if name in READ or table.get(name) == LAYOUT or x is None or name in media:
                 continue
             if name not in table or table[name].kind != "tokens" or x.shape[:2] != labels.shape:
                 raise InputError(
@@ -150,24 +153,41 @@ class StepDealer:
             tensors[name] = x[:, kept]
         starts = torch.tensor([0, *documents[:-1]], device="cpu").cumsum(0)
         tensors["labels"] = tensors["labels"].cpu().index_fill(1, starts, IGNORE)
-        return Row(tensors, documents)
+        positions = self.packing.positions_of({**tensors, **media}).cpu() if media else None
+        if positions is not None and len(positions) > 1 < len(documents):
+            raise InputError(
+                f"samples with pictures must be one document each, where positions have several axes; got one of "
+                f"{len(documents)}, give each document as a sample"
+            )
+        return Row(tensors, documents, media, positions)
 
-    def _batch(self, pack: list[Row]) -> dict[str, Tensor]:
+    def _batch(self, pack: list[Row]) -> dict[str, Any]:
         """Return a pack as a batch of one row. Where ranks would have no token, it has some that count nothing."""
         if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
         if self._chooses and documents not in self.sp.sharding.shards_of:
             self._place(self.costs.pack(documents, self.sizes))
-        return _joined(pack, documents)
+        return self._joined(pack, documents)
 
-    def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Tensor]:
+    def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Any]:
         """Return a batch of one row in which each rank has the documents of one pack."""
         all_rows = [row for pack in packs for row in pack]
         packs = [pack or [_filler(all_rows, 1)] for pack in packs]
         placed = Pack.of_whole([[length for row in pack for length in row.documents] for pack in packs])
         self._place(placed)
-        return _joined([row for pack in packs for row in pack], placed.documents)
+        return self._joined([row for pack in packs for row in pack], placed.documents)
+
+    def _joined(self, pack: list[Row], documents: tuple[int, ...]) -> dict[str, Any]:
+        batch: dict[str, Any] = {name: torch.cat([row.tensors[name] for row in pack], 1) for name in pack[0].tensors}
+        counted = torch.cat([torch.arange(n, device="cpu") for n in documents])[None]
+        if not any(row.media for row in pack):
+            return {**batch, "position_ids": counted}
+        axes = max(len(row.positions) for row in pack if row.positions is not None)
+        of_rows = counted.expand(axes, 1, -1).split([row.tokens for row in pack], 2)
+        positions = [x if row.positions is None else row.positions for row, x in zip(pack, of_rows, strict=True)]
+        batch |= self.packing.joined([row.media for row in pack])
+        return {**batch, "position_ids": torch.cat(positions, 2) if axes > 1 else counted}
 
     @property
     def _chooses(self) -> bool:
@@ -292,13 +312,8 @@ def _filler(pack: Sequence[Row], tokens: int) -> Row:
     return Row({**zeros, "labels": filler + IGNORE}, (tokens,))
 
 
-def _joined(pack: Sequence[Row], documents: tuple[int, ...]) -> dict[str, Tensor]:
-    batch = {name: torch.cat([row.tensors[name] for row in pack], 1) for name in pack[0].tensors}
-    return {**batch, "position_ids": torch.cat([torch.arange(n, device="cpu") for n in documents])[None]}
-
-
 def _digest(rows: Sequence[Row]) -> str:
-    return str(Fingerprint.of(*(fingerprint_of(row.tensors[name]) for row in rows for name in sorted(row.tensors))))
+    return str(Fingerprint.of(*(text for row in rows for text in fingerprint({**row.tensors, **row.media}).items())))
 
 
 def _advice(by_rank: Any) -> str:

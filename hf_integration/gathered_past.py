@@ -15,7 +15,7 @@ import inspect
 import types
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache
 BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments that have no dim of queries
 WHOLE = BY_KEY, PER_HEAD
 SHARED = "shared_kv_states"  # the name of an argument by which layers share keys
+KEYS = "keys"  # what keys and values are called that a module gave its cache
 CONVOLUTION = "convolution "  # of whose outputs keys may be made
 POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
 LAYER = "a layer that gathers keys"  # in errors
@@ -47,7 +48,28 @@ ROWS = 256  # tokens that a module computes at a time
 
 Inputs = dict[str, Any]
 Taken = dict[tuple[str, int], Tensor]  # (what a module gave its cache, which of its tensors) -> (B, tokens, ...)
-Keep = Callable[[Taken], Taken]
+
+
+class Kept(Protocol):
+    """What is kept of some rows on this rank.
+
+    Attributes:
+        tokens: How many tokens there are, with the new ones.
+        first: The first token that is kept of what a module gave; 0 if it is not there.
+        entries: By name, what the module has compressed tokens into (B, entries, ...).
+    """
+
+    tokens: int
+    first: dict[tuple[str, int], int]
+    entries: dict[str, Tensor]
+
+    def store(self, new: Taken) -> Taken:
+        """Keep what the module gave of new tokens. Return all that is kept of this."""
+        ...
+
+    def store_entries(self, entries: Mapping[str, Tensor]) -> None:
+        """Keep all entries so far."""
+        ...
 
 
 class GatheredPast:
@@ -58,24 +80,37 @@ class GatheredPast:
         piece: Whose tokens it runs on.
         gathered: (what was taken, which of its tensors) -> that of all tokens (B, tokens, ...).
         is_alone: Whether the piece sees itself alone, but for what was gathered.
-        keep: Keeps what is taken, and returns it as `gathered`, in a step of decoding; None: nothing is kept.
+        kept: What is kept of earlier forwards; None: nothing.
+        stores: Whether to keep what is taken, in a decode step, in which nothing is gathered.
 
     Attributes:
         taken: As `gathered`, of the piece alone, in the order of the module's calls.
+        entries: By name, what the module has compressed tokens of the document into (B, entries, ...).
     """
 
     is_compileable = False
 
     def __init__(
-        self, module: nn.Module, piece: Piece, gathered: Taken, is_alone: bool, keep: Keep | None = None
+        self,
+        module: nn.Module,
+        piece: Piece,
+        gathered: Taken,
+        is_alone: bool,
+        kept: Kept | None = None,
+        stores: bool = False,
     ) -> None:
-        self.module, self.piece, self.gathered, self.keep = module, piece, gathered, keep
+        self.module, self.piece, self.gathered, self.kept, self.stores = module, piece, gathered, kept, stores
         self.before = 0 if is_alone else piece.start - piece.document
         self.taken: Taken = {}
+        self.entries: dict[str, Tensor] = {}
         self.keys: Tensor | None = None
 
-    def _all(self, what: str, *xs: Tensor, axis: int = -2) -> list[Tensor]:
-        """Return tensors (B, ..., tokens, ...) of the piece's document up to its last token, if they were gathered."""
+    def _all(self, what: str, *xs: Tensor, axis: int = -2, start: int = 0) -> list[Tensor]:
+        """Return tensors (B, ..., tokens, ...) of the piece's document up to its last token, if they were gathered.
+
+        Args:
+            start: The first token that is needed.
+        """
         found: list[Tensor] = []
         for number, x in enumerate(xs):
             key = what, number
@@ -83,10 +118,12 @@ class GatheredPast:
                 found.append(found[0])
                 continue
             self.taken[key] = x.movedim(axis, 1)
-            if self.keep is not None:
-                self.gathered |= self.keep({key: self.taken[key]})
+            if self.kept is not None and self.stores:
+                self.gathered |= self.kept.store({key: self.taken[key]})
             if key in self.gathered:
-                x = self.gathered[key][:, self.piece.document : self.piece.end].movedim(1, axis).contiguous()
+                first = 0 if self.kept is None else self.kept.first.get(key, 0)  # earlier ones are not kept
+                begin = max(self.piece.document + start, first)
+                x = self.gathered[key][:, begin - first : self.piece.end - first].movedim(1, axis).contiguous()
             found.append(x)
         return found
 
@@ -101,7 +138,7 @@ class GatheredPast:
         return self
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._all("keys", key_states, value_states)
+        self.keys, self.values = self._all(KEYS, key_states, value_states)
         return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: Tensor, *args: Any) -> Tensor:
@@ -110,20 +147,30 @@ class GatheredPast:
     update_index = update_indexer
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return all complete windows. They are compressed again in each piece: ranks gather what they are made of."""
-        kv, gate = self._all(name, kv, gate)
-        rate: Any = next(m.compress_rate for m in self.module.modules() if hasattr(m, "compress_rate"))
+        """Return all complete windows. They are compressed again in each piece: ranks gather what they are made of.
+
+        Where entries are kept, only their last window is, on which the next entry depends.
+        """
+        rate = rate_of(self.module)
+        known = None if self.kept is None else self.kept.entries.get(name)
+        self.known = None if known is None else known[:, : (self.piece.end - self.piece.document) // rate]
+        skipped = 0 if self.known is None else max(0, self.known.shape[1] - 1)
+        kv, gate = self._all(name, kv, gate, start=skipped * rate)
         self.windows = kv.shape[1] // rate
         if not self.windows:  # one of padding, since ZeRO-3 gathers what modules behind it read, on all ranks alike
             kv, gate = (F.pad(x, (0, 0, 0, rate - x.shape[1])) for x in (kv, gate))
             return kv, gate, 0
-        return kv[:, : self.windows * rate], gate[:, : self.windows * rate], 0
+        return kv[:, : self.windows * rate], gate[:, : self.windows * rate], skipped * rate
 
     def update_overlap_state(self, *args: Any) -> tuple[None, None]:
         return None, None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        return compressed[:, : self.windows]
+        compressed = compressed[:, : self.windows]
+        if self.known is not None and self.known.shape[1]:
+            compressed = torch.cat([self.known, compressed[:, 1:]], 1)
+        self.entries[name] = compressed
+        return compressed
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -171,6 +218,12 @@ def arguments(module: nn.Module, args: tuple, kwargs: Inputs) -> Inputs:
     return {name: given[name] for name in (*names, *given) if name in given}
 
 
+def rate_of(module: nn.Module) -> int:
+    """Return how many tokens a module compresses into an entry; 0 where it compresses none."""
+    rate: Any = next((m.compress_rate for m in module.modules() if hasattr(m, "compress_rate")), 0)
+    return rate
+
+
 def takes_keys(modules: Iterable[nn.Module]) -> bool:
     """Return whether modules take an argument that the model makes of all keys and a mask of two dims."""
     return any("alibi" in inspect.signature(type(module).forward).parameters for module in modules)
@@ -194,6 +247,10 @@ class Pieces:
         self.inputs, self.cache = arguments(module, args, kwargs), cache_argument(module) or ""
         self.states = next(name for name, x in self.inputs.items() if isinstance(x, Tensor))
         self.tokens = self.inputs[self.states].shape[1]
+
+    @property
+    def layer(self) -> int:
+        return getattr(self.module, "layer_idx", None) or 0
 
     def with_one_more(self) -> Pieces:
         """Return the call with a further token, for ranks that run as often as others."""
@@ -229,7 +286,9 @@ class Pieces:
             past: The cache; None: none.
             is_alone: Whether the piece sees itself alone.
         """
-        keys = piece.length if is_alone else piece.end - piece.document
+        kept = None if past is None else past.kept
+        begin = piece.document if kept is None else max(piece.document, kept.first.get((KEYS, 0), 0))
+        keys = piece.length if is_alone else piece.end - begin
         inputs: Inputs = {}
         for name, x in self.inputs.items():
             if name == SHARED:
@@ -237,7 +296,8 @@ class Pieces:
             elif name == "attention_mask" and isinstance(x, Tensor) and x.dim() == 4:
                 inputs[name] = self._mask(x, piece, keys)
             else:
-                x = x[..., :keys] if name == BY_KEY and isinstance(x, Tensor) else x
+                if name == BY_KEY and isinstance(x, Tensor):
+                    x = x[..., begin - piece.document :][..., :keys]
                 x = inputs[name] = self._mapped(name, x, lambda x, axis: x.narrow(axis, piece.place, piece.length))
                 if is_alone and name in NUMBERS and isinstance(x, Tensor):
                     inputs[name] = self._from_zero(name, x)
@@ -310,7 +370,7 @@ def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
 Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
-def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, keep: Keep | None = None) -> Any:
+def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, kept: Kept | None = None) -> Any:
     """Run a module on pieces of this rank's tokens, as if each went on with a cache.
 
     Args:
@@ -318,7 +378,7 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         pieces: All of the rank's, in order.
         gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
         count: How many pieces other ranks have. ZeRO-3 gathers parameters in each run, so ranks run equally often.
-        keep: Keeps what was gathered, and returns it with what was kept before; None: nothing is kept.
+        kept: Keeps what was gathered; None: nothing is kept.
     """
     tokens, mine, none = call.tokens, len(pieces), Taken()
     runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
@@ -336,11 +396,17 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         keys = convolutions or keys
         local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
         new = dict(zip(keys, gather(local), strict=True))
-        gathered |= new if keep is None else keep(new)
+        gathered |= new if kept is None else kept.store(new)
+    if kept is not None and rate_of(call.module):  # entries of all tokens, which pieces then need not make again
+        last = Piece(0, 1, kept.tokens - 1, 0)
+        past = GatheredPast(call.module, last, gathered, False, kept)
+        call.run(last, "entries", past, False)
+        kept.store_entries(past.entries)
 
     def run(number: int) -> Any:
         is_none = number >= mine
-        past = GatheredPast(call.module, runs[number], none if is_none else gathered, is_none)
+        of = (none, True) if is_none else (gathered, False, kept)
+        past = GatheredPast(call.module, runs[number], *of)
         return call.run(runs[number], str(number), past, is_none)
 
     computes_again = torch.is_grad_enabled() and len(runs) > 1
@@ -356,34 +422,50 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
     return type(output)([Tied.apply(first, *tied) if tied else first, *others])
 
 
-def in_step(call: Pieces, position: int, keep: Keep) -> Any:
-    """Run a module on one token, behind as many as were kept. Args: see `in_pieces`."""
-    piece = Piece(0, 1, position, 0)
-    return joined([call.run(piece, "step", GatheredPast(call.module, piece, {}, False, keep), False)], [piece])
+def in_step(call: Pieces, kept: Kept) -> Any:
+    """Run a module on one token, behind what is kept."""
+    piece = Piece(0, 1, kept.tokens - 1, 0)
+    past = GatheredPast(call.module, piece, {}, False, kept, stores=True)
+    output = joined([call.run(piece, "step", past, False)], [piece])
+    kept.store_entries(past.entries)
+    return output
 
 
-def of_all_rows(outputs: Sequence[Any]) -> Any:
-    """Return what a module returned for rows as for the batch of them."""
+def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
+    """Return what a module returned for rows as for the batch of them.
+
+    Args:
+        outputs: Of the rows, in order.
+        fill: What rows with fewer indices have in place of more; None: an index again.
+    """
     first = outputs[0]
     if isinstance(first, tuple | list):
-        return type(first)(map(of_all_rows, zip(*outputs, strict=True)))
+        return type(first)(of_all_rows(x, fill) for x in zip(*outputs, strict=True))
     if not isinstance(first, Tensor) or first.dim() < 3 or len(outputs) == 1:
         return first
-    return torch.cat(_as_wide(outputs))
+    return torch.cat(_as_wide(outputs, fill))
 
 
-def _as_wide(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _as_wide(outputs: Sequence[Tensor], fill: int | None = None) -> list[Tensor]:
     """Return outputs (B, s, W) of the same width. Those of indices have fewer where there are fewer tokens."""
     widest = max(x.shape[2] for x in outputs)
-    return [torch.cat([x, x[..., -1:].expand(-1, -1, widest - x.shape[2])], 2) for x in outputs]
+    fills = [x[..., -1:] if fill is None else x.new_full((*x.shape[:2], 1), fill) for x in outputs]
+    return [torch.cat([x, y.expand(-1, -1, widest - x.shape[2])], 2) for x, y in zip(outputs, fills, strict=True)]
 
 
-def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather) -> Any:
-    """Run a module that `sparse` can on all of this rank's tokens. The arguments are those of `in_pieces`."""
-    selection = sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens)
-    inputs = call.inputs if pieces else call.with_one_more().inputs
-    output = sparse.run(call.module, {**inputs, "attention_mask": selection, call.cache: selection})
+def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.Keep | None = None) -> Any:
+    """Run a module that `sparse` can on all of this rank's tokens. The arguments are those of `in_pieces`, and `keep`
+    of `sparse.Selection`."""
+    output = selected(
+        call if pieces else call.with_one_more(),
+        sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens, keep),
+    )
     return output if pieces else _empty(output)
+
+
+def selected(call: Pieces, selection: sparse.Selection) -> Any:
+    """Run a module that `sparse` can with a selection."""
+    return sparse.run(call.module, {**call.inputs, "attention_mask": selection, call.cache: selection})
 
 
 def _empty(output: Any) -> Any:
@@ -399,8 +481,10 @@ def _empty(output: Any) -> Any:
 @between_graphs
 def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     layout, cached = context.layout, context.cached
+    selecting = patched(call.module).selecting
+    selects = len(selecting) > 0 and sparse.can_run(selecting)
     if cached is not None and cached.is_decode:
-        return cached.gathered(call)
+        return cached.selected(call) if selects else cached.gathered(call)
     if layout is not None and layout.mask.parents:
         raise InputError(
             f"layers that gather keys need documents without parents; got a layout with {layout.mask}, give each "
@@ -409,7 +493,7 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
     runtime = sp.runtime_of(of[0])
     cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
-    of_ranks, selecting = pieces_of(cut, ROWS), patched(call.module).selecting
+    of_ranks = pieces_of(cut, ROWS)
 
     def gather_all(xs: list[Tensor]) -> list[Tensor]:
         of = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
@@ -418,8 +502,8 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
 
     with _telling(sp, call.module):
         if cached is not None:
-            return cached.gathered(call, of_ranks, gather_all)
-        if selecting and sparse.can_run(selecting):
+            return cached.selected(call, of_ranks) if selects else cached.gathered(call, of_ranks, gather_all)
+        if selects:
             return at_once(call, of_ranks[peers.rank], gather_all)
         return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
 

@@ -3,7 +3,7 @@
 The module's own code runs. Its cache and its mask are one object of ours, which gathers the latents and the index's
 keys. The index computes its scores by steps of its own with these keys. In their place it gets an object that keeps
 what it is multiplied by, and computes scores in blocks where the greatest are asked for. Last, the module calls our
-attention as it would a kernel, with the indices.
+attention as it would a kernel, with the indices. In a decode step the same objects have a rank's part of what was kept.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.operators.gathered import Piece
-from ds_seqpar.operators.sparse import sparse_attention, top_keys
+from ds_seqpar.operators.sparse import attention_to_kept, sparse_attention, top_kept, top_keys
 
 from .compat import ATTENTION
 from .latent import EXPAND, PROJECTION, is_linear, matrix_of
 
 NAME = "ds_seqpar_sparse"  # of our attention function in transformers
+LATENT, INDEX = "latent", "index"  # what a selection gathers or keeps
+Keep = Callable[[str, Tensor], Tensor]
 
 
 class Selection:
@@ -35,12 +38,20 @@ class Selection:
         pieces: The tokens that the module runs on.
         gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
         tokens: How many tokens the rank has: none where the module runs on one that is not there.
+        keep: (LATENT or INDEX, the rank's) -> those of all tokens, in a forward that keeps them; None: `gather` does.
     """
 
     dtype = torch.bool  # of a mask
 
-    def __init__(self, pieces: Sequence[Piece], gather: Callable[[list[Tensor]], list[Tensor]], tokens: int) -> None:
-        self.pieces, self.gather, self.tokens = pieces, gather, tokens
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        gather: Callable[[list[Tensor]], list[Tensor]],
+        tokens: int,
+        keep: Keep | None = None,
+    ) -> None:
+        self.pieces, self.tokens = pieces, tokens
+        self.keep = keep or (lambda what, x: gather([x])[0])
 
     def __getitem__(self, rows: Any) -> Selection:
         return self
@@ -49,19 +60,55 @@ class Selection:
         return self
 
     def update(self, kv_nope: Tensor, k_rot: Tensor, *args: Any) -> Sequence[Tensor]:
-        (latent,) = self.gather([torch.cat([kv_nope, k_rot], 3)[:, 0, : self.tokens]])
+        latent = self.keep(LATENT, torch.cat([kv_nope, k_rot], 3)[:, 0, : self.tokens])
         return latent[:, None].split([kv_nope.shape[3], k_rot.shape[3]], 3)
 
     def update_indexer(self, keys: Tensor, *args: Any) -> _Scores:
-        return _Scores(self.pieces, *self.gather([keys[:, : self.tokens]]))
+        return _Scores(self, self.keep(INDEX, keys[:, : self.tokens]))
+
+    def seen(self, keys: Tensor) -> int:
+        """Return of how many tokens these are the keys."""
+        return keys.shape[1]
+
+    def pick(self, q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
+        return top_keys(q, weights, keys, self.pieces, count, scale)
+
+    def attend(self, *given: Any) -> Tensor:
+        q, latent, matrix, picks, scale, sinks = given
+        return sparse_attention(q, latent, matrix, picks, self.pieces, scale, sinks)
+
+
+class StepSelection(Selection):
+    """The same in a decode step, in which a rank has the new token of each row, and a part of what was kept.
+
+    Args:
+        runtime: This rank's among all that share the sequence (`Runtime.one_ring`).
+        counts: How many tokens of each row the rank has; one number: as many of all rows.
+        position: That of the new token of the longest row.
+        keep: (LATENT or INDEX, the new tokens') -> this rank's.
+    """
+
+    def __init__(self, runtime: Runtime, counts: Sequence[int], position: int, keep: Keep) -> None:
+        super().__init__([Piece(0, 1, position, 0)], list, 1, keep)
+        self.runtime, self.counts = runtime, counts
+
+    def seen(self, keys: Tensor) -> int:
+        return self.pieces[0].end
+
+    def pick(self, q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
+        return top_kept(self.runtime, q, weights, keys, self.counts, count, scale)
+
+    def attend(self, *given: Any) -> Tensor:
+        return attention_to_kept(self.runtime, *given)
 
 
 class _Scores:
     """An index's keys, then its scores of heads, then their sums, in the steps in which a module computes them."""
 
-    def __init__(self, pieces: Sequence[Piece], keys: Tensor) -> None:
-        self.pieces, self.keys, self.factors, self.scale = pieces, keys, list[Tensor](), 1.0
-        self.shape = torch.Size([*keys.shape[:1], sum(piece.length for piece in pieces), keys.shape[1]])
+    def __init__(self, selection: Selection, keys: Tensor) -> None:
+        self.selection, self.keys, self.factors, self.scale = selection, keys, list[Tensor](), 1.0
+        queries = sum(piece.length for piece in selection.pieces)
+        self.shape = torch.Size([*keys.shape[:1], queries, selection.seen(keys)])
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -82,7 +129,8 @@ class _Scores:
 
     def topk(self, count: int, dim: int) -> Any:
         q, weights = self.factors
-        return types.SimpleNamespace(indices=top_keys(q, weights.squeeze(2), self.keys, self.pieces, count, self.scale))
+        picks = self.selection.pick(q, weights.squeeze(2), self.keys, count, self.scale)
+        return types.SimpleNamespace(indices=picks)
 
 
 def selects(module: Any) -> bool:
@@ -119,7 +167,15 @@ def _configured(module: Any) -> Iterator[None]:
 
 
 def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([kv_nope, k_rot], 3).squeeze(1), matrix_of(module, kv_nope, k_rot)
+    return _rejoined(kv_nope, k_rot).squeeze(1), matrix_of(module, kv_nope, k_rot)
+
+
+def _rejoined(a: Tensor, b: Tensor) -> Tensor:
+    """Return two tensors joined along their last dim, without a copy where they are neighboring parts of one."""
+    end, storages = a.storage_offset() + a.shape[-1], {x.untyped_storage().data_ptr() for x in (a, b)}
+    if a.requires_grad or a.stride() != b.stride() or b.storage_offset() != end or len(storages) > 1:
+        return torch.cat([a, b], -1)
+    return a.as_strided((*a.shape[:-1], a.shape[-1] + b.shape[-1]), a.stride())
 
 
 def _attention(
@@ -139,4 +195,4 @@ def _attention(
     The matrix is what autocast makes of weights, where RoPE mixes fp32 into queries and latents.
     """
     q, latent = query.transpose(1, 2).to(value.dtype), key.to(value.dtype)
-    return sparse_attention(q, latent, value, indices, attention_mask.pieces, scaling, s_aux), None
+    return attention_mask.attend(q, latent, value, indices, scaling, s_aux), None

@@ -12,7 +12,7 @@ pieces: the module runs on 256 tokens at a time, with a cache that gathers, and 
 dense: the index of `fast`, then PyTorch's attention to keys and values of all tokens, with a mask of what it picked.
 plain: the module as transformers runs it, on one rank.
 
-Each is compared first with the module in pieces in one process. Where rounding changes which keys are the last that an
+Each is compared first with `fast` in one process. Where rounding changes which keys are the last that an
 index picks, few rows differ, so the norm of all differences is compared.
 """
 
@@ -94,7 +94,7 @@ def reference(args: argparse.Namespace) -> dict[str, Any]:
     call = gathered_past.Pieces(module, None, (), inputs_of(rotary, states.requires_grad_(), torch.arange(args.seq)))
     rows = min(gathered_past.ROWS, args.seq)
     pieces = [Piece(start, min(rows, args.seq - start), start, 0) for start in range(0, args.seq, rows)]
-    out = gathered_past.in_pieces(call, pieces, list)[0]
+    out = gathered_past.at_once(call, pieces, list)[0]
     out.backward(do)
     return {"states": states.detach(), "do": do, "results": [out.detach(), states.grad]}
 

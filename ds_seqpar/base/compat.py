@@ -275,6 +275,18 @@ COPY_SCRIPTS = mark("deepspeed.runtime.engine:_copy_recovery_script")
 basic_optimizer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.basic_optimizer", '"check_finite": true')
 SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # of an optimizer of ZeRO, before its step
 PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # this rank's part of a ZeRO-3 parameter
+_STEPS = "a step of ZeRO-3 in which parameters have no gradient"
+_zero3_gradients = attribute("deepspeed.runtime.zero.stage3:grad_partitions_flat_buffer", _STEPS)
+_zero3_weights = attribute("deepspeed.runtime.zero.stage3:fp32_partitioned_groups_flat", _STEPS)
+
+
+def forget_gradients(optimizer: Any) -> None:
+    """Clear what ZeRO-3 keeps behind a step: it adds the next gradient of a parameter to its last one, or takes that
+    again, where the next micro-batch does not use the parameter, as text alone uses no tower."""
+    _zero3_gradients(optimizer).zero_()
+    for x in _zero3_weights(optimizer):
+        if x.grad is not None:  # where the optimizer is offloaded
+            x.grad.zero_()
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

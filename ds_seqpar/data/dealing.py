@@ -216,3 +216,8 @@ def _spread(
         load[to] += costs[sample]
         room[to] -= tokens[sample]
     return spread
+
+
+def most(works: Sequence[float]) -> float:
+    """Return the most over the mean."""
+    return max(works) * len(works) / (sum(works) or 1.0)

@@ -65,19 +65,19 @@ def top_kept(
         q: The index's queries (B, 1, heads, D), the same on all ranks.
         weights: Of the heads (B, 1, heads).
         keys: The index's keys of this rank (B, n, D).
-        counts: How many of these each row has.
+        counts: How many of these each row has; one number: as many in all rows.
         count: How many keys of all ranks' a row picks, at most.
         scale: Of a head's scores.
 
     Returns:
         (B, 1, count) int64: numbers among this rank's keys, n where another rank has the key.
     """
-    values, places = q.new_full((len(q), count), -torch.inf), torch.zeros(len(q), count, dtype=torch.long).to(q.device)
+    values, places = q.new_full((len(q), count), -torch.inf), q.new_zeros(len(q), count, dtype=torch.long)
     for row, own in enumerate(counts):
         if own:
-            one = slice(row, row + 1)
-            best, at = _best(q[one], weights[one, :, None], keys[one, :own], count, scale)
-            values[row, : best.shape[2]], places[row, : best.shape[2]] = best[0, 0], at[0, 0]
+            rows = slice(row, row + 1) if len(counts) > 1 else slice(None)
+            best, at = _best(q[rows], weights[rows, :, None], keys[rows, :own], count, scale)
+            values[rows, : best.shape[2]], places[rows, : best.shape[2]] = best[:, 0], at[:, 0]
     sent = functional.pad(values.flatten(), (0, 1), value=runtime.rank)
     parts = runtime.comm.parts_of_all(sent, STEP)
     ranks, of_all = parts[:, -1], parts[:, :-1].view(-1, len(q), count).transpose(0, 1).flatten(1)
@@ -161,12 +161,14 @@ def attention_to_kept(
     part = q.new_zeros(*q.shape[:3], width + 1, dtype=sum_dtype(q.dtype))
     part[..., -1] = -torch.inf
     if tokens:
-        hidden = picks == tokens
-        rows = latent.gather(1, picks.masked_fill(hidden, 0)[:, 0, :, None].expand(-1, -1, latent.shape[2]))[:, None]
         of_keys, of_values = matrix.split([q.shape[3], width], dim=2)
-        scores = _scores(hidden, scale, q, rows, of_keys)
-        weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN where another rank has all that is picked
-        part = torch.cat([_values(weights, rows, of_values), scores.logsumexp(3, keepdim=True)], 3).to(part.dtype)
+        hidden = picks == tokens
+        at = picks.masked_fill(hidden, 0).long().transpose(1, 2)
+        rows = latent.gather(1, at.expand(-1, -1, latent.shape[2]))[:, None]
+        with torch.autocast(q.device.type, enabled=False):
+            scores = _scores(hidden, scale, q, rows, of_keys)
+            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN where another rank has all that is picked
+            part[..., :-1], part[..., -1] = _values(weights, rows, of_values), scores.logsumexp(3)
     if sinks is not None and runtime.rank == 0:
         merge_sinks_(part[..., :-1], part[..., -1], sinks)
     return merged_by_all(runtime, part).to(q.dtype)

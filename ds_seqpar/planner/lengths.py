@@ -12,7 +12,7 @@ from ..core.compiler.sharding.heads import even_ulysses
 from ..core.compiler.sharding.layout import multiple
 from ..core.compiler.sharding.masks import Mask
 from ..core.settings import SequenceParallelConfig
-from ..data.dealing import Dealt, deal, deal_by_length
+from ..data.dealing import Dealt, deal, deal_by_length, most
 from ..data.placing import Pack, Part
 from .estimate import Work, estimate, received, work
 from .machine import Machine
@@ -199,8 +199,3 @@ class Packed:
     def ulysses(self) -> dict[int, int]:
         """How many packs of all groups have each Ulysses size."""
         return dict(sorted(Counter(pack.ulysses for packs in self.packs for pack in packs).items()))
-
-
-def most(works: Sequence[float]) -> float:
-    """Return the most over the mean."""
-    return max(works) * len(works) / (sum(works) or 1.0)

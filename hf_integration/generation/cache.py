@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from ds_seqpar.core.compiler.sharding.layout import Run, Runs
 from ds_seqpar.core.compiler.sharding.masks import between
 from ds_seqpar.core.compiler.sharding.shards import length
 
-from ..gathered_past import Taken
+from ..gathered_past import KEYS, Taken
 from ..look.facts import text_config
 
+ENTRIES = -1  # the number of a name's entries among its tensors
 BLOCK = 256  # a rank's buffers have room for a multiple of so many tokens
 SERVES = "a forward with a cache"
 
@@ -187,43 +188,102 @@ class Held:
 
 
 class Replica:
-    """What a module gave its cache, of all tokens, on every rank: by name (rows, capacity, ...)."""
+    """What a module gave its cache, of all tokens, on every rank: by name (rows, capacity, ...).
 
-    def __init__(self) -> None:
+    Args:
+        rate: How many tokens the module compresses into an entry; 0: it compresses none.
+
+    Attributes:
+        kept: What the module gave, and entries that it has compressed tokens into.
+        first: Of what it gave, the first token that is kept, where not all are.
+    """
+
+    def __init__(self, rate: int = 0) -> None:
         self.kept: Taken = {}
+        self.first: dict[tuple[str, int], int] = {}
+        self.rate = rate
 
     @property
     def count(self) -> int:
         return len(next(iter(self.kept.values()), ()))
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token of one row."""
-        return sum(x[0, 0].nbytes for x in self.kept.values())
+    def bytes_per_token(self) -> float:
+        """Bytes by which a further token of a row makes it larger."""
+        return sum(
+            x.element_size() * x.shape[2:].numel() / (self.rate if name[1] == ENTRIES else 1)
+            for name, x in self.kept.items()
+            if name not in self.first
+        )
 
-    def store(self, new: Taken, rows: slice, count: int, first: int) -> Taken:
-        """Keep what rows gave, and return all that they gave so far.
+    def write(self, name: tuple[str, int], x: Tensor, rows: slice, count: int, at: int) -> Tensor:
+        """Keep x (rows, n, ...) of some of `count` rows in the places from `at` on. Return all up to its end."""
+        end, kept = at + x.shape[1], self.kept.get(name)
+        frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
+        if kept is None or kept.shape[1] < end or frozen:
+            self.kept[name] = self._moved(x.new_empty(count, 0, *x.shape[2:]) if kept is None else kept, end)
+        self.kept[name][rows, at:end] = x
+        return self.kept[name][rows, :end]
+
+    def drop(self, tokens: Sequence[int], window: int | None) -> None:
+        """Drop what later tokens do not need: keys before a window, and what entries are made of already.
 
         Args:
-            new: (rows, new tokens, ...) by name.
-            rows: Which of the batch's rows these are.
-            count: How many the batch has.
-            first: The position of the first new token.
+            tokens: How many each row has.
+            window: Tokens that a query sees; None: all.
         """
-        for name, x in new.items():
-            end, kept = first + x.shape[1], self.kept.get(name)
-            frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
-            if kept is None or kept.shape[1] < end or frozen:
-                capacity = -(-(end if kept is None else end + end // 4) // BLOCK) * BLOCK
-                moved = x.new_empty(count, capacity, *x.shape[2:])
-                if kept is not None:
-                    moved[:, : kept.shape[1]] = kept
-                self.kept[name] = moved
-            self.kept[name][rows, first:end] = x
-        return {name: self.kept[name][rows, : first + x.shape[1]] for name, x in new.items()}
+        compressed = {name for name, number in self.kept if number == ENTRIES}
+        for name, number in [*self.kept]:
+            if name == KEYS and window is not None:
+                token = min(tokens) - window + 1
+            elif name in compressed and number != ENTRIES:
+                token = (min(tokens) // self.rate - 1) * self.rate
+            else:
+                continue
+            key, first = (name, number), self.first.setdefault((name, number), 0)
+            if token - first >= BLOCK:
+                kept = self.kept[key][:, token - first : max(tokens) - first]
+                self.kept[key], self.first[key] = self._moved(kept, kept.shape[1]), token
+
+    @staticmethod
+    def _moved(kept: Tensor, places: int) -> Tensor:
+        """Return a buffer with what is kept, for so many places, and a quarter more where it grows."""
+        grown = places + places // 4 if kept.shape[1] else places
+        moved = kept.new_empty(kept.shape[0], -(-grown // BLOCK) * BLOCK, *kept.shape[2:])
+        moved[:, : kept.shape[1]] = kept
+        return moved
 
     def select(self, indices: Tensor) -> None:
         self.kept = {name: x.index_select(0, indices.to(x.device)) for name, x in self.kept.items()}
+
+
+class KeptRows:
+    """What a `Replica` has of some rows that have as many tokens: a `gathered_past.Kept`.
+
+    Args:
+        replica: The module's.
+        rows: Which rows of the batch these are.
+        count: How many rows the batch has.
+        before: How many tokens they have.
+        new: How many are new.
+    """
+
+    def __init__(self, replica: Replica, rows: slice, count: int, before: int, new: int) -> None:
+        self.replica, self.rows, self.count, self.before, self.tokens = replica, rows, count, before, before + new
+        self.first, self.known = replica.first, before // replica.rate if replica.rate else 0
+        kept = ((name, x) for (name, number), x in replica.kept.items() if number == ENTRIES)
+        self.entries = {name: x[rows, : self.known] for name, x in kept}
+
+    def store(self, new: Taken) -> Taken:
+        return {
+            name: self.replica.write(name, x, self.rows, self.count, self.before - self.first.get(name, 0))
+            for name, x in new.items()
+        }
+
+    def store_entries(self, entries: Mapping[str, Tensor]) -> None:
+        for name, x in entries.items():
+            new = x[:, self.known :]
+            self.entries[name] = self.replica.write((name, ENTRIES), new, self.rows, self.count, self.known)
 
 
 class ShardedLayer(CacheLayerMixin):
@@ -270,7 +330,7 @@ class ShardedLayer(CacheLayerMixin):
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
         """Keep the rows that a function chooses among the numbers of all rows."""
         if self.held:  # another layer's rows may have changed already
-            chosen = choose(torch.arange(self.held[0].count, device="cpu"))
+            chosen = choose(torch.arange(max(held.count for held in self.held), device="cpu"))
             for held in self.held:
                 held.select(chosen)
             if self.is_first:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +33,16 @@ from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.operators.gathered import Piece
+from ds_seqpar.operators.gathered import Piece, gather
+from ds_seqpar.operators.segments import Segments, segments_of
 
 from .. import gathered_past
 from ..gathered_past import Gather, Pieces
 from ..graph_breaks import between_graphs
 from ..inputs import POSITIONS, TABLE, with_axes
 from ..look.facts import Facts, text_config
-from .cache import SERVES, Held, KeptTokens, Replica, Row, sharded, slices_of
+from ..sparse import INDEX, LATENT, StepSelection
+from .cache import SERVES, Held, KeptRows, KeptTokens, Replica, Row, sharded, slices_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -144,11 +147,12 @@ class CachedForward:
         kept.turn, kept.real = kept.turn + self.is_decode, self.real
         if not self.is_decode:
             kept.inner = []
-            replicas = [held for layer in self.cache.layers for held in layer.held if isinstance(held, Replica)]
+            replicas = [x for layer in self.cache.layers for x in layer.held if isinstance(x, Replica)]
             if replicas:
+                size = sum(x.bytes_per_token for x in replicas)
                 log_once(
-                    f"sequence_parallel: {len(replicas)} layers gather keys, so each rank keeps what these are made "
-                    f"of for all tokens: {sum(x.bytes_per_token for x in replicas):,} bytes a token in past_key_values"
+                    f"sequence_parallel: past_key_values of {len(replicas)} layers that gather keys is whole on each "
+                    f"rank, {size:,.0f} bytes a token"
                 )
 
     # ---- attention
@@ -182,12 +186,12 @@ class CachedForward:
             return out
         return _WithoutGradient.apply(out, q, k, v)
 
-    def _held(self, layer: int, kind: type) -> Any:
+    def _held(self, layer: int, make: Callable[[], Any]) -> Any:
         """Return what is kept of the layer's next attention."""
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
-            held.append(kind())
+            held.append(make())
         return held[number]
 
     def gathered(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = (), gather: Gather = list) -> Any:
@@ -198,19 +202,82 @@ class CachedForward:
             of_ranks: The pieces of each rank's tokens.
             gather: Returns tensors of all new tokens, of those of the rank's.
         """
-        store: Replica = self._held(getattr(call.module, "layer_idx", None) or 0, Replica)
-        # rows that have as many tokens are computed together
-        before, outputs = self.kept.rows, []
+        make = functools.partial(Replica, gathered_past.rate_of(call.module))
+        replica: Replica = self._held(call.layer, make)
+
+        def run(part: Pieces, rows: slice, row: Row) -> Any:
+            kept = KeptRows(replica, rows, self.count, row.tokens, self.tokens)
+            if self.is_decode:
+                return gathered_past.in_step(part, kept)
+            pieces = self._pieces(of_ranks, row)
+            return gathered_past.in_pieces(part, pieces, gather, max(map(len, of_ranks)), kept)
+
+        output = self._by_row(call, run)
+        replica.drop([row.tokens for row in self.rows], call.window)
+        return output
+
+    def selected(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = ()) -> Any:
+        """Run a module that picks latents by an index. Each rank keeps latents and index keys of its own tokens.
+
+        Args:
+            call: As for `gathered`.
+            of_ranks: As for `gathered`.
+        """
+        held = {what: self._held(call.layer, Held) for what in (LATENT, INDEX)}
+        sp, taken = self.kept.sp, {LATENT: list[Tensor](), INDEX: list[Tensor]()}
+        peers = sp.runtime.one_ring
+
+        def store(what: str, x: Tensor) -> None:
+            x = x[:, :, None]
+            held[what].store(x, x[..., :0], self.kept, self.rows, [0] * len(self.rows))
+
+        def step(what: str, x: Tensor) -> Tensor:
+            store(what, x)
+            return held[what].part(slice(None), 0, max(counts))[0][:, :, 0]
+
+        def run(part: Pieces, rows: slice, row: Row) -> Any:
+            def keep(what: str, x: Tensor) -> Tensor:
+                taken[what].append(x)
+                old = held[what].part(rows, 0, row.kept(sp.rank))[0][:, :, 0] if row.tokens else x[:, :0]
+                return gather(peers, [torch.cat([old, x], 1)], self._segments(row))[0]
+
+            return gathered_past.at_once(part, self._pieces(of_ranks, row), list, keep)
+
+        if self.is_decode:
+            counts = [row.kept(sp.rank) for row in self.rows]
+            longest = max(row.tokens for row in self.kept.rows)
+            selection = StepSelection(peers, counts, longest, step)
+            return self._without_gradient(call, lambda: gathered_past.selected(call, selection))
+        output = self._by_row(call, run, fill=torch.iinfo(torch.int32).max)
+        for what, xs in taken.items():
+            if xs:
+                store(what, torch.cat(xs))
+        return output
+
+    def _pieces(self, of_ranks: Sequence[Sequence[Piece]], row: Row) -> list[Piece]:
+        """Return this rank's pieces, behind what a row has."""
+        return [piece._replace(start=piece.start + row.tokens) for piece in of_ranks[self.kept.sp.rank]]
+
+    def _segments(self, row: Row) -> Segments:
+        """Return the segments of what a row has and of the new tokens."""
+        if row not in self.made:
+            whole = row.with_new(self.shards, self.tokens)
+            self.made[row] = segments_of(UnevenShards([_apart(runs) for runs in whole.runs]), (), None)
+        return self.made[row]
+
+    def _by_row(self, call: Pieces, run: Callable[[Pieces, slice, Row], Any], fill: int | None = None) -> Any:
+        """Run a module on all rows at once where they have as many tokens, else on one after the other."""
+        before = self.kept.rows
+
+        def run_all() -> Any:
+            parts = [call] if len(before) == 1 else map(call.of_rows, slices_of(before))
+            return gathered_past.of_all_rows([*map(run, parts, slices_of(before), before)], fill)
+
+        return self._without_gradient(call, run_all)
+
+    def _without_gradient(self, call: Pieces, run: Callable[[], Any]) -> Any:
         with torch.no_grad():
-            for rows, row in zip(slices_of(before), before, strict=True):
-                part = call if len(before) == 1 else call.of_rows(rows)
-                keep = functools.partial(store.store, rows=rows, count=self.count, first=row.tokens)
-                if self.is_decode:
-                    outputs.append(gathered_past.in_step(part, row.tokens, keep))
-                    continue
-                pieces = [x._replace(start=x.start + row.tokens) for x in of_ranks[self.kept.sp.rank]]
-                outputs.append(gathered_past.in_pieces(part, pieces, gather, max(map(len, of_ranks)), keep))
-        output = gathered_past.of_all_rows(outputs)
+            output = run()
         if not torch.is_grad_enabled():
             return output
         first, *others = output if isinstance(output, tuple | list) else (output,)
@@ -297,6 +364,14 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
         raise InputError(f"{SERVES} has no gradient; got a backward through one, leave use_cache out")
+
+
+def _apart(runs: Runs) -> Runs:
+    """Return runs whose tokens are consecutive."""
+    tokens = (
+        (run,) if run.step == 1 else [Run(run.start + i * run.step, 1, 1) for i in range(run.length)] for run in runs
+    )
+    return tuple(itertools.chain.from_iterable(tokens))
 
 
 def _first_seen(window: int | None, chunk: int | None, position: int) -> int:

@@ -141,6 +141,11 @@ def _agreed(
             among_peers=True, call=CALL, advice=_advice,
         )  # fmt: skip
         given["synced_gpus"] = fetches = number > 0
+        if fetches and config.use_cache and patch.facts.gathered:  # it is computed as often as rows and pieces demand
+            raise ConfigError(
+                "generate of a model with layers that gather keys needs parameters that fit each rank at once, or "
+                f"use_cache=False; got some that ranks fetch in each forward, say so, or {ALONE}"
+            )
     else:
         sp.checker.check_now(NAME, fields, error=error, call=CALL, advice=_advice)
     if (chunk := _chunk(sp, given, config)) != config.prefill_chunk_size:

@@ -176,11 +176,16 @@ def text_of(trainer: Any, batch: Any) -> Any:
     return forward.text_of(trainer.model, batch)
 
 
-def has_custom_loss(trainer: Any, but: Collection[str] = ()) -> bool:
-    """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
-    compute_loss, trl's trainers of preferences and rollouts `but` some, or a model whose own forward may add to it."""
-    if (patch := patch_of(unwrapped(trainer.model))) is not None and patch.above:
-        return True
+def has_custom_loss(trainer: Any) -> bool:
+    """Return whether the loss is computed from whole outputs: by a model whose own forward may add to it, or as
+    `changes_loss` says."""
+    patch = patch_of(unwrapped(trainer.model))
+    return changes_loss(trainer) or (patch is not None and bool(patch.above))
+
+
+def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
+    """Return whether the loss is not the model's: by label smoothing, a compute_loss_func, a user's compute_loss, or
+    trl's trainers of preferences and rollouts `but` some."""
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", "hf_integration"

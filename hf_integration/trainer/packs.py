@@ -21,6 +21,7 @@ from ds_seqpar.data.batches import fingerprint
 from ds_seqpar.guards.agreement import together
 from ds_seqpar.lengths import Rows
 
+from ..families import is_of_library, patch_of, unwrapped
 from ..model import whole_calls
 from . import checks
 from .rollouts import ROLLOUTS, Behind, base_of_trl
@@ -146,6 +147,8 @@ class Packed(Behind):
             self.accelerator.sync_gradients = steps and number == len(inputs)
             batch = whole_calls.moved_batch(batch, self.args.device)
             self._weight = self._counts[number - 1] if self._counts else 1.0
+            if "num_items_in_batch" in batch:  # by which the loss is divided already
+                self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
         self._weight = 1.0
         return loss
@@ -161,6 +164,12 @@ def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 
+def has_own_forward(model: nn.Module) -> bool:
+    """Return whether a user's forward is around a model, or in its place."""
+    patch = patch_of(unwrapped(model))
+    return patch is not None and not all(is_of_library(head.forward) for head in patch.above)
+
+
 def error_of(trainer: Any) -> ConfigError | None:
     """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
     args = trainer.args
@@ -170,9 +179,10 @@ def error_of(trainer: Any) -> ConfigError | None:
         "a trainer that generates": base_of_trl(type(trainer), *ROLLOUTS) is not None,
         f"loss_type {' and '.join(sorted(of_batches))}, which is no mean over pairs": bool(of_batches),
         "experts whose balance is counted in each micro-batch": getattr(trainer, "aux_loss_enabled", False),
-        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.has_custom_loss(
+        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.changes_loss(
             trainer, but=OF_PAIRS
         ),
+        "a model whose own forward may add to its loss": has_own_forward(trainer.model),
         'train_sampling_strategy="batch_rebalance", which packs do by themselves': str(args.train_sampling_strategy)
         == "batch_rebalance",
         "include_num_input_tokens_seen, which counts padding": args.include_num_input_tokens_seen != "no",

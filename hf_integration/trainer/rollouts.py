@@ -243,8 +243,6 @@ class Rollouts(Behind):
         self, rows: list[int], fields: Mapping[str, Any], images: list[list | None] | None
     ) -> dict[str, Any]:
         """Return what a processor gives of some rows, cut as trl cuts it into micro-batches."""
-        from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
-
         if images is None or not any(images[row] for row in rows):
             return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
         counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
@@ -252,7 +250,8 @@ class Rollouts(Behind):
         if pictures.dim() == 4 and len(pictures) != tiles:  # InternVL's, of which only the image processor says more
             found = self.processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
             counts["num_tiles"] = [int(x.sum()) for x in found["num_patches"].split(counts["num_images"])]
-        cut = fields if "spatial_shapes" in fields else split_pixel_values_by_grid({**fields, **counts})
+        split, join = compat.cuts_of_rows()
+        cut = fields if "spatial_shapes" in fields else split({**fields, **counts})
         cut = {name: x for name, x in cut.items() if name not in counts}
         if wrong := sorted(name for name, x in cut.items() if len(x) != len(images)):
             raise InputError(
@@ -260,7 +259,7 @@ class Rollouts(Behind):
                 f"{len(images)} rows, leave pictures out, or train by DPO"
             )
         parts = {name: [x[row] for row in rows] if isinstance(x, list) else x[rows] for name, x in cut.items()}
-        return unsplit_pixel_values_by_grid(parts)
+        return join(parts)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Score this group's completions: functions on its first rank alone, models on all its ranks."""

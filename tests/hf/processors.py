@@ -37,6 +37,7 @@ def tokenizer_of(config, **special):
         tokenizer_object=by_word,
         pad_token="0",
         eos_token="2",
+        padding_side="left",  # as trl wants prompts
         extra_special_tokens={name: word for name, (word, _) in special.items()},
     )
 

@@ -1,7 +1,5 @@
 """Models that share sequences take pictures and sounds: exact, or refused in a sentence on every rank."""
 
-import copy
-
 import pytest
 import torch
 
@@ -9,11 +7,9 @@ from hf_integration import patch_attention
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
-from tests.grids import each_then_rest
-from tests.hf.conformance import _errors
 from tests.hf.llama import small
 from tests.hf.media_types import TYPES, model_of
-from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
+from tests.hf.pictures import KINDS, outcomes
 from tests.launch import on_ranks
 from tests.words import missing
 
@@ -23,21 +19,25 @@ FEW = ("qwen3_vl", "gemma3", "llava", "voxtral")
 EXACT, TOLD = "exact", ("exact", "refused", "plain")
 
 
+def by_kind(found):
+    return {name: {kind: words[kind] for kind in KINDS} for name, words in found.items()}
+
+
 def test_a_type_of_each_kind_is_exact():
-    assert outcomes(FEW) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
+    assert by_kind(outcomes(FEW)) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FEW])
 def test_every_type_is_exact_or_refused(model_type):
-    words = outcomes([model_type])[model_type]
+    words = by_kind(outcomes([model_type]))[model_type]
     assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("model_type", FEW)
 def test_it_is_so_on_four_ranks(model_type):
-    assert outcomes([model_type], world=4) == {model_type: dict.fromkeys(KINDS, EXACT)}
+    assert by_kind(outcomes([model_type], world=4)) == {model_type: dict.fromkeys(KINDS, EXACT)}
 
 
 def text_of(batch):
@@ -155,7 +155,7 @@ WRONG = {
 def wrong_uses():
     sp = make(size=2, ulysses=1, prove="never")
     model = small_copy(model_of("qwen3_vl"))[0].train()
-    batch, found = batches_of(model)[0]["media"], {}
+    batch, found = media_batch(model)[0], {}
     patch_attention(model, sp)
     for name, (use, _) in WRONG.items():
         try:
@@ -213,29 +213,3 @@ def test_types_that_are_not_proved_take_text_alone():
             assert is_one_sentence(sentence)
             assert missing(sentence, "pixel_values", "text alone") == []
             assert takes_text
-
-
-def packs(name):
-    """Return whether two rows with pictures in one pack give what they give as rows, and by how much they do not."""
-    sp = make(size=2, ulysses=1, prove="never")
-    model = small_copy(model_of(name))[0].train()
-    shared = patch_attention(copy.deepcopy(model), sp)
-    batch, _ = media_batch(model, rows=((0,), (1,)))
-    rows, length = batch["input_ids"].shape
-    batch["labels"][:, 0] = -100  # which no token predicts
-    if hasattr(model.model, "get_rope_index"):
-        given = {key: x for key, x in batch.items() if key not in ("labels", "pixel_values")}
-        axes = model.model.get_rope_index(**given)[0]
-    else:
-        axes = torch.empty(0, rows, length, dtype=torch.int64)
-    axes = torch.cat([torch.arange(length).expand(1, rows, length), axes])
-    positions = axes.flatten(1)[:, None] if len(axes) > 1 else axes.flatten(1)
-    pack = {key: x.reshape(1, -1) if x.shape == (rows, length) else x for key, x in batch.items()}
-    wanted, found = outcome(model, batch), outcome(shared, pack | {"position_ids": positions}, sp.size)
-    return _errors((found[0].reshape(wanted[0].shape), *found[1:]), wanted)
-
-
-@pytest.mark.parametrize("name", each_then_rest(["qwen3_vl"], ["llava", "gemma3"]))
-def test_documents_of_a_pack_see_their_own_pictures(name):
-    for errors in on_ranks(2, packs, name):
-        assert max(errors.values()) < LIMIT, errors

@@ -36,7 +36,7 @@ def rows(kind, count, first, pictures=None):
     """Prompts with one picture or two, for preferences also with none; pictures: of each, instead."""
     found = []
     for number in range(first, first + count):
-        some = (number % 2 + 1) if kind in ROLLS_OUT else (number + 1) % 3
+        some = number % 2 + 1 if kind in ROLLS_OUT else (1, 0, 2, 0)[number % 4]
         row = {"prompt": say("user", range(3, 4 + number % 5)), "number": number}
         row["images"] = [drawn(number + at) for at in range(some if pictures is None else pictures)]
         for at, name in enumerate(TEXTS[kind]):
@@ -90,7 +90,8 @@ def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts
         model.generation_config.eos_token_id = ENDS
     if way == "lora":
         how |= {"beta": 0.1}
-        own["peft_config"] = peft.LoraConfig(r=4, target_modules=projections(model), init_lora_weights=False)
+        given = {"r": 4, "lora_alpha": 1, "init_lora_weights": False}  # of numbers that are not 0, and are small
+        own["peft_config"] = peft.LoraConfig(**given, target_modules=projections(model))
     elif not rolls_out:
         own["ref_model"] = copy.deepcopy(model)
         for p in own["ref_model"].parameters():
@@ -182,7 +183,14 @@ WRONG = {
     **{
         f"{kind}, pictures on one rank": (
             functools.partial(trainer_of, kind=kind, size=2, data=drops),
-            ["the same", "whole batches"],
+            ["rank", "whole batches"],
+        )
+        for kind in KINDS
+    },
+    **{
+        f"{kind}, other pictures on one rank": (
+            functools.partial(trainer_of, kind=kind, size=2, data=others),
+            ["rank", "pixel_values"],
         )
         for kind in KINDS
     },
@@ -226,7 +234,7 @@ def test_wrong_uses_end_in_a_sentence_on_every_rank(tmp_path):
 
 def miscounted(folder):
     """What is raised where a model finds more placeholders than features."""
-    trainer = trainer_of(folder, "DPO", size=2)
+    trainer = trainer_of(folder, "DPO", size=2, max_length=None)
     collate = trainer.data_collator
 
     def with_one_more(examples):
