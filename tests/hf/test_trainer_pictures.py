@@ -219,13 +219,15 @@ def pairs(rows):
     return rows.rename_column("completion", "chosen").add_column("rejected", ["5 6"] * len(rows))
 
 
-def trl_run(folder, kind, size, **changes):
+def trl_run(folder, kind, size, tokens_per_rank=None, **changes):
     """What a Trainer of trl's logs, with pictures."""
     import trl
 
     plain, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     model = small_copy(model_of("llava"))[0].train()
     section = size and {"size": size, "ulysses": 1, "prove": "never"}
+    if tokens_per_rank:
+        section = {"size": size, "tokens_per_rank": tokens_per_rank, "prove": "never"}
     how = {"max_steps": 3, "bf16": False, "eval_strategy": "steps", "eval_steps": 3, **changes}
     data = {"train": rows_of_text(24, 0), "eval": rows_of_text(4, 30)}
     trainer = (type("Shared", (SequenceParallelMixin, plain), {}) if size else plain)(
@@ -247,6 +249,16 @@ def test_trls_sft_takes_pictures(tmp_path):
     for found in on_ranks(2, trl_run, tmp_path / "shared", "SFT", 2):
         for name, values in plain.items():
             assert found[name] == pytest.approx(values, rel=1e-5), name
+
+
+@whole
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_packs_of_trls_have_pictures(kind, tmp_path):
+    """Losses and norms: means over micro-batches are of others in packs."""
+    plain = on_ranks(1, trl_run, tmp_path / "plain", kind, None)[0]
+    for found in on_ranks(2, trl_run, tmp_path / "shared", kind, 2, 256):
+        for name in ("loss", "grad_norm", "eval_loss"):
+            assert len(plain[name]) and found[name] == pytest.approx(plain[name], rel=1e-5), name
 
 
 def own_loop(way):
