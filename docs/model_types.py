@@ -105,15 +105,19 @@ def causal_rows():
     return {name: row(name, found.get(name)) for name in TYPES}
 
 
+def media_states(found):
+    """Return a cell for each of `MEDIA_COLUMNS`. found: {kind: the type's outcome}."""
+    return [EXACT if all(found[kind] == EXACT for kind in within) else "-" for within in MEDIA_COLUMNS.values()]
+
+
 def media_row(model_type):
     """Return one line of the table of multimodal types."""
     if (why := media_types.UNTRIED.get(model_type)) is not None:
         return f"| `{model_type}` |  |  | - | - | - | - | not tried: {why} |"
     found = pictures.outcomes([model_type])[model_type]
-    kinds = {kind: found[kind] for kind in pictures.KINDS}
-    states = [EXACT if all(kinds[kind] == EXACT for kind in within) else "-" for within in MEDIA_COLUMNS.values()]
-    cells = [f"`{model_type}`", found[pictures.TAKES], found[pictures.DIVIDED], *states]
-    return f"| {' | '.join(cells)} | {otherwise(kinds.items(), kinds)} |"
+    cells = [f"`{model_type}`", found[pictures.TAKES], found[pictures.DIVIDED], *media_states(found)]
+    kinds = pictures.KINDS
+    return f"| {' | '.join(cells)} | {otherwise([(kind, found[kind]) for kind in kinds], kinds)} |"
 
 
 def written(head, rows, columns, version):

@@ -496,8 +496,8 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     of_ranks = pieces_of(cut, ROWS)
 
     def gather_all(xs: list[Tensor]) -> list[Tensor]:
-        of = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
-        sp.checker.check_deferred(NAME, {"tensors": of}, call=LAYER)
+        alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
+        sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
         return gather(peers, xs, cut)
 
     with _telling(sp, call.module):

@@ -254,7 +254,7 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
     if _begins_media(patch, inputs, context):
         context = _begin_media(patch, inner, inputs, context)
         set_current(context)
-        return (), context.media.around(inputs)
+        return ((), context.media.around(inputs)) if context.media.documents else (args, kwargs)
     if context.is_undecided and context.media is None and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs)
     elif context.media is None:
@@ -289,6 +289,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
     documents, error = media.checked(patch.facts, inputs, inner.config)
     whole_calls.compare_inputs(patch.agreement, inner, inputs, media.names_of(patch.facts, inputs), error)
     shape, states = tokens_of(inputs).shape[:2], torch_states(patch.sp.device)
+    documents = documents if patch.facts.outside else ()
     return context.replace(media=media.MediaCall(shape, media.layout_in(inputs), states, documents=documents))
 
 

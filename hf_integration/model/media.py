@@ -47,7 +47,7 @@ class MediaCall:
     masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
     mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
     counts: bool = False  # whether the stack was given its positions
-    documents: Lengths = ()  # of a pack
+    documents: Lengths = ()  # of a pack whose masks are made around the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
         """Keep the blocks of a mask, and return what stands for it: four dims reach the layers unchanged."""
@@ -145,10 +145,11 @@ def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -
             "leave pictures, films and sounds out of the batch"
         )
     ids, layout = inputs.get("input_ids"), layout_in(inputs)
-    if ids is None or has_cache(inputs) or not layout.keys() - {"attention_mask"}:
+    says_documents, mask = bool(layout.keys() - {"attention_mask"}), layout.get("attention_mask")
+    if ids is None or has_cache(inputs) or not (says_documents or getattr(mask, "ndim", 2) != 2):
         return (), None
     try:
-        documents = documents_in(layout, checked_mask(layout.get("attention_mask"), ids.shape), *ids.shape) or ()
+        documents = documents_in(layout, checked_mask(mask, ids.shape), *ids.shape) or ()
     except SeqParError as error:
         return (), error
     starts = torch.tensor([0, *documents[:-1]], device="cpu").cumsum(0)
@@ -157,8 +158,8 @@ def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -
     if not len(cut := starts[is_place[starts] & is_place[starts - 1]]):
         return documents, None
     return (), InputError(
-        "a document of a pack must hold whole pictures, films and sounds; got one that begins behind a token of them, "
-        f"with another, at token {int(cut[0])}, cut packs between documents, and begin each with a token of text"
+        "a document of a pack must hold whole pictures, films and sounds; got one that begins between two tokens of "
+        f"them, at token {int(cut[0])}, cut packs between documents, and begin each with a token of text"
     )
 
 

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+import transformers
 
+from docs.model_types import PAGE, media_states, rows_of, tables_of, version_of
 from hf_integration import patch_attention
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.hf.llama import small
-from tests.hf.media_types import TYPES, model_of
-from tests.hf.pictures import KINDS, outcomes
+from tests.hf.media_types import ALL, NO_BATCH, TYPES, model_of
+from tests.hf.pictures import KINDS, SECTIONS, outcomes
 from tests.launch import on_ranks
 from tests.words import missing
 
@@ -17,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("compiled")
 # positions of three axes and features for several layers; blocks that see themselves, with windows; plain; sound
 FEW = ("qwen3_vl", "gemma3", "llava", "voxtral")
 EXACT, TOLD = "exact", ("exact", "refused", "plain")
+MEDIA = tables_of(PAGE.read_text(encoding="utf-8"))[1]
+TABLE = rows_of(MEDIA)
 
 
 def by_kind(found):
@@ -28,16 +32,25 @@ def test_a_type_of_each_kind_is_exact():
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FEW])
-def test_every_type_is_exact_or_refused(model_type):
+@pytest.mark.parametrize("model_type", [name for name in (*TYPES, *NO_BATCH) if name not in FEW])
+def test_every_type_does_what_the_table_says(model_type):
     words = by_kind(outcomes([model_type]))[model_type]
     assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
+    assert media_states(words) == TABLE[model_type].split(" | ")[3:7]
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("model_type", FEW)
-def test_it_is_so_on_four_ranks(model_type):
-    assert by_kind(outcomes([model_type], world=4)) == {model_type: dict.fromkeys(KINDS, EXACT)}
+def test_it_is_so_on_four_ranks(model_type, layout):
+    found = outcomes([model_type], world=4, section={**SECTIONS[4], "layout": layout})
+    assert by_kind(found) == {model_type: dict.fromkeys(KINDS, EXACT)}
+
+
+@pytest.mark.whole
+def test_the_table_is_of_this_transformers():
+    """Else: python docs/model_types.py media"""
+    assert (version_of(MEDIA), sorted(TABLE)) == (transformers.__version__, [*ALL])
 
 
 def text_of(batch):
@@ -76,13 +89,13 @@ def of_text_model(model, sp, batch):
     return patch_attention(small(vocab_size=300), sp)(**batch)
 
 
-def cut_inside(model, sp, batch):
-    """A document begins at a picture's third token."""
+def packed(model, cut, skipped=0, **given):
+    """Two documents, of which the second begins behind so many tokens of a picture, at another position than 0."""
     pack, _ = media_batch(model, rows=((0,),))
     ids = pack["input_ids"]
-    first = int((ids[0] == model.config.image_token_id).nonzero()[2])
-    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None]
-    call(model, **pack, position_ids=positions.expand(4, 1, -1))
+    first = int((ids[0] == model.config.image_token_id).nonzero()[cut])
+    positions = torch.cat([torch.arange(first), skipped + torch.arange(ids.shape[1] - first)])[None]
+    call(model, **pack, **given, position_ids=positions.expand(4, 1, -1))
 
 
 def compiled(model, sp, batch):
@@ -142,7 +155,40 @@ WRONG = {
         lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
         ["image_grid_thw", "got none"],
     ),
-    "a pack that is cut inside a picture": (cut_inside, ["whole pictures", "at token"]),
+    "a pack that is cut inside a picture": (lambda model, sp, batch: packed(model, 2), ["whole pictures", "at token"]),
+    "documents that do not begin at 0": (
+        lambda model, sp, batch: packed(model, 0, skipped=3),
+        ["position_ids must count", "got 3"],
+    ),
+    "other documents in what says it too": (
+        lambda model, sp, batch: packed(model, 0, cu_seq_lens_q=torch.tensor([0, 4, 16])),
+        ["documents must be the same", "cu_seq_lens_q"],
+    ),
+    "a mask of tokens x tokens": (
+        lambda model, sp, batch: call(model, **batch, attention_mask=torch.ones(3, 1, 27, 27)),
+        ["attention_mask"],
+    ),
+    "other values of pictures on one rank": (
+        lambda model, sp, batch: call(model, **batch | {"pixel_values": batch["pixel_values"] + sp.rank}),
+        ["same whole batch", "pixel_values by row"],
+    ),
+    "a rank that is not told which tokens are of pictures": (
+        lambda model, sp, batch: call(
+            model, **{name: x for name, x in batch.items() if not sp.rank or name != "mm_token_type_ids"}
+        ),
+        ["same whole batch", "mm_token_type_ids"],
+    ),
+    "more tokens than features": (
+        lambda model, sp, batch: call(
+            model,
+            **batch | {"input_ids": batch["input_ids"].where(batch["input_ids"] > 40, model.config.image_token_id)},
+        ),
+        ["tokens"],
+    ),
+    "pictures without tokens": (
+        lambda model, sp, batch: model(pixel_values=batch["pixel_values"], image_grid_thw=batch["image_grid_thw"]),
+        ["input_ids or inputs_embeds", "got neither"],
+    ),
     "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
     "a model in torch.compile": (compiled, ["layer.compile()"]),
     "log-probabilities": (

@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ds_seqpar.base.errors import ConfigError
 from hf_integration import SequenceParallelMixin, patch_attention
 from hf_integration.inputs import MEDIA, TYPES
 from hf_integration.look.in_fp64 import InFP64, fp64
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
-from hf_integration.trainer.rollouts import check_row
 from tests.dist.ranks import lacking, not_refused, refusal
 from tests.dist.ranks import make as make_sp
 from tests.hf.llama import IGNORE, with_lora
@@ -335,8 +333,3 @@ def test_wrong_uses_of_the_trainer_end_in_a_sentence_on_every_rank(tmp_path):
     wrong = {**WRONG, "DPO": (None, ["DPOTrainer", "text alone", "pixel_values"])}
     for found in on_ranks(2, wrong_runs, tmp_path):
         assert not_refused(found, wrong) == {}
-
-
-def test_rollouts_with_pictures_are_refused():
-    with pytest.raises(ConfigError, match="text alone; got a column images"):
-        check_row({"prompt": "3", "images": []})
