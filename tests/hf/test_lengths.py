@@ -64,9 +64,13 @@ def loader_of(kind, as_stream=False):
     return DataLoader(data, batch_size=SAMPLES, shuffle=True, generator=generator, collate_fn=collate)
 
 
-def plain(kind, as_stream=False):
+def made(model_type):
+    return (small() if model_type is None else tiny(model_type)).double()
+
+
+def plain(kind, as_stream=False, model_type=None):
     """(losses, norms, weights) of the loop without packs, on one process."""
-    model, losses, norms = small().double(), [], []
+    model, losses, norms = made(model_type), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = loader_of(kind, as_stream)
     loader.collate_fn = list
@@ -86,9 +90,9 @@ def plain(kind, as_stream=False):
     return losses, norms, {name: array(p) for name, p in model.named_parameters()}
 
 
-def packed(section, kind, as_stream=False, checkpoints=False):
+def packed(section, kind, as_stream=False, checkpoints=False, model_type=None):
     """The same of the packs, and (micro-batches of each step, Ulysses sizes)."""
-    model, losses, norms, counts = small().double(), [], [], []
+    model, losses, norms, counts = made(model_type), [], [], []
     if checkpoints:
         model.gradient_checkpointing_enable()
     sp = share_sequences(model, **section)
@@ -198,6 +202,15 @@ def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
     expected = gathering((9, 4, 7))
     for found in on_ranks(2, gathering, (9, 4, 7), timeout=120):
         assert gap(found, expected) < 1e-6  # its attention casts to fp32
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_models_whose_configs_have_other_names_train_in_packs(model_type):
+    expected = plain("chat", model_type=model_type)
+    for found in on_ranks(2, packed, {"size": 2, "tokens_per_rank": 24}, "chat", False, False, model_type, timeout=120):
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert gap(found[2], expected[2]) < 1e-6
 
 
 def by_engine(stage, kind):
