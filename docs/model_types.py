@@ -1,5 +1,5 @@
 """Writes model_types.md, from what every causal and every multimodal type of transformers does on two ranks:
-python docs/model_types.py [causal] [media] [--types TYPES, whose rows of "media" are made anew]"""
+python docs/model_types.py [causal] [media] [--types TYPES, whose rows of "media" are made; "new": all without a row]"""
 
 import argparse
 import itertools
@@ -141,9 +141,11 @@ if __name__ == "__main__":
     known = {*causal[0], *media[0]}
     if "causal" in given.tables:
         write(causal := (causal_rows(), now), media)
-    for number, name in enumerate(given.types if "media" in given.tables else (), 1):
+    new = [name for name in media_types.ALL if name not in media[0]]
+    chosen = new if given.types == ["new"] else given.types
+    for number, name in enumerate(chosen if "media" in given.tables else (), 1):
         # in processes of its own, which give memory back
         media = media[0] | {name: media_row(name)}, now
         write(causal, media)
-        print(f"{number} of {len(given.types)}: {media[0][name]:.100}", file=sys.stderr)
+        print(f"{number} of {len(chosen)}: {media[0][name]:.100}", file=sys.stderr)
     print("new types:", *sorted({*causal[0], *media[0]} - known))
