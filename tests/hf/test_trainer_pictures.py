@@ -95,8 +95,10 @@ OWN = {"lora": "lora", "frozen": "frozen"}  # ways that train other parameters; 
 
 def run(folder, name, way, batches, stage=None, section=None, exact=False):
     """What a Trainer logs. Stage None: torch's, without DeepSpeed. Exact: in fp64."""
+    # an epsilon as large as gradients: else the first steps are made of the signs of what rounding has left
     how = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 5, "remove_unused_columns": False}
-    how |= {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": batches, **WAYS[way]}
+    how |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": batches}
+    how |= WAYS[way]
     how |= {"deepspeed": None} if stage is None else {"deepspeed_changes": split()} if stage == 3 else {}
     of_way = how.pop("section", {})
     section = section and {"ulysses": 1, "prove": "never", **section, **of_way}
@@ -159,7 +161,7 @@ def assert_as_plain(folder, name, cases, shapes, batches):
             for (way, stage), logs in zip(cases, found, strict=True):
                 truth, own = plain[OWN.get(way, "full")]
                 for figure, gap in gaps(logs, truth).items():
-                    assert own[figure] < 2e-5, (way, figure)
+                    assert own[figure] < 1e-5, (way, figure)
                     assert gap < 1e-5 + 2 * own[figure], (way, stage, world, size, figure)
 
 
