@@ -37,7 +37,7 @@ def rows(kind, count, first, pictures=None):
     found = []
     for number in range(first, first + count):
         some = number % 2 + 1 if kind in ROLLS_OUT else (1, 0, 2, 0)[number % 4]
-        row = {"prompt": say("user", range(3, 4 + number % 5)), "number": number}
+        row = {"prompt": say("user", range(3, 4 + number % 5))}
         row["images"] = [drawn(number + at) for at in range(some if pictures is None else pictures)]
         for at, name in enumerate(TEXTS[kind]):
             length = (number * (at + 3)) % 7 + 1
@@ -61,7 +61,7 @@ def shapes(images, completion_ids, **_):
     return [sum(x % 2 for x in ids) / LENGTH + sum(picture.width for picture in some) / 1000 for some, ids in rows]
 
 
-def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts=None, data=rows, **changes):
+def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", data=rows, **changes):
     """A plain trainer, or one in which `size` ranks share sequences.
 
     Args:
@@ -71,7 +71,6 @@ def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts
         size: Of a group.
         stage: Of ZeRO.
         way: "full" or "lora".
-        parts: The trainer's own arguments.
         data: Makes rows.
         **changes: Of its configuration.
     """
@@ -102,9 +101,8 @@ def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts
     del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
     bases = [SequenceParallelMixin] * bool(size) + [Numbered] * rolls_out + [plain]
     return type("Tried", tuple(bases), {})(
-        model=model, args=config(str(folder), **given), processing_class=PROCESSORS[name](model.config),
-        **own | (parts or {}),
-    )  # fmt: skip
+        model=model, args=config(str(folder), **given), processing_class=PROCESSORS[name](model.config), **own
+    )
 
 
 def runs(folder, cases, size=None):
